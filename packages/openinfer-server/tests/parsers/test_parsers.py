@@ -21,8 +21,8 @@ from openinfer_server.parsers import (
 )
 from openinfer_server.parsers.choose import REASONING_PARSERS, TOOL_PARSERS
 from openinfer_server.parsers.hermes import HermesParser
+from openinfer_server.parsers.syntax.typed_values import ANYTHING, as_json, types_of
 from openinfer_server.parsers.thinking import KimiThinking, Qwen3Thinking
-from openinfer_server.parsers.typed_values import ANYTHING, as_json, types_of
 from openinfer_server.testing.parser_cuts import check_subject, subjects
 from openinfer_server.testing.parser_texts import REASONING_PROMPTS, REASONING_TEXTS, TOOL_TEXTS, TOOLS
 from openinfer_server.testing.parsers import answer_maker, check_reasoning_parser, check_tool_parser, feed

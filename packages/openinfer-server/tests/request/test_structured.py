@@ -9,12 +9,12 @@ from openinfer_core.sampling import GrammarKind, Preamble
 from openinfer_server import ServerOptions
 from openinfer_server.http.api_errors import ApiError
 from openinfer_server.parsers import CallParser
-from openinfer_server.parsers.call_syntax import CallableFunction, CallWriter, LarkTexts
 from openinfer_server.parsers.deepseek_v3 import DeepSeekV3Parser
 from openinfer_server.parsers.deepseek_v4 import DeepSeekV4Parser
 from openinfer_server.parsers.hermes import HermesParser
 from openinfer_server.parsers.kimi_k2 import KimiK2Parser
 from openinfer_server.parsers.qwen3_coder import Qwen3CoderParser
+from openinfer_server.parsers.syntax.call_syntax import CallableFunction, CallWriter, LarkTexts
 from openinfer_server.testing import ParrotLoop
 from openinfer_server.tools.available import AvailableTools
 from openinfer_server.tools.grammar import required_calls

@@ -4,7 +4,6 @@ Nothing here knows HTTP or any endpoint. An endpoint asks `ModelParsers.open` fo
 the answer's text as it comes, and writes the deltas in its own form.
 """
 
-from openinfer_server.parsers.call_syntax import CallableFunction, CallSyntax, CallWriter, LarkTexts
 from openinfer_server.parsers.calls import CallParser
 from openinfer_server.parsers.choose import ModelParsers, choose_parsers
 from openinfer_server.parsers.contract import ModelTraits, OutputTextParser, ParserContext, ReasoningParser, ToolParser
@@ -17,9 +16,10 @@ from openinfer_server.parsers.deltas import (
     ReasoningDelta,
     merge,
 )
-from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.output import OutputParser, ParserFault
 from openinfer_server.parsers.script import Script, ScriptedParser
+from openinfer_server.parsers.syntax.call_syntax import CallableFunction, CallSyntax, CallWriter, LarkTexts
+from openinfer_server.parsers.syntax.markers import Markers
 from openinfer_server.parsers.tagged_arguments import TaggedArgumentsParser
 
 __all__ = [

@@ -2,8 +2,8 @@
 
 from openinfer_server.parsers.contract import ParserContext
 from openinfer_server.parsers.deltas import CallArguments, CallEnd, CallStart
-from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script, ScriptedParser
+from openinfer_server.parsers.syntax.markers import Markers
 from openinfer_server.parsers.wrapped_arguments import Unwrapped, may_be_wrapped
 
 

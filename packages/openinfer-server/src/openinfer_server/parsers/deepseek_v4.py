@@ -14,13 +14,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from openinfer_server.parsers.call_syntax import CallableFunction, CallSyntax, LarkTexts
 from openinfer_server.parsers.contract import ModelTraits
-from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script
+from openinfer_server.parsers.syntax.call_syntax import CallableFunction, CallSyntax, LarkTexts
+from openinfer_server.parsers.syntax.markers import Markers
+from openinfer_server.parsers.syntax.tagged_syntax import ParameterTags, parameters
+from openinfer_server.parsers.syntax.typed_values import ANYTHING, TEXT, types_of
 from openinfer_server.parsers.tagged_arguments import TaggedArgumentsParser
-from openinfer_server.parsers.tagged_syntax import ParameterTags, parameters
-from openinfer_server.parsers.typed_values import ANYTHING, TEXT, types_of
 
 OPENINFER_CONTRACT = 1
 

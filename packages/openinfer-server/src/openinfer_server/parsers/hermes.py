@@ -10,11 +10,11 @@ Source: the chat templates of Qwen3 and Hermes 2 Pro, https://huggingface.co/Qwe
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from openinfer_server.parsers.call_syntax import CallableFunction, CallSyntax, LarkTexts
 from openinfer_server.parsers.calls import CallParser
 from openinfer_server.parsers.contract import ModelTraits
-from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script
+from openinfer_server.parsers.syntax.call_syntax import CallableFunction, CallSyntax, LarkTexts
+from openinfer_server.parsers.syntax.markers import Markers
 
 OPENINFER_CONTRACT = 1
 

@@ -10,11 +10,11 @@ Source: https://huggingface.co/moonshotai/Kimi-K2-Instruct, docs/tool_call_guida
 import re
 from collections.abc import Sequence
 
-from openinfer_server.parsers.call_syntax import CallableFunction, CallSyntax, LarkTexts
 from openinfer_server.parsers.calls import CallParser
 from openinfer_server.parsers.contract import ModelTraits
-from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script
+from openinfer_server.parsers.syntax.call_syntax import CallableFunction, CallSyntax, LarkTexts
+from openinfer_server.parsers.syntax.markers import Markers
 
 OPENINFER_CONTRACT = 1
 

@@ -20,7 +20,7 @@ import msgspec
 
 from openinfer_server.parsers.contract import OutputTextParser, ToolParser
 from openinfer_server.parsers.deltas import CallArguments, CallEnd, CallStart, ContentDelta, Delta
-from openinfer_server.parsers.markers import Markers
+from openinfer_server.parsers.syntax.markers import Markers
 from openinfer_server.parsers.trimmed import TrimmedText
 
 MAX_ARGUMENTS = 2**20  # characters of arguments of a call inside the reasoning; a longer one is reasoning

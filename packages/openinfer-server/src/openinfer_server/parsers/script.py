@@ -13,8 +13,8 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 from openinfer_server.parsers.deltas import ContentDelta, Delta
-from openinfer_server.parsers.json_scan import IN_STRING, scan_json
-from openinfer_server.parsers.markers import Markers
+from openinfer_server.parsers.syntax.json_scan import IN_STRING, scan_json
+from openinfer_server.parsers.syntax.markers import Markers
 from openinfer_server.parsers.trimmed import TrimmedText
 
 T = TypeVar("T")

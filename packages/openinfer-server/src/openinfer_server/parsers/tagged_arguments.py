@@ -3,9 +3,9 @@
 import msgspec
 
 from openinfer_server.parsers.calls import CallParser
-from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script
-from openinfer_server.parsers.typed_values import TEXT, as_json
+from openinfer_server.parsers.syntax.markers import Markers
+from openinfer_server.parsers.syntax.typed_values import TEXT, as_json
 
 MAX_HELD = 2**20  # characters of a value that are held to see what JSON they are; a longer value is a string
 

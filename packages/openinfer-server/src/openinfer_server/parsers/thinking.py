@@ -10,8 +10,8 @@ from typing import ClassVar
 from openinfer_server.parsers.contract import ModelTraits, ParserContext
 from openinfer_server.parsers.deltas import ContentDelta, ReasoningDelta
 from openinfer_server.parsers.kimi_k2 import CALL_BEGIN, SECTION_BEGIN, TURN
-from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script, ScriptedParser
+from openinfer_server.parsers.syntax.markers import Markers
 from openinfer_server.parsers.trimmed import TrimmedText
 
 OPENINFER_CONTRACT = 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from openinfer_server.parsers.typed_values import parts_of
+from openinfer_server.parsers.syntax.typed_values import parts_of
 
 WRAPPER = "arguments"
 MAX_HELD = 2**20  # characters of arguments that are held; longer ones are handed on as they stand

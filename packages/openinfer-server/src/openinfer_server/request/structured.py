@@ -13,7 +13,7 @@ from openinfer_core.errors import InvalidRequest
 from openinfer_core.sampling import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind, Preamble
 from openinfer_server.http.api_errors import from_invalid_request, invalid, refused
 from openinfer_server.limits.conversation import check_depth
-from openinfer_server.parsers.call_syntax import JsonSchema
+from openinfer_server.parsers.syntax.call_syntax import JsonSchema
 from openinfer_server.request.generation_fields import GenerationFields, SamplingFields
 from openinfer_server.request.plan import Plan, Prompt
 from openinfer_server.request.structured_types import ANY_OBJECT, JsonObjectFormat, JsonSchemaFormat, ResponseFormat

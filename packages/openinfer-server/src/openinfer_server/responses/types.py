@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import msgspec
 
 from openinfer_server.openai.types import CACHE_OPTIONS, CACHE_RETENTION, NOT_TEXT, VERBOSITY, Effort
-from openinfer_server.parsers.call_syntax import JsonSchema
+from openinfer_server.parsers.syntax.call_syntax import JsonSchema
 from openinfer_server.request.fields import Count, Logprobs, NonNegative, RequestFields
 from openinfer_server.request.generation_fields import SamplingFields
 from openinfer_server.request.neutral_fields import NO_OBFUSCATION

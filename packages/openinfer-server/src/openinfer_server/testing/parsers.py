@@ -31,9 +31,9 @@ from openinfer_server.parsers.deltas import (
     ReasoningDelta,
     merge,
 )
-from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.output import OutputParser
 from openinfer_server.parsers.reasoning_calls import CallsInReasoning, begin_tokens_of, is_object
+from openinfer_server.parsers.syntax.markers import Markers
 from openinfer_server.parsers.thinking import OPEN, Qwen3Thinking
 
 

@@ -7,7 +7,7 @@ auto, with a format   calls, or what the format asks for
 
 from openinfer_core.sampling import Grammar, GrammarKind
 from openinfer_server.http.api_errors import refused
-from openinfer_server.parsers.call_syntax import (
+from openinfer_server.parsers.syntax.call_syntax import (
     CallableFunction,
     CallSyntax,
     CallWriter,

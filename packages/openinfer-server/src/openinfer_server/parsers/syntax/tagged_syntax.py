@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from openinfer_server.parsers.call_syntax import (
+from openinfer_server.parsers.syntax.call_syntax import (
     LENIENT,
     CallableFunction,
     LarkTexts,
@@ -12,7 +12,7 @@ from openinfer_server.parsers.call_syntax import (
     json_value,
     quoted,
 )
-from openinfer_server.parsers.typed_values import TEXT, types_of
+from openinfer_server.parsers.syntax.typed_values import TEXT, types_of
 
 # Keywords that say nothing about which strings are possible.
 _PLAIN = frozenset({"type", "title", "description", "default", "examples", "deprecated"})
