@@ -37,6 +37,7 @@ ALLOWED_SIBLINGS = {
     "openinfer-kernels": set[str](),
     "openinfer-kv-cache": {"openinfer-core"},
     "openinfer-kv-offload": {"openinfer-core", "openinfer-kv-cache"},
+    "openinfer-ollama": {"openinfer-server"},
     "openinfer-server": {"openinfer-core"},
     "openinfer-tiny-model": set[str](),
 }

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "openinfer-ollama"
+EXAMPLE = ROOT / "packages" / "openinfer-ollama"
 PAGE = (ROOT / "docs" / "reference" / "write-an-endpoint.md").read_text(encoding="utf-8")
 
 

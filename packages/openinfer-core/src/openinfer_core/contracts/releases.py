@@ -28,6 +28,7 @@ OUR_PACKAGES = frozenset(
         "openinfer-kv-cache",
         "openinfer-kv-offload",
         "openinfer-llama",
+        "openinfer-ollama",
         "openinfer-qwen3",
         "openinfer-qwen35",
         "openinfer-server",
