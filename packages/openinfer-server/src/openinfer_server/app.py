@@ -97,6 +97,7 @@ class App:
                 return
             match = self.router.find(http_request.method, http_request.path)
             route, http_request.parameters = match.route.path, match.parameters
+            http_request.error_form = match.route.error_form
             http_request.tenant = self._admit(http_request, match.route)
             await match.route.handler(http_request)
         except ApiError as error:

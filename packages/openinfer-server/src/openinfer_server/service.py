@@ -49,6 +49,21 @@ class Service:
         """Names clients may ask for."""
         return tuple(self.options.model_name) or (self.info.model,)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be answered, and not texts alone continued."""
+        return self.template is not None
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the model is shown tools, and its calls are told from its text."""
+        return self.template is not None and self.template.knows_tools and self.parsers.tools is not None
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Whether the model's reasoning is told from its answer."""
+        return self.parsers.reasoning is not None
+
     def check_serving(self) -> None:
         """Refuses work while the server is ending, or the queue is full; asked before a request's body is read."""
         if self.draining:

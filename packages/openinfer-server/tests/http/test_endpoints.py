@@ -14,12 +14,18 @@ from openinfer_server.testing import ParrotLoop
 
 MODULE = """
 import msgspec
-from openinfer_server import Route, RouteDoc
+from openinfer_server import ANY, Neutral, Refused, RequestFields, Route, RouteDoc
 
 OPENINFER_CONTRACT = 1
 
 class Count(msgspec.Struct):
     text: str
+
+class ChatRequest(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # the server has a type of this name, too
+    colour: object = None
+    shape: object = None
+    RULES = {"colour": Neutral(ANY, "text has none"), "shape": Refused("text has none")}
 
 def endpoints(service):
     async def count(exchange):
@@ -30,10 +36,12 @@ def endpoints(service):
     async def broken(exchange):
         raise ZeroDivisionError("ours alone")
 
-    doc = RouteDoc(summary="Counts tokens.", tag="Example", body=Count, response=dict[str, int])
+    doc = RouteDoc(
+        summary="Counts tokens.", tag="Example", body=Count, response=dict[str, int], lines=Count, also=(ChatRequest,)
+    )
     return [
         Route(method="POST", path="/count", handler=count, doc=doc),
-        Route(method="GET", path="/count/{what}", handler=broken, doc=doc),
+        Route(method="GET", path="/count/{what}", handler=broken, doc=doc, error_form=lambda error: b'{"mine":1}'),
     ]
 
 def greedy(service):
@@ -62,14 +70,25 @@ def test_endpoint_is_served_when_it_is_asked_for(start, info, call):
     assert call(server, "POST", "/count", {"texts": ""})[0] == 400
     paths = json.loads(call(server, "GET", "/openapi.json")[2])["paths"]
     assert set(paths["/count"]) == {"post"}
+    assert set(paths["/count"]["post"]["responses"]["200"]["content"]) == {"application/json", "application/x-ndjson"}
+
+
+@pytest.mark.usefixtures("counting")
+def test_document_tells_types_of_one_name_apart(start, info, call):
+    server = start(ParrotLoop(info), ServerOptions(port=0, endpoints=("counting",)))
+    schemas = json.loads(call(server, "GET", "/openapi.json")[2])["components"]["schemas"]
+    theirs = next(schema for schema in schemas.values() if "colour" in schema.get("properties", {}))
+    assert theirs["properties"]["colour"]["description"] == "Changes nothing: text has none."
+    assert theirs["properties"]["shape"]["type"] == "null"
+    ours = next(schema for schema in schemas.values() if "web_search_options" in schema.get("properties", {}))
+    assert ours["properties"]["web_search_options"]["type"] == "null"
 
 
 @pytest.mark.usefixtures("counting")
 def test_endpoint_that_raises_is_a_500_and_the_server_goes_on(start, info, call):
     server = start(ParrotLoop(info), ServerOptions(port=0, endpoints=("counting",)))
     status, _, body = call(server, "GET", "/count/x")
-    assert (status, json.loads(body)["error"]["code"]) == (500, "internal_error")
-    assert b"ours alone" not in body
+    assert (status, json.loads(body)) == (500, {"mine": 1})
     assert call(server, "GET", "/health")[0] == 200
 
 

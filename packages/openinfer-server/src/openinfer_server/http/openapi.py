@@ -18,6 +18,7 @@ from openinfer_server.request.rules import Refused, Rule
 
 OPENAPI_VERSION = "3.1.0"
 EVENT_STREAM = "text/event-stream"
+JSON_LINES = "application/x-ndjson"
 _REFERENCE = "#/components/schemas/"
 _PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
 # Any route may answer so: a request can be malformed in ways no schema says or be addressed to another host, and a
@@ -73,6 +74,7 @@ def _types(doc: RouteDoc) -> Iterator[Any]:
         *_several(doc.response),
         doc.unavailable,
         *_several(doc.events),
+        *_several(doc.lines),
         *doc.also,
         *_several(doc.error_body),
     ):
@@ -135,6 +137,8 @@ def _responses(route: Route, schemas: dict[Any, Schema]) -> Schema:
         content[doc.media_type.decode().partition(";")[0]] = {"schema": {"type": "string"}}
     if doc.events is not None:
         content[EVENT_STREAM] = {"schema": _event_schema(doc, schemas)}
+    if doc.lines is not None:
+        content[JSON_LINES] = {"schema": {"description": "Each line of the stream.", **_any_of(doc.lines, schemas)}}
     return {"200": {"description": "The answer.", "content": content}, **errors}
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar, get_args
 from urllib.parse import parse_qsl
 
@@ -12,12 +12,22 @@ import msgspec
 from openinfer_server.http.api_errors import ApiError, ErrorBody, from_decode_error, invalid
 from openinfer_server.http.body_budget import BodyBudget, check_elements, collector_paused
 from openinfer_server.http.nulls import without_nulls
-from openinfer_server.http.writers import ClientDisconnected, Message, Receive, Scope, Send, StreamWriter, stream_writer
+from openinfer_server.http.writers import (
+    EVENT_STREAM,
+    ClientDisconnected,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    StreamWriter,
+    stream_writer,
+)
 from openinfer_server.options import ServerOptions
 
 T = TypeVar("T")
 Q = TypeVar("Q", bound=msgspec.Struct)
 JSON = b"application/json"
+ErrorForm = Callable[[ApiError], bytes]  # makes JSON of an error
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_HEADER = b"anthropic-version"
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -31,6 +41,7 @@ class HttpRequest:
     Attributes:
         status: status of the response that was begun; 0 before.
         error: what a refusal said; None otherwise.
+        error_form: writes an error as the route's API does; None before the route is known, and where it is ours.
         parameters: of the path, by name.
         tenant: whose request it is; empty where all clients are one tenant.
         response_headers: what every response to it has, whatever it is.
@@ -42,6 +53,7 @@ class HttpRequest:
     ) -> None:
         self.status = 0
         self.error: ErrorBody | None = None
+        self.error_form: ErrorForm | None = None
         self.parameters: Mapping[str, str] = {}
         self.tenant = ""
         self.options = options
@@ -179,14 +191,20 @@ class HttpRequest:
 
     async def send_error(self, error: ApiError) -> None:
         self.error = error.body
-        body = error.to_anthropic_json() if self.for_anthropic else error.to_json()
+        if self.error_form is not None:
+            body = self.error_form(error)
+        else:
+            body = error.to_anthropic_json() if self.for_anthropic else error.to_json()
         await self.send(error.status, body, headers=error.headers)
 
-    def stream(self, num_choices: int) -> StreamWriter:
+    def stream(self, num_choices: int, *, content_type: bytes = EVENT_STREAM) -> StreamWriter:
         """The writer of a response that is a stream of the events of so many choices."""
         if self._scope.get("http_version") == "1.0":
             raise ApiError(400, "streaming needs HTTP/1.1", param="stream", code="invalid_value")
-        return stream_writer(self._scope, self._send, max_buffered_bytes=num_choices * self.options.max_buffered_bytes)
+        max_buffered_bytes = num_choices * self.options.max_buffered_bytes
+        writer = stream_writer(self._scope, self._send, max_buffered_bytes=max_buffered_bytes)
+        writer.content_type = content_type
+        return writer
 
 
 def _body_too_large(limit: int) -> ApiError:

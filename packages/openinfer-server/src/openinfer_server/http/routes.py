@@ -12,7 +12,7 @@ from typing import Any
 from openinfer_core.plugins import Lister, find_plugin, installed
 from openinfer_server.http.access import Level
 from openinfer_server.http.api_errors import ErrorResponse
-from openinfer_server.http.request import JSON, HttpRequest
+from openinfer_server.http.request import JSON, ErrorForm, HttpRequest
 from openinfer_server.service import Service
 
 
@@ -30,6 +30,7 @@ class RouteDoc:
         media_type: content type of the response; empty if there is never one with 200.
         events: msgspec type of the data of server-sent events, or a tuple of several, if the response can be a stream.
         last_data: data of the last event where that is no JSON.
+        lines: msgspec type of a line, or a tuple of several, if the response can be a stream of JSON, one value a line.
         also: further msgspec types that the schemas above refer to by name.
         errors: statuses other than those that any route may give.
         error_body: msgspec type of the JSON of an error.
@@ -44,6 +45,7 @@ class RouteDoc:
     media_type: bytes = JSON
     events: Any = None
     last_data: str = ""
+    lines: Any = None
     also: tuple[Any, ...] = ()
     errors: tuple[int, ...] = ()
     error_body: Any = field(default=ErrorResponse)
@@ -63,6 +65,7 @@ class Route:
         handler: answers it; faults in it are this request's alone.
         level: who may ask.
         doc: see there.
+        error_form: makes the JSON of an error, where the API has a form of its own (`RouteDoc.error_body` is its type).
     """
 
     method: str
@@ -70,6 +73,7 @@ class Route:
     handler: Handler
     doc: RouteDoc
     level: Level = Level.USER
+    error_form: ErrorForm | None = None
 
 
 Endpoints = Callable[[Service], Iterable[Route]]  # an API: its routes on one server

@@ -24,17 +24,14 @@ class ClientDisconnected(Exception):
 
 DIRECT_WRITE = "openinfer.direct_write"  # key of `DirectConnection` in `scope["extensions"]`
 
-_HEAD: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
-}
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
 
 
 class StreamWriter:
-    """One response body of server-sent events.
+    """One response body of server-sent events, or of what else an API writes piece by piece.
 
     Attributes:
+        content_type: of the body; events, unless it is set before `start`.
         events: those of this wake-up, in order; `flush` empties it.
         is_dirty: whether the writer is on the link's dirty list; `mark_dirty` sets it, `flush` clears it.
         max_buffered_bytes: what the client may leave unread; appending a large event at once raises it by its size.
@@ -42,14 +39,21 @@ class StreamWriter:
         was_slow: whether that was because the client left too much unread, or for too long.
     """
 
-    __slots__ = ("dropped", "events", "is_dirty", "max_buffered_bytes", "was_slow")
+    __slots__ = ("content_type", "dropped", "events", "is_dirty", "max_buffered_bytes", "was_slow")
 
     def __init__(self, *, max_buffered_bytes: int) -> None:
+        self.content_type = EVENT_STREAM
         self.max_buffered_bytes = max_buffered_bytes
         self.events: list[bytes] = []
         self.is_dirty = False
         self.was_slow = False
         self.dropped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def head(self) -> Message:
+        """The response's head."""
+        headers = [(b"content-type", self.content_type), (b"cache-control", b"no-cache")]
+        return {"type": "http.response.start", "status": 200, "headers": headers}
 
     def mark_dirty(self, dirty: list["StreamWriter"]) -> None:
         """Has `events` sent at the end of this wake-up: puts the writer on the link's dirty list, once."""
@@ -129,7 +133,7 @@ class DirectWriter(StreamWriter):
             self._transport.write(chunk)
 
     async def start(self) -> None:
-        await self._send(_HEAD)  # ASGI chooses the chunked encoding; then the transport is ours
+        await self._send(self.head)  # ASGI chooses the chunked encoding; then the transport is ours
         self._connection.attach(self)
 
     async def end(self, timeout_s: float) -> None:
@@ -203,7 +207,7 @@ class SendWriter(StreamWriter):
         self._wake_pump()
 
     async def start(self) -> None:
-        await self._send(_HEAD)
+        await self._send(self.head)
         self._pump = asyncio.create_task(self._run())
 
     async def end(self, timeout_s: float) -> None:

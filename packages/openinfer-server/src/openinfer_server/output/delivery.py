@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 from openinfer_server.http.api_errors import ApiError, from_failed
-from openinfer_server.http.request import HttpRequest
+from openinfer_server.http.request import JSON, HttpRequest
 from openinfer_server.http.writers import ClientDisconnected, StreamWriter
 from openinfer_server.output.response import Response
 
@@ -75,10 +75,12 @@ async def await_end(http_request: HttpRequest, ended: "asyncio.Future[None]", wr
         gone.cancel()
 
 
-async def send_whole(http_request: HttpRequest, response: Response, body: Callable[[], bytes]) -> None:
+async def send_whole(
+    http_request: HttpRequest, response: Response, body: Callable[[], bytes], *, content_type: bytes = JSON
+) -> None:
     """Waits for a response and sends it in one body; aborts it when its client leaves."""
     await await_whole(http_request, response)
-    await http_request.send(200, body())
+    await http_request.send(200, body(), content_type=content_type)
 
 
 async def await_whole(http_request: HttpRequest, response: Response) -> None:

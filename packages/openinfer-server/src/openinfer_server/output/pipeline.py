@@ -7,7 +7,7 @@ An API brings its sinks and what ends its streams; making text of tokens, submit
 
 from collections.abc import Callable, Sequence
 
-from openinfer_server.http.request import HttpRequest
+from openinfer_server.http.request import JSON, HttpRequest
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.output.delivery import StreamEnd, send_stream, send_whole
 from openinfer_server.output.delta_choice import DeltaChoice, ParsingOptions, Sink
@@ -62,10 +62,11 @@ async def deliver(
     *,
     body: Callable[[], bytes],
     end: StreamEnd,
+    content_type: bytes = JSON,
 ) -> None:
-    """Sends a submitted response: as a stream where there is a writer, else in one body."""
+    """Sends a submitted response: as a stream where there is a writer, else in one body of this type."""
     if writer is None:
-        await send_whole(http_request, response, body)
+        await send_whole(http_request, response, body, content_type=content_type)
         return
     try:
         await send_stream(http_request, response, writer, end)

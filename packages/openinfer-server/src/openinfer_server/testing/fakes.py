@@ -66,14 +66,18 @@ class ParrotLoop:
         self._going = threading.Event()
         self._going.set()
         self._fault: Exception | None = None
+        self._steps_until_hold: int | None = None
         self.num_flushes = 0
 
-    def hold(self) -> None:
-        """No more tokens come until `go`."""
-        self._going.clear()
+    def hold(self, *, after_steps: int = 0) -> None:
+        """No more tokens come until `go`, or none after so many more steps."""
+        self._steps_until_hold = after_steps or None
+        if not after_steps:
+            self._going.clear()
 
     def go(self) -> None:
         """Tokens come again."""
+        self._steps_until_hold = None
         self._going.set()
 
     def die(self) -> None:
@@ -100,12 +104,18 @@ class ParrotLoop:
         return [Finished(request_id, FinishReason.ABORT, 0, 0, 0)]
 
     def step(self) -> list[TokenEvent]:
-        if not self._going.wait(0.002):
-            return []
-        if self._fault is not None:
+        is_going = self._going.wait(0.002)
+        if self._fault is not None:  # also where the step before has just begun to hold
             raise self._fault
+        if not is_going:
+            return []
         time.sleep(self._step_s)
-        return [event for row in list(self._rows.values()) for event in self._advance(row)]
+        events = [event for row in list(self._rows.values()) for event in self._advance(row)]
+        if self._steps_until_hold is not None:
+            self._steps_until_hold -= 1
+            if not self._steps_until_hold:
+                self.hold()
+        return events
 
     def control(self, command: ControlCommand) -> list[TokenEvent]:
         if not (isinstance(command, FlushCache) and EngineCapability.FLUSH_CACHE in self._info.capabilities):
