@@ -1,105 +1,193 @@
-"""Ollama's `POST /api/generate` and `GET /api/tags`."""
+"""All routes: answers, the model, and one sentence for each thing that Ollama does and this server does not."""
+
+import time
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
-from openinfer_server import ApiError, GenerationFields, HttpRequest, Route, RouteDoc, Service, complete
+from openinfer_ollama.fields import generation_fields
+from openinfer_ollama.lines import AnswerLines, Piece, chat_line, error_json, generate_line
+from openinfer_ollama.models import Models, served_name
+from openinfer_ollama.objects import (
+    ApiVersion,
+    ChatLine,
+    ErrorObject,
+    GenerateLine,
+    Line,
+    Running,
+    Shown,
+    Tags,
+    now,
+)
+from openinfer_ollama.turns import turns_of
+from openinfer_ollama.types import (
+    KEPT,
+    ChatRequest,
+    GenerateRequest,
+    Request,
+    ShowRequest,
+)
+from openinfer_server import (
+    ApiError,
+    Conversation,
+    HttpRequest,
+    Level,
+    Route,
+    RouteDoc,
+    Service,
+    SystemTurn,
+    UserTurn,
+    answer,
+    check_rules,
+    invalid,
+    read_conversation,
+    refused,
+)
+
+TAG = "Ollama"
+ERRORS = (404, 408, 413, 415, 429, 503, 504)
+ONE_FOLDER = "this server serves the one model it was started with"
+_NOT_HERE = {
+    ("POST", "/api/pull"): f"{ONE_FOLDER}; `openinfer pull` fetches others",
+    ("POST", "/api/push"): f"{ONE_FOLDER} and publishes none",
+    ("POST", "/api/create"): f"{ONE_FOLDER} and makes no others",
+    ("POST", "/api/copy"): f"{ONE_FOLDER}; --model-name gives it further names",
+    ("DELETE", "/api/delete"): f"{ONE_FOLDER} and deletes no files",
+    ("POST", "/api/embed"): "this server generates text and makes no embeddings",
+    ("POST", "/api/embeddings"): "this server generates text and makes no embeddings",
+}
+
+_chat_decoder = msgspec.json.Decoder(ChatRequest)
+_generate_decoder = msgspec.json.Decoder(GenerateRequest)
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to sample."""
+class Answers:
+    """The handlers of the routes that generate text."""
 
-    num_predict: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: list[str] | None = None
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def chat(self, http_request: HttpRequest) -> None:
+        began_ns, service = time.monotonic_ns(), self._service
+        service.check_serving()
+        request = await http_request.read_json(_chat_decoder)
+        self._check(request)
+        messages = request.messages or []
+        if not messages:
+            await _send_loaded(http_request, request, chat_line)
+            return
+        conversation = Conversation(
+            turns=await read_conversation(messages, "messages", lambda: turns_of(messages)),
+            functions=[tool.function for tool in request.tools or ()],
+            thinking=request.thinking,
+        )
+        await self._answer(http_request, request, conversation, chat_line, began_ns)
+
+    async def generate(self, http_request: HttpRequest) -> None:
+        began_ns, service = time.monotonic_ns(), self._service
+        service.check_serving()
+        request = await http_request.read_json(_generate_decoder)
+        self._check(request)
+        if not request.prompt:
+            await _send_loaded(http_request, request, generate_line)
+            return
+        await self._answer(http_request, request, self._prompt(request, request.prompt), generate_line, began_ns)
+
+    def _prompt(self, request: GenerateRequest, prompt: str) -> Conversation | str:
+        """What is asked: a turn of a chat; the text as it stands if it is raw, or the model has no template."""
+        if not request.raw and self._service.has_chat_template:
+            system = [SystemTurn(content=request.system)] if request.system else []
+            return Conversation(turns=[*system, UserTurn(content=prompt)], thinking=request.thinking)
+        for name in ("system", "think"):
+            if getattr(request, name):
+                why = "raw continues the prompt as it stands" if request.raw else "the model has no chat template"
+                raise refused(name, why)
+        return prompt
+
+    def _check(self, request: Request) -> None:
+        check_rules(request)
+        served_name(self._service, request.model)
+        if request.thinking and not self._service.tells_reasoning:
+            raise refused("think", f"{request.model[:200]!r} does not think, or no --reasoning-parser is chosen for it")
+
+    async def _answer(
+        self,
+        http_request: HttpRequest,
+        request: Request,
+        prompt: Conversation | str,
+        line: Callable[..., Line],
+        began_ns: int,
+    ) -> None:
+        form = AnswerLines(request.model, line, streams=request.streams, began_ns=began_ns)
+        num_ctx = None if request.options is None else request.options.num_ctx
+        fields = generation_fields(request)
+        await answer(http_request, self._service, prompt, fields, form, context_tokens=num_ctx)
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /api/generate`."""
-
-    model: str
-    prompt: str
-    stream: bool = True
-    options: Options = Options()
-
-
-class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Response of `POST /api/generate`."""
-
-    model: str
-    response: str
-    done: bool = True
-    done_reason: str
-    prompt_eval_count: int
-    eval_count: int
-
-
-class Tag(msgspec.Struct, frozen=True):
-    """A model."""
-
-    name: str
-
-
-class Tags(msgspec.Struct, frozen=True):
-    """Response of `GET /api/tags`."""
-
-    models: list[Tag]
-
-
-_decoder = msgspec.json.Decoder(GenerateRequest)
+async def _send_loaded(http_request: HttpRequest, request: Request, line: Callable[..., Line]) -> None:
+    """Answers a request without a prompt, which asks to load the model, or to unload it."""
+    if request.unloads:
+        raise invalid("keep_alive", f"{KEPT}; stop the server to unload it")
+    loaded = line(Piece(), model=request.model, created_at=now(), done=True, done_reason="load")
+    await http_request.send(200, msgspec.json.encode(loaded))
 
 
 def endpoints(service: Service) -> list[Route]:
     """The routes, for one server."""
-
-    async def generate(http_request: HttpRequest) -> None:
-        request = await http_request.read_json(_decoder)
-        if request.stream:
-            raise ApiError(400, 'stream is not supported here; send "stream": false', param="stream")
-        model, options = service.resolve_model(request.model), request.options
-        fields = GenerationFields(
-            max_tokens=options.num_predict,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            seed=options.seed,
-            stop=options.stop,
-        )
-        done = await complete(http_request, service, request.prompt, fields)
-        answer = GenerateAnswer(
-            model=model,
-            response=done.text,
-            done_reason=done.finish_reason,
-            prompt_eval_count=done.prompt_tokens,
-            eval_count=done.completion_tokens,
-        )
-        await http_request.send(200, msgspec.json.encode(answer))
-
-    async def tags(http_request: HttpRequest) -> None:
-        models = [Tag(name) for name in service.model_names]
-        await http_request.send(200, msgspec.json.encode(Tags(models)))
-
+    answers, models = Answers(service), Models(service)
     return [
-        Route(
-            method="POST",
-            path="/api/generate",
-            handler=generate,
-            doc=RouteDoc(
-                summary="Continues a prompt.",
-                tag="Ollama",
-                body=GenerateRequest,
-                response=GenerateAnswer,
-                errors=(404, 408, 413, 415, 429, 503),
-            ),
+        _route(
+            "POST",
+            "/api/chat",
+            answers.chat,
+            summary="Answers a chat.",
+            body=ChatRequest,
+            response=ChatLine,
+            lines=(ChatLine, ErrorObject),
+            errors=ERRORS,
         ),
-        Route(
-            method="GET",
-            path="/api/tags",
-            handler=tags,
-            doc=RouteDoc(summary="Lists the models.", tag="Ollama", response=Tags),
+        _route(
+            "POST",
+            "/api/generate",
+            answers.generate,
+            summary="Answers a prompt, or continues it as it stands.",
+            body=GenerateRequest,
+            response=GenerateLine,
+            lines=(GenerateLine, ErrorObject),
+            errors=ERRORS,
         ),
+        _route("GET", "/api/tags", models.tags, summary="Lists the names the server answers to.", response=Tags),
+        _route("GET", "/api/ps", models.running, summary="Lists the models in memory.", response=Running),
+        _route(
+            "POST",
+            "/api/show",
+            models.show,
+            summary="Describes the model.",
+            body=ShowRequest,
+            response=Shown,
+            errors=(404, 408, 413, 415),
+        ),
+        _route(
+            "GET",
+            "/api/version",
+            models.version,
+            level=Level.PUBLIC,
+            summary="The release of Ollama whose API this is.",
+            response=ApiVersion,
+        ),
+        *(_refusing(method, path, why) for (method, path), why in _NOT_HERE.items()),
     ]
+
+
+def _route(method: str, path: str, handler: Any, *, level: Level = Level.USER, **doc: Any) -> Route:
+    about = RouteDoc(tag=TAG, error_body=ErrorObject, **doc)
+    return Route(method=method, path=path, handler=handler, level=level, doc=about, error_form=error_json)
+
+
+def _refusing(method: str, path: str, why: str) -> Route:
+    async def refuse(http_request: HttpRequest) -> None:
+        del http_request
+        raise ApiError(400, why, code="unsupported")
+
+    return _route(method, path, refuse, summary=f"Refused: {why}.", media_type=b"")
