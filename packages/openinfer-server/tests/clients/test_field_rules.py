@@ -148,6 +148,7 @@ VALUES: Mapping[str, Any] = {
     "cache_control": {"type": "ephemeral", "ttl": "1h"},
     "caller": {"type": "direct"},
     "citations": [],
+    "created_by": "me",
     "description": "d",
     "disable_fallback": True,
     "eager_input_streaming": True,

@@ -9,7 +9,8 @@ from typing import Any, cast
 # Fields whose objects are the client's own: schemas, arguments, labels.
 _FREE_FORM = frozenset(
     """
-    arguments chat_template_kwargs guided_json hints input_schema json logit_bias metadata parameters schema
+    arguments chat_template_kwargs client_metadata guided_json hints input_schema json logit_bias metadata parameters
+    schema
     """.split()
 )
 

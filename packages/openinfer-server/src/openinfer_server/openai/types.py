@@ -27,6 +27,8 @@ CACHE_OPTIONS = Refused("the prefix cache has no options; cache_salt separates i
 CACHED_ANYWAY = Neutral(ANY, "the prefix cache keeps every block that fits, asked or not")
 CACHE_RETENTION = Refused("the prefix cache keeps what fits")
 VERBOSITY = Neutral(("medium",), "medium is what the model does anyway, which has no such control")
+PARSED = Neutral(ANY, "it is the text, as the SDK has read it")
+PARSED_ARGUMENTS = Neutral(ANY, "they are the arguments, as the SDK has read them")
 _MADE_BY_CLIENT = Neutral(ANY, "the client's library made it of an answer")
 
 
@@ -115,9 +117,7 @@ class FunctionCall(RequestFields, frozen=True, kw_only=True, forbid_unknown_fiel
     arguments: str | dict[str, Any] | None = None
     parsed_arguments: object = None
 
-    RULES: ClassVar[Mapping[str, Rule]] = {
-        "parsed_arguments": Neutral(ANY, "they are the arguments, as the SDK has read them")
-    }
+    RULES: ClassVar[Mapping[str, Rule]] = {"parsed_arguments": PARSED_ARGUMENTS}
 
 
 class ToolCall(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,7 +156,7 @@ class AssistantTurn(
         "annotations": Neutral(ANY, "they describe the text of an answer"),
         "audio": NOT_TEXT,
         "function_call": Refused("tool_calls has taken its place"),
-        "parsed": Neutral(ANY, "it is the content, as the SDK has read it"),
+        "parsed": PARSED,
         "provider_specific_fields": _MADE_BY_CLIENT,
         "refusal": Refused("a refusal is given as content here"),
     }

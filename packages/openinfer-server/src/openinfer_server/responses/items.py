@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from openinfer_server.http.api_errors import convert_inside, refused
-from openinfer_server.openai.types import CACHED_ANYWAY, TEXT_ONLY
+from openinfer_server.openai.types import CACHED_ANYWAY, PARSED, PARSED_ARGUMENTS, TEXT_ONLY
 from openinfer_server.request.fields import RequestFields, check_rules
 from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
 
@@ -33,8 +33,9 @@ class OutputText(
     text: str
     annotations: list[object] | None = None
     logprobs: list[object] | None = None
+    parsed: object = None
 
-    RULES: ClassVar[Mapping[str, Rule]] = {"annotations": _NO_STATE, "logprobs": _NO_STATE}
+    RULES: ClassVar[Mapping[str, Rule]] = {"annotations": _NO_STATE, "logprobs": _NO_STATE, "parsed": PARSED}
 
 
 class Refusal(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
@@ -93,14 +94,18 @@ class FunctionCallItem(
     id: str | None = None
     status: ItemStatus | None = None
     caller: object = None
+    created_by: object = None
     namespace: object = None
     asynchronous: object = None
+    parsed_arguments: object = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {
         "asynchronous": Neutral((False,), "every call is waited for"),
         "caller": _CALLER,
+        "created_by": _NO_STATE,
         "id": _NO_STATE,
         "namespace": _NO_NAMESPACES,
+        "parsed_arguments": PARSED_ARGUMENTS,
         "status": _NO_STATE,
     }
 
@@ -116,10 +121,12 @@ class FunctionOutputItem(
     status: ItemStatus | None = None
     name: str | None = None
     caller: object = None
+    created_by: object = None
     namespace: object = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {
         "caller": _CALLER,
+        "created_by": _NO_STATE,
         "id": _NO_STATE,
         "name": Neutral(ANY, "call_id says which call it was"),
         "namespace": _NO_NAMESPACES,
