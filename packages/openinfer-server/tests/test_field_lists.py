@@ -98,12 +98,19 @@ Written from the types by `tests/test_field_lists.py`, which also fails when thi
 *Honoured* fields do what their names say. A field that *changes nothing* asks for what is always so, with the values
 in brackets, where there are some; any other value is refused. A *label* names the request or its user, is bounded and
 changes nothing. *Refused* fields are known and cannot be honoured.
+
+*Dropped with notice* are tools that search the web, which clients offer with every request, where `tools` has them and
+`tool_choice` does not name them:
+DROPPED.
+The response's header `openinfer-dropped` says so (`tools[2].type=web_search`), no object in it shows them,
+`openinfer_dropped_fields_total` counts them, and a server with `--strict true` refuses them. The list is closed.
 """
 
 
 def render() -> str:
     """The whole file."""
-    lines = [HEAD]
+    dropped = textwrap.fill(", ".join(f"`{kind}`" for kind in sorted(tool_types.DROPPED_TOOLS)), width=118)
+    lines = [HEAD.replace("DROPPED", dropped)]
     for title, parts in SECTIONS:
         lines.append(f"## `{title}`\n")
         for where, kind in parts:

@@ -290,7 +290,7 @@ async def _rendered(
     if not turns:
         raise invalid("messages", "messages is empty")
     check_turns(turns, "messages")
-    available = available_tools(service, ToolRequest(conversation.functions, conversation.tool_mode))
+    available = available_tools(service, ToolRequest(dict(enumerate(conversation.functions)), conversation.tool_mode))
     prompt = await chat_prompt(service, turns, {**conversation.variables, **available.variables})
     parsers = OutputParsers.make(service, prompt, available, budget_tokens=None)
     return parsers, chat_grammar(service, parsers.prompt, available, output_constraint(fields))

@@ -68,6 +68,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What a request that gives no temperature, top_p, top_k, min_p or penalty is sampled with: as the model's
     generation_config.json says, or none of it. What a request gives counts before either."""
 
+    strict: bool = False
+    """Refuse what is otherwise dropped with notice: tools that search the web, which clients offer with every request
+    (FIELDS.md)."""
+
     max_body_bytes: int = 8 * 2**20
     """A longer request body is answered with 413 while it is read."""
     max_body_elements: int = 2**18

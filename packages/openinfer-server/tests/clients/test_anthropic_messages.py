@@ -242,7 +242,7 @@ def test_fields_with_nothing_to_do_are_taken(ask, says):
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "budget_tokens"),
         ({"thinking": {"type": "between_tools"}}, "between_tools"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "the client runs"),
+        ({"tools": [{"type": "web_fetch_20250910", "name": "web_fetch"}]}, "the client runs"),
         ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "wether"}}, "wether"),
         ({"extra_body": {"stop": "x"}}, "stop_sequences"),

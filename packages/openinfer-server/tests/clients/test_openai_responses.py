@@ -242,7 +242,7 @@ def test_only_background_responses_are_cancelled_or_streamed_again(client):
         ({"input": "a", "temperature": -1}, "temperature"),
         ({"input": "a", "reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ({"input": "a", "text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "a", "tools": [{"type": "file_search"}]}, "tools[0].type"),
         (
             {"input": "a", "stream": True, "stream_options": {"include_obfuscation": True}},
             "stream_options.include_obfuscation",

@@ -40,6 +40,7 @@ from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan
 from openinfer_server.request.structured import OutputConstraint, chat_grammar, constrained, output_constraint
 from openinfer_server.service import Service
 from openinfer_server.tools.available import AvailableTools, Fields, ToolMode, ToolRequest, available_tools
+from openinfer_server.tools.dropped import kept_tools, note_dropped_tools
 from openinfer_server.tools.types import MAX_TOOLS, FunctionDefinition
 
 FIELD_NAMES = {"stop": "stop_sequences"}  # what errors of shared code call a field, and what this API calls it
@@ -62,6 +63,7 @@ class Messages:
         request = await http_request.read_json(_decoder)
         check_prompting(request)
         model = service.resolve_model(request.model)
+        note_dropped_tools(service, http_request, request.tools)
         prompt, available = await self._prompt(request)
         thinking = request.thinking
         budget = thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None
@@ -80,6 +82,7 @@ class Messages:
         request = await http_request.read_json(_count_decoder)
         check_prompting(request)
         self._service.resolve_model(request.model)
+        note_dropped_tools(self._service, http_request, request.tools)
         prompt, _ = await self._prompt(request)
         await http_request.send(200, msgspec.json.encode(TokenCount(input_tokens=len(prompt.token_ids))))
 
@@ -138,13 +141,12 @@ def _thinking(request: Prompting) -> Mapping[str, object]:
 
 
 def _available_tools(service: Service, request: Prompting) -> AvailableTools:
-    tools = read_tools(request.tools)
-    functions = [
-        FunctionDefinition(
+    functions = {
+        place: FunctionDefinition(
             name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
         )
-        for tool in tools
-    ]
+        for place, tool in read_tools(request.tools).items()
+    }
     choice = request.tool_choice
     mode, only = ToolMode.AUTO, None
     match choice:
@@ -197,17 +199,17 @@ def message_routes(service: Service) -> list[Route]:
     ]
 
 
-def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[ClientTool]:
-    """The tools on offer; one that the server would have to run is refused."""
+def read_tools(given: Sequence[Mapping[str, Any]] | None) -> dict[int, ClientTool]:
+    """The tools on offer, by their places; one that the server would have to run is refused, if it is not dropped."""
     if len(given or ()) > MAX_TOOLS:
         raise invalid("tools", f"{len(given or ())} tools are given; at most {MAX_TOOLS} are possible")
-    tools: list[ClientTool] = []
-    for index, tool in enumerate(given or []):
+    tools: dict[int, ClientTool] = {}
+    for index, tool in kept_tools(given).items():
         kind = tool.get("type")
         if kind not in (None, "custom"):
             raise refused(f"tools[{index}].type", f"{FUNCTIONS_ONLY}, whose type is custom; not {str(kind)[:100]!r}")
-        tools.append(convert_inside(tool, ClientTool, f"tools[{index}]"))
-        check_rules(tools[-1], f"tools[{index}].")
+        tools[index] = convert_inside(tool, ClientTool, f"tools[{index}]")
+        check_rules(tools[index], f"tools[{index}].")
     return tools
 
 

@@ -10,6 +10,7 @@ from openinfer_server.request.fields import Count, RequestFields, Stops
 from openinfer_server.request.generation_fields import SamplingFields
 from openinfer_server.request.neutral_fields import USER
 from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
+from openinfer_server.tools.types import DROPPED_TOOL_SCHEMA
 
 NO_THREADS = "messages are not kept; send the whole conversation"
 THREAD_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's code
@@ -133,7 +134,7 @@ class OutputConfig(RequestFields, frozen=True, kw_only=True, forbid_unknown_fiel
     RULES: ClassVar[Mapping[str, Rule]] = {"effort": Neutral(("high",), "high is what the model does anyway")}
 
 
-_TOOL = {"items": {"$ref": "#/components/schemas/ClientTool"}}
+_TOOL = {"items": {"anyOf": [{"$ref": "#/components/schemas/ClientTool"}, DROPPED_TOOL_SCHEMA]}}
 Tools = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_TOOL)]
 _SYSTEM = {"items": {"$ref": "#/components/schemas/TextBlock"}}
 System = str | Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_SYSTEM)]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from openinfer_core.events import FailureKind, FinishReason
 from openinfer_server.observability.exposition import Counter, Histogram
 from openinfer_server.parsers.output import ParserFault
+from openinfer_server.tools.types import DROPPED_TOOLS
 
 # Times between tokens, and before the first.
 TOKEN_BOUNDS_S = (
@@ -33,6 +34,7 @@ class ServerMetrics:
         self.prompt_tokens = Counter()
         self.cached_tokens = Counter()
         self.generated_tokens = Counter()
+        self.dropped_tools: Counts[str] = Counts(dict.fromkeys(DROPPED_TOOLS, 0))  # by their type
         self.slow_clients = Counter()
         self.faults = Counter()
         self.parser_faults: Counts[str] = Counts()  # requests that failed because a parser raised, by the parser's kind

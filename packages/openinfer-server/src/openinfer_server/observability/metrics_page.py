@@ -42,6 +42,9 @@ def _of_server(metrics: ServerMetrics, info: EngineInfo, model: Labels, open_req
     yield from _by_label(
         "openinfer_parser_faults_total", "Requests failed by a parser that raised.", parser_faults, "kind", ()
     )
+    tools = (("field", "tools"),)
+    text = "Fields of requests dropped with notice."
+    yield from _by_label("openinfer_dropped_fields_total", text, metrics.dropped_tools, "type", tools)
     yield from render_family("openinfer_requests_open", "gauge", "Requests that have not ended.", [((), open_requests)])
     for name, text, counter in (
         ("openinfer_slow_clients_dropped_total", "Connections dropped for not reading.", metrics.slow_clients),

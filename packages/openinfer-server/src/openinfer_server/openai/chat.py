@@ -21,6 +21,7 @@ from openinfer_server.request.plan import Scoring, check_num_choices, check_stre
 from openinfer_server.request.structured import chat_grammar, constrained, output_constraint
 from openinfer_server.service import Service
 from openinfer_server.tools.available import chat_tools
+from openinfer_server.tools.dropped import note_dropped_tools
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
@@ -50,6 +51,7 @@ class ChatCompletions:
         model = service.resolve_model(request.model)
         usage = check_stream_options(request)
         check_num_choices(request, 1, service.options)
+        note_dropped_tools(service, http_request, request.tools)
         available = chat_tools(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
         variables = {**_template_options(request), **available.variables}
         prompt = await chat_prompt(service, request.messages, variables)

@@ -13,20 +13,21 @@ from openinfer_server.responses.types import (
     FunctionTool,
     ResponseRequest,
 )
+from openinfer_server.tools.dropped import kept_tools
 from openinfer_server.tools.types import MAX_TOOLS
 
 
-def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[FunctionTool]:
-    """The functions on offer."""
+def read_tools(given: Sequence[Mapping[str, Any]] | None) -> dict[int, FunctionTool]:
+    """The functions on offer, by their places."""
     if len(given or ()) > MAX_TOOLS:
         raise invalid("tools", f"{len(given or ())} tools are given; at most {MAX_TOOLS} are possible")
-    tools: list[FunctionTool] = []
-    for index, tool in enumerate(given or []):
+    tools: dict[int, FunctionTool] = {}
+    for index, tool in kept_tools(given).items():
         kind = tool.get("type")
         if kind != "function":
             raise refused(f"tools[{index}].type", f"{FUNCTIONS_ONLY}, not {str(kind)[:100]!r}")
-        tools.append(convert_inside(tool, FunctionTool, f"tools[{index}]"))
-        check_rules(tools[-1], f"tools[{index}].")
+        tools[index] = convert_inside(tool, FunctionTool, f"tools[{index}]")
+        check_rules(tools[index], f"tools[{index}].")
     return tools
 
 

@@ -35,6 +35,7 @@ from openinfer_server.responses.types import (
     RetrieveQuery,
 )
 from openinfer_server.service import Service
+from openinfer_server.tools.dropped import note_dropped_tools
 
 DEFAULT_ITEMS = 20  # OpenAI's default of `limit`
 MAX_ITEMS = 100
@@ -73,6 +74,7 @@ class Responses:
         check_response(request)
         model = service.resolve_model(request.model)
         items = await conversation_items(request, self._previous(http_request, request))
+        note_dropped_tools(service, http_request, request.tools)
         available = conversation_tools(service, request)
         prompt = await conversation_prompt(service, request, items, available)
         parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
@@ -209,6 +211,7 @@ class Responses:
         check_rules(request)
         self._service.resolve_model(request.model)
         items = await conversation_items(request, self._previous(http_request, request))
+        note_dropped_tools(self._service, http_request, request.tools)
         available = conversation_tools(self._service, request)
         prompt = await conversation_prompt(self._service, request, items, available)
         await http_request.send(200, msgspec.json.encode(InputTokens(input_tokens=len(prompt.token_ids))))

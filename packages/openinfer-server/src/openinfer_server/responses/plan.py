@@ -43,6 +43,7 @@ from openinfer_server.responses.types import LOGPROBS, Conversation, PlainFormat
 from openinfer_server.service import Service
 from openinfer_server.text.tokenizer import Tokenizer
 from openinfer_server.tools.available import AvailableTools, Fields, ToolMode, ToolRequest, available_tools
+from openinfer_server.tools.dropped import kept_tools
 from openinfer_server.tools.types import FunctionDefinition
 
 # What errors of shared code call a field, and what this API calls it.
@@ -73,10 +74,12 @@ async def conversation_items(request: Conversation, previous: ResponseRecord | N
 
 def conversation_tools(service: Service, request: Conversation) -> AvailableTools:
     """The functions that may be called."""
-    functions = [
-        FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-        for tool in read_tools(request.tools)
-    ]
+    functions = {
+        place: FunctionDefinition(
+            name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+        )
+        for place, tool in read_tools(request.tools).items()
+    }
     mode, only = _tool_choice(request.tool_choice)
     parallel = request.parallel_tool_calls is not False
     return available_tools(service, ToolRequest(functions, mode, only, parallel, Fields(function="")))
@@ -161,7 +164,7 @@ def new_response(request: ResponseRequest, model: str, defaults: SamplingDefault
         temperature=sampled["temperature"],
         text=TextSettings(format=PlainFormat() if text is None or text.format is None else text.format),
         tool_choice="auto" if request.tool_choice is None else msgspec.to_builtins(request.tool_choice),
-        tools=list(request.tools or []),
+        tools=list(kept_tools(request.tools).values()),
         top_logprobs=request.top_logprobs or 0,
         top_p=sampled["top_p"],
     )

@@ -12,6 +12,7 @@ from openinfer_server.request.generation_fields import SamplingFields
 from openinfer_server.request.neutral_fields import NO_OBFUSCATION
 from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
 from openinfer_server.request.structured_types import ANY_OBJECT, NamedSchema
+from openinfer_server.tools.types import DROPPED_TOOL_SCHEMA
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -123,7 +124,7 @@ class ToolChoice(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 _ITEM = {"items": {"type": "object", "description": "An InputItem; its type may be left out where it has a role."}}
-_TOOL = {"items": {"$ref": "#/components/schemas/FunctionTool"}}
+_TOOL = {"items": {"anyOf": [{"$ref": "#/components/schemas/FunctionTool"}, DROPPED_TOOL_SCHEMA]}}
 Tools = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_TOOL)]
 Input = str | Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_ITEM)]
 

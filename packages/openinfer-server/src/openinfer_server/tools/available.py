@@ -14,6 +14,7 @@ from openinfer_server.http.api_errors import invalid, refused
 from openinfer_server.limits.conversation import check_depth
 from openinfer_server.request.fields import check_rules
 from openinfer_server.service import Service
+from openinfer_server.tools.dropped import kept_tools
 from openinfer_server.tools.types import MAX_TOOLS, FunctionDefinition, Tool, ToolChoice
 
 # OpenAI's and Anthropic's, and dots. A name stands unquoted in prompts and tags.
@@ -65,7 +66,7 @@ class Fields:
 class ToolRequest:
     """What a request says about its tools, whatever its API."""
 
-    functions: Sequence[FunctionDefinition]
+    functions: Mapping[int, FunctionDefinition]  # by their places among the request's tools
     mode: ToolMode = ToolMode.AUTO
     only: Sequence[str] | None = None  # the functions that may be called; None for all
     parallel: bool = True
@@ -84,16 +85,18 @@ def available_tools(service: Service, requested: ToolRequest) -> AvailableTools:
     if len(requested.functions) > MAX_TOOLS:
         raise invalid(fields.tools, f"{len(requested.functions)} tools are given; at most {MAX_TOOLS} are possible")
     names: set[str] = set()
-    for index, function in enumerate(requested.functions):
+    for index, function in requested.functions.items():
         _check_function(function, index, names, fields)
     unknown = sorted(set(requested.only or ()) - names)
     if unknown:
         raise invalid(fields.choice, f"no tool is named {unknown[0][:64]!r}")
+    if requested.mode is ToolMode.REQUIRED and not requested.functions:
+        raise invalid(fields.choice, f"{fields.choice} asks for a call and there are no tools")
     if requested.mode is ToolMode.NONE or not requested.functions:
         return AvailableTools(parallel=requested.parallel)
     _check_model(service, fields)
     only = names if requested.only is None else set(requested.only)
-    functions = [function for function in requested.functions if function.name in only]
+    functions = [function for function in requested.functions.values() if function.name in only]
     required = requested.mode is ToolMode.REQUIRED
     if required and not functions:
         raise invalid(fields.choice, f"{fields.choice} asks for a call and allows no tool")
@@ -104,12 +107,10 @@ def chat_tools(
     service: Service, tools: Sequence[Tool] | None, choice: str | ToolChoice | None, *, parallel: bool | None
 ) -> AvailableTools:
     """The offer of a chat completion."""
-    functions = [_function_of(tool, index) for index, tool in enumerate(tools or ())]
-    if not functions and parallel is not None:
+    functions = {index: _function_of(tool, index) for index, tool in kept_tools(tools).items()}
+    if not tools and parallel is not None:
         raise invalid("parallel_tool_calls", "parallel_tool_calls is only for requests with tools")
     mode, only = _chat_choice(choice)
-    if not functions and (only is not None or mode is ToolMode.REQUIRED):
-        raise invalid("tool_choice", "tool_choice asks for a call and there are no tools")
     return available_tools(service, ToolRequest(functions, mode, only, parallel is not False))
 
 
