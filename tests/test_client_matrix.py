@@ -131,6 +131,39 @@ def test_the_scripted_model_goes_by_the_last_question_and_keeps_a_schema_only_wh
     assert not script.answer("[openinfer:abort]", constrained=False)[1]
 
 
+def test_captures_keep_the_form_of_each_kind_of_request_once_and_no_texts_paths_or_ids(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: ModuleType
+) -> None:
+    captures, proxy = load("captures", monkeypatch), load("proxy", monkeypatch)
+    (tmp_path / "clients.toml").write_text(ENTRY)
+    (client,) = table.read_clients(tmp_path / "clients.toml")
+    secret, other = "b" * 32, "c" * 32
+
+    def exchange(text: str, call_id: str, status: int = 200, **fields: object) -> object:
+        tools = [{"type": "function", "name": "f", "description": "What is theirs, and long enough."}]
+        body = {"messages": [{"role": "user", "content": text, "id": f"call_{call_id}"}], "tools": tools, **fields}
+        return proxy.Exchange("POST", "/v1/x?beta=true", {"authorization": secret}, body, status)
+
+    exchanges = [
+        exchange("Read /home/someone/notes, and then tell me", secret),
+        exchange("[openinfer:plain]", other),
+        exchange("One more kind", secret, stream=True),
+        exchange("refused", secret, 400),
+        exchange("goes on", secret, previous_response_id="resp_1"),
+    ]
+    captures.write(client, exchanges, tmp_path / "captures")
+    text = (tmp_path / "captures" / "one.json").read_text()
+    kept = json.loads(text)
+    assert (kept["client"], kept["version"], len(kept["tools"])) == ("one", "1.2", 1)
+    assert [request["body"]["messages"][0]["content"] for request in kept["requests"]] == ["(text)", "One more kind"]
+    assert [request["body"]["tools"] for request in kept["requests"]] == [0, 0]
+    assert kept["requests"][1]["body"]["stream"] is True
+    for word in (secret, other, "someone", "theirs", "authorization", "beta"):
+        assert word not in text
+    captures.write(client, [exchange("Read /home/other/notes, and then tell me", other)], tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "one.json").read_text())["requests"] == kept["requests"][:1]
+
+
 class Echo(BaseHTTPRequestHandler):
     """Answers 200 with what was sent, or 400 on /no."""
 

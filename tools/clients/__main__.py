@@ -4,6 +4,7 @@
     ./run clients openai codex             # some
     ./run clients --ci                     # those that CI runs
     ./run clients --write-page             # and put the table into docs/reference/clients.md
+    ./run clients --capture                # and what they asked into the server's tests
     ./run clients --lock                   # resolve the pins of Python clients anew; runs nothing
 
 Each client is driven by a file of drivers/ in an environment of its own, from pinned packages, through a proxy that
@@ -24,6 +25,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from . import captures
 from .environments import ENVIRONMENTS, Failure, make_environment, write_locks
 from .proxy import CapturingProxy, Exchange
 from .servers import Scripted, scripted_server, tiny_server
@@ -39,7 +41,7 @@ def main() -> int:
         write_locks(clients)
         return 0
     chosen = choose(clients, options.names, ci=options.ci)
-    rows, lines = run_all(chosen)
+    rows, lines = run_all(chosen, capture=options.capture)
     print(f"\n{drawn(rows)}")
     if options.write_page:
         page = with_rows(PAGE.read_text("utf-8"), rows, [each.name for each in clients])
@@ -56,6 +58,7 @@ def parse_arguments(clients: Sequence[Client]) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which, of {', '.join(names)} (default: all)")
     parser.add_argument("--ci", action="store_true", help="those that CI runs")
     parser.add_argument("--write-page", action="store_true", help=f"put the table into {PAGE.name}")
+    parser.add_argument("--capture", action="store_true", help="keep what was asked for the server's replay tests")
     parser.add_argument("--lock", action="store_true", help="resolve the pins of clients.toml anew; run nothing")
     options = parser.parse_args()
     if unknown := sorted(set(options.names) - set(names)):
@@ -72,7 +75,7 @@ def choose(clients: Sequence[Client], names: Sequence[str], *, ci: bool) -> list
     return chosen
 
 
-def run_all(clients: Sequence[Client]) -> tuple[list[Row], list[str]]:
+def run_all(clients: Sequence[Client], *, capture: bool) -> tuple[list[Row], list[str]]:
     """Run clients one after the other; return the table's rows, and what failed."""
     date = dt.datetime.now(tz=dt.UTC).date().isoformat()
     ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
@@ -89,6 +92,8 @@ def run_all(clients: Sequence[Client]) -> tuple[list[Row], list[str]]:
             if failed:
                 print_refusals(exchanges)
                 print(f"    what it wrote is in {log_of(client)}", flush=True)
+            elif capture:
+                captures.write(client, exchanges)
             rows.append(row_of(client, results, date))
             lines += failed
     return rows, lines
