@@ -15,8 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
 from openinfer_core.control import ControlCommand, FlushCache, refusal_of
 from openinfer_core.engine import EngineCapability, EngineHandle, EngineInfo, EngineStats
 from openinfer_core.events import (
@@ -43,6 +41,7 @@ DEADLINE_S = 20.0  # how long a test waits for what must happen
 @dataclass(slots=True)
 class _Row:
     request: GenerateRequest
+    answer: Sequence[int]
     produced: int = 0
 
 
@@ -96,8 +95,12 @@ class ParrotLoop:
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
         if len(self._rows) >= self._info.max_waiting:
             return [Failed(request.request_id, FailureKind.OVERLOADED, "the queue is full")]
-        self._rows[request.request_id] = _Row(request)
+        self._rows[request.request_id] = _Row(request, self.answer(request))
         return [Scheduled(request.request_id, len(request.prompt_token_ids) // 2, 0.0)]
+
+    def answer(self, request: GenerateRequest) -> Sequence[int]:
+        """What is said to a request, again and again."""
+        return request.prompt_token_ids
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
         del self._rows[request_id]
@@ -135,11 +138,10 @@ class ParrotLoop:
         self._rows.clear()
 
     def _advance(self, row: _Row) -> list[TokenEvent]:
-        request, sampling = row.request, row.request.sampling
-        prompt, first = request.prompt_token_ids, row.produced
+        sampling, answer, first = row.request.sampling, row.answer, row.produced
         room = min(self._tokens_per_event, sampling.max_tokens - first)
         said: list[int] = []
-        for token_id in (prompt[place % len(prompt)] for place in range(first, first + room)):
+        for token_id in (answer[place % len(answer)] for place in range(first, first + room)):
             row.produced += 1
             if token_id in sampling.stop_token_ids and row.produced > sampling.min_tokens:
                 return [self._tokens(row, said, first), self._end(row, FinishReason.STOP, token_id)]
@@ -184,12 +186,9 @@ class ScriptedLoop(ParrotLoop):
         super().__init__(info, step_s=step_s)
         self._script = script
 
-    def submit(self, request: GenerateRequest) -> list[TokenEvent]:
-        said = tuple(self._script(request))
-        (event,) = super().submit(msgspec.structs.replace(request, prompt_token_ids=said))
-        if isinstance(event, Scheduled):
-            return [msgspec.structs.replace(event, cached_tokens=len(request.prompt_token_ids) // 2)]
-        return [event]
+    def answer(self, request: GenerateRequest) -> Sequence[int]:
+        """What the script says to a request."""
+        return self._script(request)
 
 
 class RecordingEngine:
