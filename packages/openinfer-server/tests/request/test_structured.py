@@ -102,6 +102,27 @@ def test_tools_become_a_grammar_where_they_must(asked, fields, start_rule):
     assert "%json {" in grammar.text
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"json": {"type": "array"}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+        ({"guided_json": {"type": "array"}}, "guided_json"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+    ],
+)
+def test_structured_outputs_beside_a_call_that_must_come_are_refused_by_name(asked, choice, fields, param):
+    assert asked("?", tools=[TOOL], tool_choice=choice, **fields)["param"] == param
+    assert asked("?", **fields).text  # without tools it is taken
+
+
+def test_a_format_of_text_goes_with_a_call_that_must_come(asked):
+    fields = {"response_format": {"type": "json_object"}, "tool_choice": "required"}
+    assert asked("?", tools=[TOOL], **fields).text.startswith("start: calls\n")
+
+
 @pytest.mark.parametrize("fields", [{"tools": [TOOL]}, {"tools": [STRICT], "tool_choice": "none"}, {}])
 def test_free_answers_have_no_grammar(asked, fields):
     assert asked("?", **fields) is None

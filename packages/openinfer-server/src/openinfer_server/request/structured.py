@@ -31,6 +31,7 @@ class OutputConstraint:
     grammar: Grammar | None = None
     schema: JsonSchema | None = None  # of an answer in JSON, which may call tools instead
     field: str = ""  # which field asks for it
+    is_format: bool = False  # whether it is about text alone, beside which there may be calls
 
 
 def output_constraint(
@@ -43,7 +44,7 @@ def output_constraint(
     """
     constraint = list(_constraints(fields))
     if schema is not None:
-        constraint.append(OutputConstraint(schema=schema, field=schema_field))
+        constraint.append(OutputConstraint(schema=schema, field=schema_field, is_format=True))
     if len(constraint) > 1:
         names = " and ".join(each.field for each in constraint)
         raise invalid(constraint[1].field, f"{names} both say what the answer must be; give one")
@@ -109,6 +110,8 @@ def _answer_grammar(service: Service, available: AvailableTools, constraint: Out
     if constraint.grammar is not None:
         raise refused(constraint.field, "it goes with tool_choice none, or without tools")
     if available.required:
+        if constraint.schema is not None and not constraint.is_format:
+            raise refused(constraint.field, f"{available.choice_field} asks for a call; give one of the two")
         return required_calls(service, available, available.choice_field)
     if constraint.schema is not None:
         return calls_or_json(service, available, constraint.schema, constraint.field)
@@ -148,7 +151,7 @@ def _constraints(fields: SamplingFields) -> Iterator[OutputConstraint]:
     if response_format is not None:
         schema = schema_of(response_format)
         if schema is not None:
-            yield OutputConstraint(schema=schema, field="response_format")
+            yield OutputConstraint(schema=schema, field="response_format", is_format=True)
 
 
 def _read(name: str, value: Any, field: str) -> OutputConstraint:
