@@ -14,7 +14,12 @@ from openinfer_server.openai import types as api_types
 from openinfer_server.openai.models import ModelQuery
 from openinfer_server.request import structured_types
 from openinfer_server.request.fields import RequestFields
-from openinfer_server.request.generation_fields import GenerationFields, SamplingFields, StreamOptions
+from openinfer_server.request.generation_fields import (
+    GenerationFields,
+    SamplingFields,
+    StreamOptions,
+    TokenDetailFields,
+)
 from openinfer_server.request.neutral_fields import NeutralSamplingFields
 from openinfer_server.request.rules import ANY, Label, Neutral, Refused, Rule
 from openinfer_server.request.structured_types import GuidedFields
@@ -155,6 +160,7 @@ def test_every_object_of_a_request_with_rules_is_in_the_file():
         GuidedFields,
         NeutralSamplingFields,
         SamplingFields,
+        TokenDetailFields,
     }  # which are parts of some that are
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import jsonschema
 import openai
 import pytest
@@ -232,3 +233,45 @@ def test_a_grammar_over_before_min_tokens_is_400(client: openai.OpenAI) -> None:
         client.completions.create(
             model="tiny", prompt="a", max_tokens=20, extra_body={"guided_regex": "ab", "min_tokens": 9}
         )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_allowed_tokens_and_bad_words_hold_with_and_without_a_grammar(
+    client: openai.OpenAI, url: str, *, stream: bool
+) -> None:
+    def token_id(text: str) -> int:
+        answer = httpx.post(f"{url}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+        (found,) = answer["tokens"]
+        return found
+
+    letters = [token_id(text) for text in ("q", "x", "z")]
+    extra = {"allowed_token_ids": letters, "bad_words": ["qx", "z"], "chat_template_kwargs": {"enable_thinking": False}}
+
+    def texts(**further: Any) -> list[str]:
+        asked = ask(n=3, max_tokens=12, temperature=2.0, extra_body={**extra, **further})
+        if not stream:
+            return [choice.message.content for choice in client.chat.completions.create(**asked).choices]
+        said = ["", "", ""]
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            for choice in chunk.choices:
+                said[choice.index] += choice.delta.content or ""
+        return said
+
+    for text in texts():
+        assert re.fullmatch("x*q*", text)
+        assert len(text) == 12
+    for text in texts(structured_outputs={"regex": "[qx]{2}"}, allowed_token_ids=[*letters, token_id("<|im_end|>")]):
+        assert text in {"qq", "xq", "xx"}
+
+
+def test_prompt_logprobs_are_those_of_an_echo(client: openai.OpenAI) -> None:
+    extra = {"prompt_logprobs": 2, "return_token_ids": True}
+    asked = {"prompt": QUESTION, "max_tokens": 3, "echo": True, "logprobs": 1, "extra_body": extra}
+    (choice,) = client.completions.create(model="tiny", **asked).choices
+    (none, *shown), token_ids = choice.prompt_logprobs, choice.prompt_token_ids
+    assert none is None
+    echoed = choice.logprobs.token_logprobs[1 : len(token_ids)]
+    assert [entry[str(each)]["logprob"] for entry, each in zip(shown, token_ids[1:], strict=True)] == echoed
+    for entry, each in zip(shown, token_ids[1:], strict=True):
+        ranks = {name: value["rank"] for name, value in entry.items()}
+        assert set(ranks.values()) == {1, 2, ranks[str(each)]}

@@ -12,7 +12,6 @@ Run it in a thread with `InProcessEngine(SimulatedLoop(options))`, or in a proce
 
 import time
 import zlib
-from bisect import bisect_left
 from collections.abc import Callable, Container
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -124,12 +123,12 @@ class _Restriction:
         self._said: list[int] = []
 
     def first(self, token_id: int, forbidden: Container[int], options: SimulatedOptions) -> int | None:
-        """The token itself, or the first one after it that may take its place; it is the next of the output."""
+        """A token in place of the one that was drawn, that one if it may come; it is the next of the output."""
         allowed = self._allowed
         if allowed is None:
             ids = chain(range(token_id, options.num_token_ids), range(options.first_token_id, token_id))
         else:
-            place = bisect_left(allowed, token_id)
+            place = token_id % len(allowed)
             ids = chain(allowed[place:], allowed[:place])
         banned = self._words.single | self._words.completing(self._said)
         found = next((each for each in ids if each not in banned and each not in forbidden), None)

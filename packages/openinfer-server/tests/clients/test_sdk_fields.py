@@ -229,6 +229,9 @@ SAMPLING = {
     "min_tokens": Probe(2, lambda told: told.sampling.min_tokens == 2),
     "ignore_eos": Probe(True, lambda told: told.sampling.stop_token_ids == ()),
     "stop_token_ids": Probe([9], lambda told: 9 in told.sampling.stop_token_ids),
+    "include_stop_str_in_output": Probe(True, lambda told: "A sto" in told.body, {"stop": [" sto"]}),
+    "allowed_token_ids": Probe([9], lambda told: told.sampling.allowed_token_ids == (9,)),
+    "bad_words": Probe(["stone"], lambda told: len(told.sampling.bad_words) == 2),
     "cache_salt": Probe("s", lambda told: told.request.cache_salt == "s"),
     "priority": Probe(3, lambda told: told.request.priority == 3),
     "deadline_s": Probe(90.5, lambda told: told.request.deadline_s == 90.5),
@@ -248,6 +251,9 @@ OPENAI = {
     "n": Probe(2, lambda told: told.num_choices == 2),
     "max_tokens": Probe(3, lambda told: told.sampling.max_tokens == 3),
     "response_format": Probe({"type": "json_object"}, lambda told: told.grammar == ANY_OBJECT),
+    "truncate_prompt_tokens": Probe(1, lambda told: len(told.request.prompt_token_ids) == 1),
+    "prompt_logprobs": Probe(1, lambda told: '"decoded_token"' in told.body),
+    "return_token_ids": Probe(True, lambda told: '"token_ids"' in told.body),
 }
 PROBES: Mapping[str, Mapping[str, Probe]] = {
     "/v1/completions": {
@@ -300,6 +306,7 @@ PROBES: Mapping[str, Mapping[str, Probe]] = {
     },
     "/v1/messages": {
         **{name: probe for name, probe in SAMPLING.items() if name != "stop"},
+        "include_stop_str_in_output": Probe(True, lambda told: "A sto" in told.body, {"stop_sequences": [" sto"]}),
         "model": OPENAI["model"],
         "messages": Probe([{**USER, "content": "mountain"}], lambda told: "mountain" in told.prompt),
         "max_tokens": Probe(3, lambda told: told.sampling.max_tokens == 3),

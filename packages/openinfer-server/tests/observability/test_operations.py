@@ -213,6 +213,15 @@ def test_metrics_are_in_prometheus_format(shared, call):
     assert all(name.startswith("openinfer_") for name in names)
 
 
+def test_tokens_beyond_a_stop_string_are_not_counted(start, info, call, tokenizer):
+    server = start(ParrotLoop(info, tokens_per_event=3))
+    body = {"prompt": "The capital of France is Paris.", "max_tokens": 90, "stop": "France"}
+    usage = json.loads(call(server, "POST", "/v1/completions", body)[2])["usage"]
+    assert usage["completion_tokens"] % 3 != 0  # so that some of the event are beyond
+    _, _, metrics = call(server, "GET", "/metrics")
+    assert value(metrics, 'openinfer_generation_tokens_total{model_name="parrot"}') == usage["completion_tokens"]
+
+
 def test_generation_tokens_are_those_that_usage_counts(start, info, call):
     server = start(ParrotLoop(info))
     (stop,) = info.eos_token_ids

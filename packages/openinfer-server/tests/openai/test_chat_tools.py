@@ -434,6 +434,24 @@ def test_reasoning_beyond_its_budget_is_closed_and_the_answer_goes_on(client, se
     assert reasoning_of(chunks) == message.reasoning_content
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_beyond_a_budget_are_those_that_usage_counts(client, server, stream):
+    further = {"thinking_token_budget": 9, "return_token_ids": True}
+    if stream:
+        asked = ask(THOUGHT + "Yes.", max_tokens=300, extra_body=further)
+        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        told = [each for chunk in chunks for choice in chunk.choices for each in getattr(choice, "token_ids", [])]
+        usage = chunks[-1].usage
+    else:
+        asked = ask(THOUGHT + "Yes.", max_tokens=300, extra_body={**further, "prompt_logprobs": 0})
+        answer = client.chat.completions.create(**asked)
+        told, usage = answer.choices[0].token_ids, answer.usage
+        assert len(answer.prompt_logprobs) == usage.prompt_tokens
+    first, second = (list(request.prompt_token_ids) for request in server.engine.submitted[-2:])
+    assert told == first[:9] + second[: len(told) - 9]
+    assert len(told) == usage.completion_tokens
+
+
 def test_reasoning_within_its_budget_is_left_alone(client, server):
     before = len(server.engine.submitted)
     asked = ask(THOUGHT + "Yes.", extra_body={"thinking_token_budget": 100})

@@ -36,6 +36,19 @@ def test_any_cut_gives_the_text_before_the_first_stop(stops, pieces):
 
 @settings(max_examples=500, deadline=None)
 @given(STOPS, st.lists(LETTERS, max_size=8))
+def test_any_cut_gives_the_text_up_to_the_end_of_the_first_stop_if_it_is_shown(stops, pieces):
+    scanner, whole = StopScanner(stops, shows_stop=True), "".join(pieces)
+    text = "".join(scanner.feed(piece) for piece in pieces if not scanner.found)
+    if not scanner.found:
+        text += scanner.finish()
+    before, found = expected(stops, whole)
+    assert text == before + (scanner.matched or "")
+    assert scanner.found is found
+    assert whole.startswith(text)
+
+
+@settings(max_examples=500, deadline=None)
+@given(STOPS, st.lists(LETTERS, max_size=8))
 def test_no_more_is_held_than_may_begin_a_stop(stops, pieces):
     scanner = StopScanner(stops)
     fed = shown = ""

@@ -21,8 +21,16 @@ INLINE_TURNS = 16
 _THINKING = ("enable_thinking", "thinking")
 
 
-async def chat_prompt(service: Service, turns: Sequence[Turn], variables: Mapping[str, object]) -> Prompt:
+async def chat_prompt(
+    service: Service, turns: Sequence[Turn], variables: Mapping[str, object], *, num_kept: int | None = None
+) -> Prompt:
     """The prompt of a conversation and its rendered text, up to where the assistant's answer begins.
+
+    Args:
+        service: with the template and the tokenizer.
+        turns: of the conversation.
+        variables: of the template, beside the turns.
+        num_kept: how many tokens of the prompt's end are kept; None for all. The text is kept whole.
 
     Raises:
         ApiError: 400; there is no template, or it refused the turns, or the prompt exceeds the context.
@@ -33,11 +41,11 @@ async def chat_prompt(service: Service, turns: Sequence[Turn], variables: Mappin
         raise ApiError(400, message, param="messages", code="no_chat_template")
     text = await _render(template, turns, _with_both_names(variables))
     least = tokenizer.least_tokens(text)
-    if least > info.max_model_tokens:
+    if num_kept is None and least > info.max_model_tokens:
         raise too_long(f"at least {least}", info, "messages")
     token_ids = await tokenizer.encode(text, add_special_tokens=False)
     check_prompt_token_ids(token_ids, info, "messages")
-    return Prompt(tuple(token_ids), text, "messages")
+    return Prompt(tuple(token_ids[-(num_kept or 0) :]), text, "messages")
 
 
 def _with_both_names(variables: Mapping[str, object]) -> Mapping[str, object]:

@@ -56,8 +56,8 @@ class RequestCost:
         scored = [max(0, prompt.output_logprobs) for prompt in prompts if prompt.output_logprobs is not None]
         return min([by_room, *(entries // (alternatives + 1) for alternatives in scored)])
 
-    def check(self, options: ServerOptions, field: str) -> None:
-        """Compares it with what one request may ask for.
+    def check(self, options: ServerOptions, field: str, logprobs_field: str = "logprobs") -> None:
+        """Compares it with what one request may ask for; the fields are where prompts and log-probabilities are asked.
 
         Raises:
             ApiError: 400; says what was asked and what is possible.
@@ -73,7 +73,7 @@ class RequestCost:
             )
         if self.logprob_entries > options.max_logprob_entries:
             asked, most = self.logprob_entries, options.max_logprob_entries
-            raise invalid("logprobs", f"{asked} log-probabilities are asked for; at most {most} are possible")
+            raise invalid(logprobs_field, f"{asked} log-probabilities are asked for; at most {most} are possible")
 
 
 def _logprob_entries(prompt: PromptCost) -> int:

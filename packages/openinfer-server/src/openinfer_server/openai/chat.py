@@ -13,11 +13,18 @@ from openinfer_server.openai.event_frames import ResponseHead, chat_delta_frame,
 from openinfer_server.openai.generation import Generation, ResponseShape
 from openinfer_server.openai.objects import ChatChoice, ChatCompletion, Usage
 from openinfer_server.openai.types import ChatRequest, check_turns, thinks
-from openinfer_server.output.logprobs import chat_format
+from openinfer_server.output.delta_choice import DeltaChoice
+from openinfer_server.output.logprobs import chat_format, prompt_format
 from openinfer_server.output.parsing import OutputParsers
-from openinfer_server.output.response import Choice
 from openinfer_server.request.fields import check_rules
-from openinfer_server.request.plan import Scoring, check_num_choices, check_stream_options, make_plan
+from openinfer_server.request.plan import (
+    Scoring,
+    check_num_choices,
+    check_stream_options,
+    make_plan,
+    num_kept_tokens,
+    prompt_alternatives,
+)
 from openinfer_server.request.structured import chat_grammar, constrained, output_constraint
 from openinfer_server.service import Service
 from openinfer_server.tools.available import chat_tools
@@ -32,12 +39,13 @@ class ChatCompletions:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._logprobs = chat_format(service.tokenizer)
+        self._prompt_logprobs = prompt_format(service.tokenizer)
         self._shape = ResponseShape(
             id_prefix="chatcmpl",
             event_object="chat.completion.chunk",
             frame=chat_frame,
             stream_sink=lambda head, index, events: ChatStreamSink(
-                chat_delta_frame(head, index), events, self._logprobs
+                chat_delta_frame(head, index), events, self._logprobs, tells_token_ids=head.tells_token_ids
             ),
             whole_sink=ChatMessageSink,
             body=self._body,
@@ -54,7 +62,8 @@ class ChatCompletions:
         note_dropped_tools(service, http_request, request.tools)
         available = chat_tools(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
         variables = {**_template_options(request), **available.variables}
-        prompt = await chat_prompt(service, request.messages, variables)
+        num_kept = num_kept_tokens(request, service.info, max_tokens=_max_tokens(request))
+        prompt = await chat_prompt(service, request.messages, variables, num_kept=num_kept)
         parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
         plan = make_plan(
             service,
@@ -62,7 +71,9 @@ class ChatCompletions:
             [parsers.prompt],
             tenant=http_request.tenant,
             max_tokens=_max_tokens(request),
-            scoring=Scoring(output=(request.top_logprobs or 0) if request.logprobs else None),
+            scoring=Scoring(
+                output=(request.top_logprobs or 0) if request.logprobs else None, prompt=prompt_alternatives(request)
+            ),
         )
         plan = constrained(plan, chat_grammar(service, parsers.prompt, available, output_constraint(request)))
         generation = Generation(
@@ -72,20 +83,42 @@ class ChatCompletions:
             model=model,
             stream=bool(request.stream),
             usage=usage,
+            tells_token_ids=bool(request.return_token_ids),
             parsers=None if parsers.is_plain else parsers,
         )
         await generation.deliver(http_request)
 
     def _body(
-        self, head: ResponseHead, choices: Sequence[Choice], sinks: Sequence[ChatMessageSink], usage: Usage
+        self,
+        asked: Generation,
+        head: ResponseHead,
+        choices: Sequence[DeltaChoice],
+        sinks: Sequence[ChatMessageSink],
+        usage: Usage,
     ) -> ChatCompletion:
         answers = [
             ChatChoice(
-                choice.index, sink.message, self._logprobs(sink.scores) if sink.scores else None, sink.finish_reason
+                index=choice.index,
+                message=sink.message,
+                logprobs=self._logprobs(sink.scores) if sink.scores else None,
+                finish_reason=sink.finish_reason,
+                stop_reason=choice.stop_reason,
+                token_ids=sink.token_ids if asked.tells_token_ids else msgspec.UNSET,
             )
             for choice, sink in zip(choices, sinks, strict=True)
         ]
-        return ChatCompletion(id=head.id, created=head.created, model=head.model, choices=answers, usage=usage)
+        prompt_ids, alternatives = asked.plan.prompts[0].token_ids, asked.plan.scoring.prompt
+        return ChatCompletion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=answers,
+            usage=usage,
+            prompt_logprobs=msgspec.UNSET
+            if alternatives is None
+            else self._prompt_logprobs(prompt_ids, choices[0].prompt_logprobs, alternatives),
+            prompt_token_ids=prompt_ids if asked.tells_token_ids else msgspec.UNSET,
+        )
 
 
 def _max_tokens(request: ChatRequest) -> int | None:

@@ -6,7 +6,7 @@ from functools import lru_cache
 import msgspec
 
 from openinfer_core.events import FinishReason
-from openinfer_server.openai.event_frames import EventFrame
+from openinfer_server.openai.event_frames import EventFrame, NewTokenIds
 from openinfer_server.openai.event_stream import EventStream
 from openinfer_server.openai.objects import ChatMessage, MessageFunction, MessageToolCall
 from openinfer_server.output.delta_choice import DeltaChoice, Sink
@@ -40,24 +40,39 @@ class ChatStreamSink(Sink):
         "_before_reasoning",
         "_format",
         "_frame",
+        "_ids",
         "_write",
+        "_writer",
     )
 
-    def __init__(self, frame: EventFrame, events: EventStream, logprob_format: LogprobFormat) -> None:
+    def __init__(
+        self, frame: EventFrame, events: EventStream, logprob_format: LogprobFormat, *, tells_token_ids: bool = False
+    ) -> None:
         self._after_arguments = _AFTER_ARGUMENTS + frame.after
         self._after_text = b'"' + frame.after
         self._before_content = frame.before + b'"content":"'
         self._before_reasoning = frame.before + b'"reasoning_content":"'
         self._format = logprob_format
         self._frame = frame
+        self._ids = NewTokenIds() if tells_token_ids else None
         self._write = events.write
+        self._writer = events.writer
 
     def begin(self, choice: DeltaChoice) -> None:
-        self._write(self._frame.first)
+        first = self._frame.first
+        if self._ids is not None:
+            first = self._frame.first_event(choice.prompt_token_ids)
+            self._writer.max_buffered_bytes += len(first)  # it need not be read faster than any other
+        self._write(first)
+
+    def take_token_id(self, token_id: int) -> None:
+        if self._ids is not None:
+            self._ids.append(token_id)
 
     def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
-        if scores:
-            self._write(self._frame.text_event(delta_json(deltas), msgspec.json.encode(self._format(scores))))
+        if scores or self._ids is not None:
+            logprobs = msgspec.json.encode(self._format(scores)) if scores else b"null"
+            self._write(self._frame.text_event(delta_json(deltas), logprobs, self._further()))
             return
         if len(deltas) == 1:
             delta = deltas[0]
@@ -74,7 +89,10 @@ class ChatStreamSink(Sink):
         self._write(self._frame.before + delta_json(deltas) + self._frame.after)
 
     def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
-        self._write(self._frame.finish_event(finish_reason(choice, reason)))
+        self._write(self._frame.finish_event(finish_reason(choice, reason), choice.stop_reason, self._further()))
+
+    def _further(self) -> bytes:
+        return b"" if self._ids is None else self._ids.field()
 
 
 class ChatMessageSink(Sink):
@@ -83,15 +101,20 @@ class ChatMessageSink(Sink):
     Attributes:
         finish_reason: OpenAI's word; empty until the end.
         scores: of all tokens, if they were asked for.
+        token_ids: that were sampled, if they were asked for.
     """
 
     def __init__(self) -> None:
         self.finish_reason = ""
         self.scores: list[ScoredToken] = []
+        self.token_ids: list[int] = []
         self._arguments: list[list[str]] = []
         self._calls: list[CallStart] = []
         self._content: list[str] = []
         self._reasoning: list[str] = []
+
+    def take_token_id(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
 
     def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
         self.scores += scores

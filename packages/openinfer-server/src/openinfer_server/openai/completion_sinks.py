@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from openinfer_core.events import FinishReason
-from openinfer_server.openai.event_frames import EventFrame
+from openinfer_server.openai.event_frames import EventFrame, NewTokenIds, ids_field
 from openinfer_server.openai.event_stream import EventStream
 from openinfer_server.output.delta_choice import DeltaChoice, Sink
 from openinfer_server.output.logprobs import LogprobFormat, ScoredToken
@@ -21,12 +21,23 @@ def text_of(deltas: Sequence[Delta]) -> str:
 class TextStreamSink(Sink):
     """Writes an event per token, also when its text is still held back."""
 
-    __slots__ = ("_events", "_format", "_frame")
+    __slots__ = ("_events", "_format", "_frame", "_ids", "_prompt_token_ids")
 
-    def __init__(self, frame: EventFrame, events: EventStream, logprob_format: LogprobFormat) -> None:
+    def __init__(
+        self, frame: EventFrame, events: EventStream, logprob_format: LogprobFormat, *, tells_token_ids: bool = False
+    ) -> None:
         self._events = events
         self._format = logprob_format
         self._frame = frame
+        self._ids = NewTokenIds() if tells_token_ids else None
+        self._prompt_token_ids: Sequence[int] | None = None  # until the first event has told them
+
+    def begin(self, choice: DeltaChoice) -> None:
+        self._prompt_token_ids = choice.prompt_token_ids
+
+    def take_token_id(self, token_id: int) -> None:
+        if self._ids is not None:
+            self._ids.append(token_id)
 
     def take_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
         event = self._event(text, scores)
@@ -37,13 +48,24 @@ class TextStreamSink(Sink):
         self._events.write(self._event(text_of(deltas), scores))
 
     def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
-        self._events.write(self._frame.finish_event(reason))
+        self._events.write(self._frame.finish_event(reason, choice.stop_reason, self._further()))
 
     def _event(self, text: str, scores: Sequence[ScoredToken]) -> bytes:
         frame = self._frame
-        if not scores:
+        if not scores and self._ids is None:
             return frame.before + escape_json(text) + frame.after
-        return frame.text_event(escape_json(text), msgspec.json.encode(self._format(scores)))
+        logprobs = msgspec.json.encode(self._format(scores)) if scores else b"null"
+        return frame.text_event(escape_json(text), logprobs, self._further())
+
+    def _further(self) -> bytes:
+        if self._ids is None:
+            return b""
+        prompt, self._prompt_token_ids = self._prompt_token_ids, None
+        if prompt is None:
+            return self._ids.field()
+        further = ids_field("prompt_token_ids", prompt)
+        self._events.writer.max_buffered_bytes += len(further)
+        return further + self._ids.field()
 
 
 class TextSink(Sink):
@@ -51,17 +73,22 @@ class TextSink(Sink):
 
     Attributes:
         scores: of the tokens shown, if they were asked for.
+        token_ids: that were sampled, if they were asked for.
     """
 
-    __slots__ = ("_texts", "scores")
+    __slots__ = ("_texts", "scores", "token_ids")
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self.scores: list[ScoredToken] = []
+        self.token_ids: list[int] = []
 
     @property
     def text(self) -> str:
         return "".join(self._texts)
+
+    def take_token_id(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
 
     def take_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
         self._texts.append(text)

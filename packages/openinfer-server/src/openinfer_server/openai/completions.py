@@ -5,6 +5,7 @@ from typing import cast
 
 import msgspec
 
+from openinfer_core.engine import EngineInfo
 from openinfer_server.http.api_errors import invalid, refused
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.openai.completion_sinks import TextSink, TextStreamSink
@@ -12,8 +13,8 @@ from openinfer_server.openai.event_frames import ResponseHead, completion_frame
 from openinfer_server.openai.generation import Generation, ResponseShape
 from openinfer_server.openai.objects import Completion, CompletionChoice, Usage
 from openinfer_server.openai.types import CompletionRequest
-from openinfer_server.output.logprobs import legacy_format
-from openinfer_server.output.response import Choice
+from openinfer_server.output.delta_choice import DeltaChoice
+from openinfer_server.output.logprobs import legacy_format, prompt_format
 from openinfer_server.request.fields import check_rules
 from openinfer_server.request.plan import (
     DEFAULT_COMPLETION_TOKENS,
@@ -23,6 +24,8 @@ from openinfer_server.request.plan import (
     check_prompt_token_ids,
     check_stream_options,
     make_plan,
+    num_kept_tokens,
+    prompt_alternatives,
     too_long,
 )
 from openinfer_server.request.structured import constrained, output_constraint, text_grammar
@@ -37,12 +40,13 @@ class Completions:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._logprobs = legacy_format(service.tokenizer)
+        self._prompt_logprobs = prompt_format(service.tokenizer)
         self._shape = ResponseShape(
             id_prefix="cmpl",
             event_object="text_completion",
             frame=completion_frame,
             stream_sink=lambda head, index, events: TextStreamSink(
-                completion_frame(head, index), events, self._logprobs
+                completion_frame(head, index), events, self._logprobs, tells_token_ids=head.tells_token_ids
             ),
             whole_sink=TextSink,
             body=self._body,
@@ -65,7 +69,11 @@ class Completions:
             tenant=http_request.tenant,
             max_tokens=request.max_tokens,
             default_tokens=DEFAULT_COMPLETION_TOKENS,
-            scoring=Scoring(output=request.logprobs, prompt=request.logprobs if request.echo else None),
+            scoring=Scoring(
+                output=request.logprobs,
+                echo=request.logprobs if request.echo else None,
+                prompt=prompt_alternatives(request),
+            ),
         )
         plan = constrained(plan, text_grammar(output_constraint(request)))
         generation = Generation(
@@ -76,6 +84,7 @@ class Completions:
             stream=bool(request.stream),
             usage=usage,
             echo=bool(request.echo),
+            tells_token_ids=bool(request.return_token_ids),
         )
         await generation.deliver(http_request)
 
@@ -86,7 +95,7 @@ class Completions:
             raise invalid("prompt", "prompt is required")
         check_num_choices(request, 1, self._service.options)
         if isinstance(given, str):
-            return [await self._text_prompt(given)]
+            return [await self._text_prompt(given, request)]
         kinds = set(map(type, given))
         if len(kinds) != 1:
             raise invalid("prompt", "prompt must be text, token ids, or a list of several of one of the two")
@@ -96,35 +105,57 @@ class Completions:
             raise invalid("prompt", f"{len(given)} prompts exceed {self._service.options.max_choices} choices")
         check_num_choices(request, len(given), self._service.options)
         several = cast("list[str | list[int]]", given)
-        return [await self._text_prompt(p) if isinstance(p, str) else self._id_prompt(p, request) for p in several]
+        return [
+            await self._text_prompt(p, request) if isinstance(p, str) else self._id_prompt(p, request) for p in several
+        ]
 
-    async def _text_prompt(self, text: str) -> Prompt:
+    async def _text_prompt(self, text: str, request: CompletionRequest) -> Prompt:
         tokenizer, info = self._service.tokenizer, self._service.info
+        num_kept = _num_kept(request, info)
         least = tokenizer.least_tokens(text)
-        if least > info.max_model_tokens:
+        if num_kept is None and least > info.max_model_tokens:
             raise too_long(f"at least {least}", info, "prompt")
         token_ids = await tokenizer.encode(text, add_special_tokens=True)
         check_prompt_token_ids(token_ids, info, "prompt")
+        if num_kept is not None and len(token_ids) > num_kept:
+            return self._id_prompt(token_ids, request)
         return Prompt(tuple(token_ids), text, "prompt")
 
     def _id_prompt(self, token_ids: list[int], request: CompletionRequest) -> Prompt:
         info = self._service.info
         check_prompt_token_ids(token_ids, info, "prompt")
-        if len(token_ids) > info.max_model_tokens:
-            raise too_long(str(len(token_ids)), info, "prompt")
-        text = self._service.tokenizer.decode_prompt(token_ids) if request.echo else ""
-        return Prompt(tuple(token_ids), text, "prompt")
+        kept = token_ids[-(_num_kept(request, info) or 0) :]
+        if len(kept) > info.max_model_tokens:
+            raise too_long(str(len(kept)), info, "prompt")
+        text = self._service.tokenizer.decode_prompt(kept) if request.echo else ""
+        return Prompt(tuple(kept), text, "prompt")
 
     def _body(
-        self, head: ResponseHead, choices: Sequence[Choice], sinks: Sequence[TextSink], usage: Usage
+        self,
+        asked: Generation,
+        head: ResponseHead,
+        choices: Sequence[DeltaChoice],
+        sinks: Sequence[TextSink],
+        usage: Usage,
     ) -> Completion:
-        completions = [
-            CompletionChoice(
-                choice.index,
-                sink.text,
-                self._logprobs(sink.scores) if sink.scores else None,
-                str(choice.finish_reason),
-            )
-            for choice, sink in zip(choices, sinks, strict=True)
-        ]
+        completions = [self._choice(asked, choice, sink) for choice, sink in zip(choices, sinks, strict=True)]
         return Completion(id=head.id, created=head.created, model=head.model, choices=completions, usage=usage)
+
+    def _choice(self, asked: Generation, choice: DeltaChoice, sink: TextSink) -> CompletionChoice:
+        prompt_ids, alternatives = asked.plan.prompt_of(choice.index).token_ids, asked.plan.scoring.prompt
+        return CompletionChoice(
+            index=choice.index,
+            text=sink.text,
+            logprobs=self._logprobs(sink.scores) if sink.scores else None,
+            finish_reason=str(choice.finish_reason),
+            stop_reason=choice.stop_reason,
+            prompt_logprobs=msgspec.UNSET
+            if alternatives is None
+            else self._prompt_logprobs(prompt_ids, choice.prompt_logprobs, alternatives),
+            prompt_token_ids=prompt_ids if asked.tells_token_ids else msgspec.UNSET,
+            token_ids=sink.token_ids if asked.tells_token_ids else msgspec.UNSET,
+        )
+
+
+def _num_kept(request: CompletionRequest, info: EngineInfo) -> int | None:
+    return num_kept_tokens(request, info, max_tokens=request.max_tokens, default_tokens=DEFAULT_COMPLETION_TOKENS)

@@ -4,7 +4,7 @@ data: {"id":…,"object":…,"created":…,"model":…,"choices":[{"index":0,"te
 └─────────────────────────── before ─────────────────────────────────────────┘      └────────── after ──────────┘
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -28,6 +28,7 @@ class ResponseHead:
     created: int
     model: str
     usage: StreamUsage
+    tells_token_ids: bool = False
 
     def begin(self) -> bytes:
         fields = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
@@ -54,11 +55,34 @@ class EventFrame:
     _finish: bytes  # event without text, up to the log-probabilities
     first: bytes  # event that begins the choice; may be empty
 
-    def text_event(self, escaped: bytes, logprobs: bytes) -> bytes:
-        return b"".join((self.before, escaped, self._between, logprobs, b',"finish_reason":null}', self._end))
+    def text_event(self, escaped: bytes, logprobs: bytes = b"null", further: bytes = b"") -> bytes:
+        """`further` are fields of the choice, each after a comma."""
+        parts = (self.before, escaped, self._between, logprobs, b',"finish_reason":null', further, b"}", self._end)
+        return b"".join(parts)
 
-    def finish_event(self, reason: str) -> bytes:
-        return b"".join((self._finish, b'null,"finish_reason":"', reason.encode(), b'"}', self._end))
+    def finish_event(self, reason: str, stop_reason: str | int | None, further: bytes = b"") -> bytes:
+        why = b'null,"finish_reason":"%b","stop_reason":%b' % (reason.encode(), msgspec.json.encode(stop_reason))
+        return b"".join((self._finish, why, further, b"}", self._end))
+
+    def first_event(self, prompt_token_ids: Sequence[int]) -> bytes:
+        """`first` with the ids of the prompt."""
+        ended = self.first.removesuffix(_END)
+        return ended + ids_field("prompt_token_ids", prompt_token_ids) + self.first[len(ended) :]
+
+
+def ids_field(name: str, token_ids: Sequence[int]) -> bytes:
+    """A further field with token ids."""
+    return b',"%b":%b' % (name.encode(), msgspec.json.encode(token_ids))
+
+
+class NewTokenIds(list[int]):
+    """Tokens that no event has told yet."""
+
+    def field(self) -> bytes:
+        """The field that tells them."""
+        told = ids_field("token_ids", self)
+        self.clear()
+        return told
 
 
 def usage_end(usage: Usage) -> bytes:

@@ -18,6 +18,9 @@ class CompletionEventChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     text: str
     logprobs: LegacyLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET  # in the last one
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in the first one, if token ids are wanted
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,6 +66,8 @@ class ChatEventChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET  # in the last one
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,3 +79,4 @@ class ChatEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     model: str
     choices: list[ChatEventChoice]  # one, or none in the event that has the usage
     usage: Usage | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in the first of each choice, if wanted

@@ -18,7 +18,7 @@ from openinfer_server.openai.plain_stream import PlainStream
 from openinfer_server.output.delta_choice import Sink
 from openinfer_server.output.parsing import OutputParsers
 from openinfer_server.output.pipeline import deliver, submit
-from openinfer_server.output.response import Choice, Response
+from openinfer_server.output.response import Response
 from openinfer_server.output.usage import usage_of
 from openinfer_server.request.plan import Plan, StreamUsage
 from openinfer_server.service import Service
@@ -36,7 +36,7 @@ class ResponseShape:
     stream_sink: Callable[[ResponseHead, int, EventStream], Sink]
     whole_sink: Callable[[], Sink]  # makes what keeps a choice for one body
     # Makes the whole response of the choices and their whole sinks.
-    body: Callable[[ResponseHead, Sequence[Choice], Sequence[Any], Usage], msgspec.Struct]
+    body: Callable[["Generation", ResponseHead, Sequence[Any], Sequence[Any], Usage], msgspec.Struct]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,7 @@ class Generation:
     stream: bool
     usage: StreamUsage
     echo: bool = False
+    tells_token_ids: bool = False
     parsers: OutputParsers | None = None  # None where all text is content
 
     async def deliver(self, http_request: HttpRequest) -> None:
@@ -60,8 +61,9 @@ class Generation:
             created=int(time.time()),
             model=self.model,
             usage=self.usage,
+            tells_token_ids=self.tells_token_ids,
         )
-        plan, response = self.plan, Response(self.service.link)
+        plan, response = self.plan, Response(self.service.link, named_stop_ids=self.plan.named_stop_ids)
         sinks: list[Sink] = []
         writer = http_request.stream(len(plan.requests)) if self.stream else None
         table = self._plain_table()
@@ -73,10 +75,18 @@ class Generation:
             self._submit_plain(response, head, writer, table)
         else:
             sinks += self._sinks(response, head, writer, usage)
-            submit(self.service, response, plan, sinks, parsers=self.parsers, echo=self.echo)
+            submit(
+                self.service,
+                response,
+                plan,
+                sinks,
+                parsers=self.parsers,
+                echo=self.echo,
+                tells_token_ids=self.tells_token_ids,
+            )
 
         def body() -> bytes:
-            return msgspec.json.encode(self.shape.body(head, response.choices, sinks, usage()))
+            return msgspec.json.encode(self.shape.body(self, head, response.choices, sinks, usage()))
 
         def end(error: ApiError | None) -> bytes:
             if error is not None:
@@ -111,7 +121,8 @@ class Generation:
         response.submit(choices, self.plan.requests)
 
     def _plain_table(self) -> ByteTable | None:
-        scoring = self.plan.scoring
-        is_text_alone = scoring.output is None and scoring.prompt is None and not self.usage.every
-        plain = self.parsers is None and not self.plan.stops and is_text_alone
+        plan = self.plan
+        scored = plan.scoring.output is not None or plan.scoring.of_prompt is not None
+        shows_tokens = self.tells_token_ids or plan.shows_stop or scored or self.usage.every
+        plain = self.parsers is None and not plan.stops and not shows_tokens
         return self.service.tokenizer.byte_table if plain else None

@@ -1,5 +1,8 @@
 """Response bodies as msgspec types, in OpenAI's shape."""
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import msgspec
 
 
@@ -58,13 +61,29 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
-class CompletionChoice(msgspec.Struct, frozen=True):
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """A token at one position of a prompt; vLLM's shape."""
+
+    logprob: float
+    rank: int  # 1 + the number of likelier tokens in the vocabulary
+    decoded_token: str  # a token that is not whole UTF-8 is shown as `bytes:\xe2\x82`
+
+
+# One per token of the prompt, by token id: the token itself and its alternatives; nothing predicts the first.
+PromptScores: TypeAlias = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One completion."""
 
     index: int
     text: str
     logprobs: LegacyLogprobs | None
     finish_reason: str
+    stop_reason: str | int | None  # stop string or stop token of the request that ended it; vLLM's, as what follows
+    prompt_logprobs: PromptScores | msgspec.UnsetType = msgspec.UNSET  # these three if they were asked for
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # the stop token that ended it included
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,13 +122,15 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     refusal: None = None
 
 
-class ChatChoice(msgspec.Struct, frozen=True):
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One answer."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    stop_reason: str | int | None  # stop string or stop token of the request that ended it; vLLM's
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # if asked for; the stop token that ended it included
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +142,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptScores | msgspec.UnsetType = msgspec.UNSET  # vLLM's, if they were asked for
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

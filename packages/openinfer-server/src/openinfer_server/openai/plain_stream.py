@@ -58,7 +58,7 @@ class PlainStream(Choice):
         rest = self._detokenizer.finish()
         if rest:
             self._events.append(self._before + escape_json(rest) + self._after)
-        self._events.append(self._frame.finish_event(reason))
+        self._events.append(self._frame.finish_event(reason, self.stop_reason))
         self._writer.mark_dirty(self._dirty)
         super().conclude(reason)
 

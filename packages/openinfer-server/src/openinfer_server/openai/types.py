@@ -17,7 +17,7 @@ from openinfer_server.request.fields import (
     RequestFields,
     check_rules,
 )
-from openinfer_server.request.generation_fields import GenerationFields
+from openinfer_server.request.generation_fields import TokenDetailFields
 from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
 from openinfer_server.tools.types import Tool, ToolChoice
 
@@ -41,7 +41,7 @@ def thinks(effort: Effort | None) -> bool | None:
     return None if effort is None else effort not in ("none", "minimal")
 
 
-class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]] | None = None
@@ -51,7 +51,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     suffix: object = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {
-        **GenerationFields.RULES,
+        **TokenDetailFields.RULES,
         "best_of": Neutral(ANY, "as many as n is what is always so; more is refused"),
         "suffix": Refused("the model does not fill in the middle"),
     }
@@ -198,7 +198,7 @@ class ChatTemplateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     thinking: bool | None = None  # the same under DeepSeek's name; either sets both
 
 
-class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[Turn]
@@ -224,7 +224,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     web_search_options: object = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {
-        **GenerationFields.RULES,
+        **TokenDetailFields.RULES,
         "audio": NOT_TEXT,
         "function_call": Refused("tool_choice has taken its place"),
         "functions": Refused("tools has taken its place"),

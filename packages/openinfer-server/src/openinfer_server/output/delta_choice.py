@@ -35,6 +35,10 @@ class Sink:
     def begin(self, choice: "DeltaChoice") -> None:
         """The engine works on it."""
 
+    def take_token_id(self, token_id: int) -> None:
+        """Takes the token that the next deltas come of; told only where `TextOptions.tells_token_ids`."""
+        raise NotImplementedError
+
     def take_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
         """Takes the echoed prompt, which may be large; only APIs with `echo` get it."""
         raise NotImplementedError
@@ -108,6 +112,9 @@ class DeltaChoice(TextChoice):
         if self._num_before is None:
             super().scheduled(event)
             self.sink.begin(self)
+
+    def show_token_id(self, token_id: int) -> None:
+        self.sink.take_token_id(token_id)
 
     def show_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
         self.sink.take_prompt(text, scores)
@@ -195,7 +202,11 @@ class DeltaChoice(TextChoice):
             request_id=self.response.link.new_id(),
             prompt_token_ids=token_ids,
             sampling=msgspec.structs.replace(
-                sampling, max_tokens=max_tokens, min_tokens=min_tokens, grammar=_without_preamble(sampling.grammar)
+                sampling,
+                max_tokens=max_tokens,
+                min_tokens=min_tokens,
+                prompt_logprobs=None,  # they have been told
+                grammar=_without_preamble(sampling.grammar),
             ),
         )
 

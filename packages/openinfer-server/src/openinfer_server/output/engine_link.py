@@ -65,6 +65,7 @@ class EngineLink:
         self._ids = itertools.count(1)
         self._choices: dict[RequestId, Choice] = {}
         self._previous_s = -1.0
+        self._num_unread = 0
 
     @property
     def num_open(self) -> int:
@@ -131,6 +132,10 @@ class EngineLink:
             self._count(choice, FinishReason.STOP)
             self.handle.abort(choice.request_id)
 
+    def unread(self, num_tokens: int) -> None:
+        """Leaves so many tokens of the event that is dispatched out of the count: they are no part of an answer."""
+        self._num_unread += num_tokens
+
     def fail_all(self, kind: FailureKind, message: str) -> None:
         """Fails every open answer; a living engine is told to stop."""
         for choice in list(self._choices.values()):
@@ -175,7 +180,8 @@ class EngineLink:
                     self._dispatch_rare(choice, event)
             except Exception as error:  # noqa: BLE001 - the fault boundary; `_fault` logs it
                 self._fault(choice, error)
-        self.metrics.generated_tokens.value += tokens
+        self.metrics.generated_tokens.value += tokens - self._num_unread
+        self._num_unread = 0
         if same_gap:
             self.metrics.inter_token_s.observe(now_s - previous_s, same_gap)
         self._previous_s = now_s

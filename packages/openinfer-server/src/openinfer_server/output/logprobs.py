@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from openinfer_core.events import TokenLogprobs
-from openinfer_server.openai.objects import ChatLogprobs, LegacyLogprobs, TokenLogprob, TopLogprob
+from openinfer_server.openai.objects import ChatLogprobs, LegacyLogprobs, PromptLogprob, TokenLogprob, TopLogprob
 from openinfer_server.request.plan import Prompt
 from openinfer_server.text.tokenizer import Tokenizer
 
@@ -24,6 +24,9 @@ class ScoredToken(NamedTuple):
     offset: int  # characters of the text before it
 
 
+PromptLogprobs: TypeAlias = dict[str, PromptLogprob]
+# Makes them of the prompt's ids, what was told of all but the first, and how many alternatives are shown.
+PromptFormat: TypeAlias = Callable[[Sequence[int], Sequence[TokenLogprobs], int], list[PromptLogprobs | None]]
 LogprobFormat: TypeAlias = Callable[[Sequence[ScoredToken]], msgspec.Struct]  # makes what stands under `logprobs`
 
 
@@ -83,12 +86,42 @@ def _name(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
+def _with_alternatives(logprobs: TokenLogprobs, alternatives: int) -> TokenLogprobs:
+    if len(logprobs.top_ids) <= alternatives:
+        return logprobs
+    return TokenLogprobs(
+        logprobs.logprob, logprobs.rank, logprobs.top_ids[:alternatives], logprobs.top_logprobs[:alternatives]
+    )
+
+
 def _finite(logprob: float) -> float:
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
-def score_prompt(tokenizer: Tokenizer, prompt: Prompt, logprobs: Sequence[TokenLogprobs]) -> list[ScoredToken]:
-    """The tokens of an echoed prompt; nothing predicts the first.
+def prompt_format(tokenizer: Tokenizer) -> PromptFormat:
+    """The format of `prompt_logprobs`, which is vLLM's: one per token, by token id; nothing predicts the first."""
+    name_of = lru_cache(_KEPT_NAMES)(partial(_name, tokenizer))
+
+    def entry(token_id: int, logprobs: TokenLogprobs, alternatives: int) -> PromptLogprobs:
+        shown = {str(token_id): PromptLogprob(_finite(logprobs.logprob), logprobs.rank, name_of(token_id))}
+        likeliest = zip(logprobs.top_ids[:alternatives], logprobs.top_logprobs, strict=False)
+        for rank, (other, value) in enumerate(likeliest, 1):
+            shown.setdefault(str(other), PromptLogprob(_finite(value), rank, name_of(other)))
+        return shown
+
+    def build(
+        token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], alternatives: int
+    ) -> list[PromptLogprobs | None]:
+        scored = zip(token_ids[1:], logprobs, strict=True)
+        return [None, *(entry(token_id, each, alternatives) for token_id, each in scored)]
+
+    return build
+
+
+def score_prompt(
+    tokenizer: Tokenizer, prompt: Prompt, logprobs: Sequence[TokenLogprobs], alternatives: int
+) -> list[ScoredToken]:
+    """The tokens of an echoed prompt, with so many alternatives of those that there are; nothing predicts the first.
 
     Offsets are exact where the tokens' bytes make up the prompt's text; a normaliser, or a BOS the text does not show,
     shifts them, and they never point beyond the text.
@@ -96,7 +129,8 @@ def score_prompt(tokenizer: Tokenizer, prompt: Prompt, logprobs: Sequence[TokenL
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     scored: list[ScoredToken] = []
     offset = 0
-    for token_id, token_logprobs in zip(prompt.token_ids, (None, *logprobs), strict=True):
+    for token_id, each in zip(prompt.token_ids, (None, *logprobs), strict=True):
+        token_logprobs = None if each is None else _with_alternatives(each, alternatives)
         scored.append(ScoredToken(token_id, token_logprobs, min(offset, len(prompt.text))))
         offset += len(decoder.decode(tokenizer.token_bytes(token_id)))
     return scored

@@ -27,6 +27,7 @@ def submit(
     *,
     parsers: OutputParsers | None = None,
     echo: bool = False,
+    tells_token_ids: bool = False,
 ) -> None:
     """Hands every request of a plan to the engine; what comes of each goes to its sink.
 
@@ -38,7 +39,9 @@ def submit(
         stops=plan.stops,
         min_tokens=plan.min_tokens,
         echo=echo,
-        scores_prompt=plan.scoring.prompt is not None,
+        echo_alternatives=plan.scoring.echo,
+        shows_stop=plan.shows_stop,
+        tells_token_ids=tells_token_ids,
         visible_tokens=frozenset() if parsers is None else service.parsers.visible_tokens,
         begin_tokens={} if parsers is None else parsers.begin_tokens,
     )

@@ -9,6 +9,7 @@ runs in the event loop's thread.
 
 import asyncio
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -35,6 +36,8 @@ class EngineRequests(Protocol):
 
     def stopped(self, choice: "Choice") -> None: ...
 
+    def unread(self, num_tokens: int) -> None: ...
+
 
 class Choice:
     """One engine request.
@@ -49,6 +52,7 @@ class Choice:
         completion_tokens: sampled tokens, the stop token included; before the end, as far as a subclass counts them.
         reasoning_tokens: those of them that were spent on reasoning, as far as a parser told.
         finish_reason: None until it has ended well.
+        stop_token_id: the stop token that ended it.
     """
 
     __slots__ = (
@@ -63,6 +67,7 @@ class Choice:
         "reasoning_tokens",
         "request_id",
         "response",
+        "stop_token_id",
         "submitted_s",
     )
 
@@ -79,6 +84,12 @@ class Choice:
         self.completion_tokens: int = 0
         self.reasoning_tokens: int = 0
         self.finish_reason: FinishReason | None = None
+        self.stop_token_id: int | None = None
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """What of the request's own stops ended it; None if the model or a limit did."""
+        return self.stop_token_id if self.stop_token_id in self.response.named_stop_ids else None
 
     def scheduled(self, event: Scheduled) -> None:
         self.cached_tokens = event.cached_tokens
@@ -90,6 +101,7 @@ class Choice:
     def finished(self, event: Finished) -> None:
         self.completion_tokens = event.completion_tokens
         self.cached_tokens = event.cached_tokens
+        self.stop_token_id = event.stop_token_id
         if event.reason is FinishReason.ABORT:  # not by us: then the link would have forgotten the choice
             self.response.fail(Failed(self.request_id, FailureKind.SHUTDOWN, "the engine aborted the request"))
         else:
@@ -104,19 +116,23 @@ class Choice:
 class Response:
     """All choices of one client's request.
 
+    Args:
+        named_stop_ids: stop tokens that are told to the client as what ended a choice.
+
     Attributes:
         began: resolved when the engine works on any choice, or with `done`.
         done: resolved when every choice has ended, or one failed.
         failure: why, if one failed.
     """
 
-    def __init__(self, link: EngineRequests) -> None:
+    def __init__(self, link: EngineRequests, *, named_stop_ids: AbstractSet[int] = frozenset()) -> None:
         loop = asyncio.get_running_loop()
         self.began: asyncio.Future[None] = loop.create_future()
         self.done: asyncio.Future[None] = loop.create_future()
         self.failure: Failed | None = None
         self.choices: list[Choice] = []
         self.link = link
+        self.named_stop_ids = named_stop_ids
         self._open = 0
 
     def submit(self, choices: Sequence[Choice], requests: Sequence[GenerateRequest]) -> None:

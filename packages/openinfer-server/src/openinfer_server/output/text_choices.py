@@ -25,7 +25,10 @@ class TextOptions:
     stops: tuple[str, ...]
     min_tokens: int  # stop strings are not looked for in the text of so many first tokens
     echo: bool
-    scores_prompt: bool = False  # whether the echoed prompt comes with its log-probabilities
+    # Alternatives of each token of the echoed prompt; None: it comes without log-probabilities.
+    echo_alternatives: int | None = None
+    shows_stop: bool = False  # whether what ends the text, a stop string or the text of a stop token, is part of it
+    tells_token_ids: bool = False
     visible_tokens: frozenset[str] = frozenset()  # special tokens that show by name, for parsers that know them
     begin_tokens: Mapping[int, str] = field(default_factory=dict[int, str])  # by id: tokens that may begin a call
 
@@ -35,6 +38,7 @@ class TextChoice(Choice):
 
     Attributes:
         is_complete: whether the text ends here, whatever the engine would still say.
+        prompt_logprobs: of the prompt's tokens from the second on, if they were asked for; all are there at the end.
     """
 
     __slots__ = (
@@ -42,15 +46,17 @@ class TextChoice(Choice):
         "_begun",
         "_detokenizer",
         "_echo",
+        "_echo_alternatives",
         "_generated_ids",
         "_min_tokens",
         "_offset",
         "_prompt",
-        "_prompt_logprobs",
         "_scanner",
-        "_scores_prompt",
+        "_shows_stop",
+        "_tells_token_ids",
         "_tokenizer",
         "is_complete",
+        "prompt_logprobs",
     )
 
     def __init__(self, response: Response, index: int, *, prompt: Prompt, options: TextOptions) -> None:
@@ -60,13 +66,15 @@ class TextChoice(Choice):
         self._begun: list[BeginToken] = []  # begin tokens that no subclass has taken yet
         self._detokenizer = options.tokenizer.detokenizer(prompt.token_ids, visible=options.visible_tokens)
         self._echo = options.echo
+        self._echo_alternatives = options.echo_alternatives
         self._min_tokens = options.min_tokens
         self._offset = 0
         self._prompt = prompt
-        self._prompt_logprobs: list[TokenLogprobs] = []
-        self._scores_prompt = options.scores_prompt
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self._generated_ids: list[int] | None = None  # all tokens so far, if a subclass wants them kept
-        self._scanner = StopScanner(options.stops) if options.stops else None
+        self._scanner = StopScanner(options.stops, shows_stop=options.shows_stop) if options.stops else None
+        self._shows_stop = options.shows_stop
+        self._tells_token_ids = options.tells_token_ids
         self._tokenizer = options.tokenizer
 
     @property
@@ -74,8 +82,20 @@ class TextChoice(Choice):
         """The stop string that ended the text."""
         return None if self._scanner is None else self._scanner.matched
 
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return self._prompt.token_ids
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return super().stop_reason if self.stop_string is None else self.stop_string
+
     def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
         """Takes the next piece of text and the tokens it goes with; either may be empty."""
+        raise NotImplementedError
+
+    def show_token_id(self, token_id: int) -> None:
+        """Takes the token that the next text comes of; only if the options ask for it."""
         raise NotImplementedError
 
     def show_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
@@ -84,7 +104,7 @@ class TextChoice(Choice):
 
     def tokens(self, event: Tokens) -> None:
         if event.prompt_logprobs is not None:
-            self._prompt_logprobs += event.prompt_logprobs
+            self.prompt_logprobs += event.prompt_logprobs
         if self._echo and event.token_ids:
             self._show_prompt()
         if self._generated_ids is not None:
@@ -97,18 +117,32 @@ class TextChoice(Choice):
             self.completion_tokens += 1
             if token_id in self._begin_tokens and text.endswith(name := self._begin_tokens[token_id]):
                 self._begun.append((self._offset - len(name), name))
+            if self._tells_token_ids:
+                self.show_token_id(token_id)
             self.show(text if self._scanner is None else self._scan(text), scores)
             if self.is_complete:
                 self.complete()
-                return  # further tokens of the same event are beyond the end
+                self.response.link.unread(len(event.token_ids) - place - 1)  # they are beyond the end
+                return
 
     def finished(self, event: Finished) -> None:
         if self._echo:
             self._show_prompt()
+        if event.stop_token_id is not None:
+            self.completion_tokens = event.completion_tokens
+            self._take_stop_token(event.stop_token_id)
         rest = self.take_held()
         if rest:
             self.show(rest, ())
         super().finished(event)
+
+    def _take_stop_token(self, token_id: int) -> None:
+        if self._tells_token_ids:
+            self.show_token_id(token_id)
+        if self._shows_stop:
+            text = self._detokenizer.feed(token_id)
+            self._offset += len(text)
+            self.show(text if self._scanner is None else self._scan(text), ())
 
     def complete(self) -> None:
         self.end_early(FinishReason.STOP)
@@ -138,7 +172,10 @@ class TextChoice(Choice):
         # with the first token all log-probabilities of the prompt have come
         self._echo = False
         self._offset = len(self._prompt.text)
+        alternatives = self._echo_alternatives
         # All but the first token have one; of a prompt that ended before, none is shown.
-        is_scored = self._scores_prompt and len(self._prompt_logprobs) == len(self._prompt.token_ids) - 1
-        scores = score_prompt(self._tokenizer, self._prompt, self._prompt_logprobs) if is_scored else ()
+        if alternatives is None or len(self.prompt_logprobs) != len(self._prompt.token_ids) - 1:
+            scores: Sequence[ScoredToken] = ()
+        else:
+            scores = score_prompt(self._tokenizer, self._prompt, self.prompt_logprobs, alternatives)
         self.show_prompt(self._prompt.text, scores)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from openinfer_core.request import MAX_DEADLINE_S, MAX_HINT_LENGTH, MAX_HINTS, MAX_NAME_LENGTH
-from openinfer_core.sampling import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_TOKEN_ID
+from openinfer_core.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_TOKEN_ID
 from openinfer_core.sampling_parameters import PARAMETERS
 from openinfer_server.request.rules import Rule
 
@@ -47,6 +47,8 @@ def sent_name(kind: type[msgspec.Struct], name: str) -> str:
 MAX_STOPS = 4  # OpenAI's bound
 MAX_STOP_CHARACTERS = 256
 MAX_LOGIT_BIAS = 100.0  # OpenAI's bound
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 256
 
 
 def _documented(**schema: Any) -> msgspec.Meta:
@@ -79,4 +81,8 @@ LogitBias = Annotated[
 Stop = Annotated[str, _documented(minLength=1, maxLength=MAX_STOP_CHARACTERS)]
 Stops = Annotated[list[Stop], _documented(maxItems=MAX_STOPS)]
 TokenId = Annotated[int, _documented(minimum=0, maximum=MAX_TOKEN_ID)]
+AllowedTokenIds = Annotated[list[TokenId], _documented(minItems=1, maxItems=MAX_ALLOWED_TOKEN_IDS)]
+BadWord = Annotated[str, _documented(minLength=1, maxLength=MAX_BAD_WORD_CHARACTERS)]
+BadWords = Annotated[list[BadWord], _documented(maxItems=MAX_BAD_WORDS)]
+NumKept = Annotated[int, _documented(minimum=-1)]
 StopTokenIds = Annotated[list[TokenId], _documented(maxItems=MAX_STOP_TOKEN_IDS)]

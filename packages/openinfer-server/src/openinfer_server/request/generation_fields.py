@@ -4,11 +4,15 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from openinfer_server.request.fields import (
+    AllowedTokenIds,
+    BadWords,
     Count,
     Deadline,
     Hints,
     LogitBias,
+    Logprobs,
     NonNegative,
+    NumKept,
     Priority,
     RequestFields,
     Salt,
@@ -43,6 +47,9 @@ class SamplingFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fie
     min_tokens: NonNegative | None = None
     ignore_eos: bool | None = None
     stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: AllowedTokenIds | None = None  # only these are sampled; stop tokens are not among them by itself
+    bad_words: BadWords | None = None
     cache_salt: Salt | None = None
     priority: Priority | None = None
     deadline_s: Deadline | None = None
@@ -84,3 +91,11 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     metadata: dict[str, str] | None = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {**SamplingFields.RULES, "metadata": METADATA}
+
+
+class TokenDetailFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What OpenAI's two older routes take of vLLM's about tokens."""
+
+    truncate_prompt_tokens: NumKept | None = None  # keeps so many of the prompt's end; -1: what fits beside the answer
+    prompt_logprobs: Logprobs | None = None  # alternatives per prompt token; not streamed
+    return_token_ids: bool | None = None

@@ -19,7 +19,8 @@ from openinfer_server.http.api_errors import ApiError, from_invalid_request, inv
 from openinfer_server.limits.request_cost import PromptCost, RequestCost
 from openinfer_server.options import ServerOptions
 from openinfer_server.request.fields import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOPS
-from openinfer_server.request.generation_fields import GenerationFields
+from openinfer_server.request.generation_fields import GenerationFields, TokenDetailFields
+from openinfer_server.request.restrictions import Restrictions, read_restrictions
 from openinfer_server.service import Service
 
 T = TypeVar("T")
@@ -41,7 +42,18 @@ class Scoring:
     """Which log-probabilities are asked of the engine."""
 
     output: int | None = None  # alternatives per generated token
-    prompt: int | None = None  # alternatives per prompt token
+    echo: int | None = None  # alternatives per token of an echoed prompt
+    prompt: int | None = None  # alternatives per prompt token, beside the text
+
+    @property
+    def of_prompt(self) -> int | None:
+        """Alternatives that the engine is asked for per prompt token: what shows most of them."""
+        return max((each for each in (self.echo, self.prompt) if each is not None), default=None)
+
+    @property
+    def field(self) -> str:
+        """What messages name."""
+        return "prompt_logprobs" if self.output is None and self.echo is None else "logprobs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +66,8 @@ class Plan:
     stops: tuple[str, ...]
     min_tokens: int
     scoring: Scoring
+    shows_stop: bool = False  # whether text shows the stop string, or the text of the stop token, that ended it
+    named_stop_ids: frozenset[int] = frozenset()  # stop tokens that the request names itself
 
     def prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.n]
@@ -90,19 +104,28 @@ def make_plan(
         _check_context(prompt, limit, info)
     cost = RequestCost.of(
         [
-            PromptCost(len(prompt.token_ids), max(0, limit), scoring.output, scoring.prompt)
+            PromptCost(len(prompt.token_ids), max(0, limit), scoring.output, scoring.of_prompt)
             for prompt, limit in zip(prompts, limits, strict=True)
         ],
         n=n,
         block_size_tokens=info.block_size_tokens,
     )
-    cost.check(service.options, prompts[0].field)
+    cost.check(service.options, prompts[0].field, scoring.field)
     service.link.admission.check_room(cost.prompt_tokens)
     salt = salt_of(tenant, fields.cache_salt)
+    restrictions = read_restrictions(service, fields, num_choices=n * len(prompts))
     requests = [
         _request(
             prompt,
-            _sampling(fields, info, max_tokens=limit, numbers=numbers, scoring=scoring, choice=choice),
+            _sampling(
+                fields,
+                info,
+                max_tokens=limit,
+                numbers=numbers,
+                scoring=scoring,
+                restrictions=restrictions,
+                choice=choice,
+            ),
             request_id=service.link.new_id(),
             tenant=tenant,
             salt=salt,
@@ -111,14 +134,24 @@ def make_plan(
         for prompt, limit in zip(prompts, limits, strict=True)
         for choice in range(n)
     ]
-    return Plan(prompts, n, requests, stops, fields.min_tokens or 0, scoring)
+    return Plan(
+        prompts,
+        n,
+        requests,
+        stops,
+        fields.min_tokens or 0,
+        scoring,
+        shows_stop=bool(fields.include_stop_str_in_output),
+        named_stop_ids=frozenset(fields.stop_token_ids or ())
+        - (frozenset() if fields.ignore_eos else frozenset(info.eos_token_ids)),
+    )
 
 
 def _default_limits(
     service: Service, prompts: Sequence[Prompt], scoring: Scoring, *, n: int, at_most: int | None
 ) -> list[int]:
     info = service.info
-    costs = [PromptCost(len(prompt.token_ids), 0, scoring.output, scoring.prompt) for prompt in prompts]
+    costs = [PromptCost(len(prompt.token_ids), 0, scoring.output, scoring.of_prompt) for prompt in prompts]
     longest = RequestCost.longest_completion(costs, service.options, n=n, block_size_tokens=info.block_size_tokens)
     if at_most is not None:
         longest = min(longest, at_most)
@@ -163,6 +196,38 @@ def check_prompt_token_ids(token_ids: Sequence[int], info: EngineInfo, field: st
         raise invalid(field, "the prompt is empty; it must have at least one token")
     if min(token_ids) < 0 or max(token_ids) >= info.num_token_ids:
         raise invalid(field, f"a token id is outside 0 .. {info.num_token_ids - 1}")
+
+
+def num_kept_tokens(
+    fields: TokenDetailFields, info: EngineInfo, *, max_tokens: int | None, default_tokens: int = 1
+) -> int | None:
+    """How many tokens of a prompt's end are kept; None for all.
+
+    -1 keeps what the context holds beside the answer.
+
+    Raises:
+        ApiError: 400; it is out of range.
+    """
+    kept, context = fields.truncate_prompt_tokens, info.max_model_tokens
+    if kept is None:
+        return None
+    if kept == -1:
+        return max(1, context - (default_tokens if max_tokens is None else max_tokens))
+    if not 1 <= kept <= context:
+        message = f"truncate_prompt_tokens is {kept}; it must be -1, or 1 to the model's context of {context} tokens"
+        raise invalid("truncate_prompt_tokens", message)
+    return kept
+
+
+def prompt_alternatives(fields: TokenDetailFields) -> int | None:
+    """Alternatives per prompt token that are shown beside the text; None for none.
+
+    Raises:
+        ApiError: 400; they are not streamed.
+    """
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise invalid("prompt_logprobs", "prompt_logprobs goes with stream=false")
+    return fields.prompt_logprobs
 
 
 def too_long(num_tokens: str, info: EngineInfo, field: str) -> ApiError:
@@ -210,6 +275,7 @@ def _sampling(
     max_tokens: int,
     numbers: Mapping[str, Any],
     scoring: Scoring,
+    restrictions: Restrictions,
     choice: int,
 ) -> SamplingParams:
     try:
@@ -221,7 +287,9 @@ def _sampling(
             stop_token_ids=_stop_token_ids(fields, info),
             min_tokens=_or(fields.min_tokens, 0),
             logprobs=scoring.output,
-            prompt_logprobs=scoring.prompt,
+            prompt_logprobs=scoring.of_prompt,
+            allowed_token_ids=restrictions.allowed_token_ids,
+            bad_words=restrictions.bad_words,
         )
     except InvalidRequest as error:
         raise from_invalid_request(error) from error

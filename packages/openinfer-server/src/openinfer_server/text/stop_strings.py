@@ -12,15 +12,26 @@ from collections.abc import Sequence
 class StopScanner:
     """Watches one text for any of its stop strings."""
 
-    __slots__ = ("_any", "_beginnings", "_beginnings_set", "_held", "_longest", "_stops", "found", "matched")
+    __slots__ = (
+        "_any",
+        "_beginnings",
+        "_beginnings_set",
+        "_held",
+        "_longest",
+        "_shows_stop",
+        "_stops",
+        "found",
+        "matched",
+    )
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
         self._any = re.compile("|".join(map(re.escape, stops)))
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops))
         self._beginnings_set = {stop[:length] for stop in self._stops for length in range(1, len(stop))}
         self._beginnings = tuple(self._beginnings_set)  # str.endswith takes no set
         self._held = ""
+        self._shows_stop = shows_stop  # whether the stop string is part of the text
         self.found = False  # whether a stop string is complete; nothing more shows then
         self.matched: str | None = None  # the one that is
 
@@ -32,7 +43,7 @@ class StopScanner:
         if first is not None:
             end, begin = first
             self.found, self.matched, self._held = True, text[begin:end], ""
-            return text[:begin]
+            return text[: end if self._shows_stop else begin]
         shown = len(text) - self._held_characters(text)
         self._held = text[shown:]
         return text[:shown]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from openinfer_core.events import Finished, FinishReason, TokenLogprobs, Tokens
+from openinfer_core.events import FinishReason, TokenLogprobs, Tokens
 from openinfer_core.sampling import Grammar
 from openinfer_core.sampling_defaults import NO_DEFAULTS
 from openinfer_server.http.api_errors import ApiError, ErrorResponse, invalid
@@ -130,7 +130,7 @@ def _fields(request: TokenRequest) -> GenerationFields:
 class _TokenIds(Choice):
     """Keeps ids for one body, or writes an event per step."""
 
-    __slots__ = ("_head", "_n", "_usage", "_writer", "prompt_scores", "scores", "stop_token_id", "token_ids")
+    __slots__ = ("_head", "_n", "_usage", "_writer", "prompt_scores", "scores", "token_ids")
 
     def __init__(
         self,
@@ -150,7 +150,6 @@ class _TokenIds(Choice):
         self.token_ids: list[int] = []
         self.scores: list[ScoredTokenId] | None = None if plan.scoring.output is None else []
         self.prompt_scores: list[TokenLogprobs] = []
-        self.stop_token_id: int | None = None
 
     def tokens(self, event: Tokens) -> None:
         self.prompt_scores += event.prompt_logprobs or ()
@@ -164,10 +163,6 @@ class _TokenIds(Choice):
                 self.scores += scores or ()
             return
         self._write(TokenChoice(index=self.index, token_ids=[*event.token_ids], logprobs=scores, finish_reason=None))
-
-    def finished(self, event: Finished) -> None:
-        self.stop_token_id = event.stop_token_id
-        super().finished(event)
 
     def conclude(self, reason: FinishReason) -> None:
         if self._writer is not None:

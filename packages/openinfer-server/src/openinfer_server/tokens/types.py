@@ -7,6 +7,7 @@ import msgspec
 
 from openinfer_server.openai.objects import Usage
 from openinfer_server.request.fields import (
+    AllowedTokenIds,
     Count,
     Deadline,
     Hints,
@@ -38,6 +39,7 @@ class TokenSampling(NeutralSamplingFields, frozen=True, kw_only=True, forbid_unk
     seed: Seed | None = None
     logit_bias: LogitBias | None = None
     stop_token_ids: StopTokenIds | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
     ignore_eos: bool | None = None
     logprobs: Logprobs | None = None  # alternatives per generated token
     prompt_logprobs: Logprobs | None = None  # alternatives per prompt token
