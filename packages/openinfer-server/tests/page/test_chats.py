@@ -5,6 +5,7 @@ import json
 import pytest
 from playwright.sync_api import expect
 
+from openinfer_core.sampling_defaults import SamplingDefaults
 from openinfer_server import ServerOptions
 from openinfer_server.testing import ParrotLoop, wait_until
 
@@ -214,7 +215,7 @@ def test_reasoning_is_folded_and_not_told_again(server, visit, tokenizer):
 
 
 def test_models_own_sampling_and_context_are_shown(server, visit):
-    server.service.sampling_defaults.values.update(temperature=0.6, top_k=20)
+    server.service.sampling_defaults = SamplingDefaults(values={"temperature": 0.6, "top_k": 20})
     page = visit(server)
     expect(page.get_by_text("The model's own: temperature 0.6, top k 20.")).to_be_visible()
     expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", "0.6")
