@@ -201,7 +201,9 @@ def not_taken(kind: type[RequestFields]) -> Iterator[tuple[str, Any]]:
             case Neutral() if rule.values:
                 yield sent, OTHERS[type(rule.values[0])]
                 if isinstance(rule.values[0], bool):
-                    yield sent, not rule.values[0]
+                    yield from ((sent, not rule.values[0]), (sent, int(rule.values[0])))
+                elif rule.values[0] == 1:
+                    yield sent, True
             case Label() if not is_pairs(kind, name):
                 yield sent, "l" * (rule.max_length + 1)
             case Label():

@@ -72,11 +72,15 @@ def test_every_streamed_message_of_a_chat_is_taken_back(agent, says: str, max_to
 
 
 @MANY
-@given(**ANSWERS)
-def test_every_item_of_a_response_is_taken_back(agent, says: str, max_tokens: int) -> None:
+@given(**ANSWERS, streamed=st.booleans())
+def test_every_item_of_a_response_is_taken_back(agent, says: str, max_tokens: int, streamed: bool) -> None:
     agent.loop.says = says
     ask: dict[str, Any] = {"model": "parrot", "tools": RESPONSE_TOOLS, "max_output_tokens": max_tokens}
-    answer = agent.openai.responses.create(input=[ASK], **ask)
+    if streamed:
+        *_, last = agent.openai.responses.create(input=[ASK], stream=True, **ask)
+        answer = last.response
+    else:
+        answer = agent.openai.responses.create(input=[ASK], **ask)
     results = [
         {"type": "function_call_output", "call_id": each.call_id, "output": "rain"}
         for each in answer.output
@@ -87,12 +91,16 @@ def test_every_item_of_a_response_is_taken_back(agent, says: str, max_tokens: in
 
 
 @MANY
-@given(**ANSWERS)
-def test_every_block_of_a_message_is_taken_back(agent, says: str, max_tokens: int) -> None:
+@given(**ANSWERS, streamed=st.booleans())
+def test_every_block_of_a_message_is_taken_back(agent, says: str, max_tokens: int, streamed: bool) -> None:
     agent.loop.says = says
     thinking = {"type": "enabled", "budget_tokens": 1024}
     ask: dict[str, Any] = {"model": "parrot", "tools": CLIENT_TOOLS, "max_tokens": max_tokens, "thinking": thinking}
-    answer = agent.anthropic.messages.create(messages=[ASK], **ask)
+    if streamed:
+        with agent.anthropic.messages.stream(messages=[ASK], **ask) as events:
+            answer = events.get_final_message()
+    else:
+        answer = agent.anthropic.messages.create(messages=[ASK], **ask)
     history = {"role": "assistant", "content": [each.model_dump() for each in answer.content]}
     results = [
         {"type": "tool_result", "tool_use_id": each.id, "content": "rain"}
