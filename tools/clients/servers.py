@@ -19,6 +19,7 @@ from openinfer_server.testing import ScriptedLoop, ThreadedServer, wait_until
 from .script import Script
 
 MODEL = "tiny"  # what both servers call their model
+ENDPOINTS = ("ollama",)  # further APIs of both
 START_S = 300.0
 _STEP_S = 0.002  # long enough that an endless answer outlasts every client
 _SERVING = f"openinfer: serving {MODEL} on "
@@ -69,7 +70,7 @@ def scripted_server() -> Iterator[Scripted]:
         max_waiting=256,
     )
     loop = ScriptedLoop(info, Script(tokenizer, stop_token_id), step_s=_STEP_S)
-    options = ServerOptions(port=0, model_name=[MODEL])
+    options = ServerOptions(port=0, model_name=[MODEL], endpoints=ENDPOINTS)
     with ThreadedServer(loop, folder, options) as server:
         yield Scripted(server, loop)
 
@@ -81,7 +82,8 @@ def tiny_server(log: Path) -> Iterator[str]:
     Raises:
         RuntimeError: it did not start.
     """
-    command = (str(Path(sys.executable).with_name("openinfer")), "serve", "--model", MODEL, "--port", "0")
+    program = str(Path(sys.executable).with_name("openinfer"))
+    command = (program, "serve", "--model", MODEL, "--port", "0", "--endpoints", ",".join(ENDPOINTS))
     with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert process.stdout is not None
