@@ -46,7 +46,6 @@ SECTIONS: Sequence[tuple[str, Sequence[tuple[str, type]]]] = (
             ("tools[]", tool_types.Tool),
             ("tools[].function", tool_types.FunctionDefinition),
             ("tool_choice", tool_types.ToolChoice),
-            ("chat_template_kwargs", api_types.ChatTemplateOptions),
         ],
     ),
     (

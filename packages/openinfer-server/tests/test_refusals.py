@@ -130,7 +130,11 @@ def test_completion_out_of_bounds_is_refused_by_name(post_error, fields, param, 
             "give one",
         ),
         ({"messages": HELLO, "guided_json": json.loads('{"items":' * 70 + "{}" + "}" * 70)}, "guided_json", "64 deep"),
-        ({"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize", "unknown"),
+        (
+            {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}},
+            "chat_template_kwargs.tokenize",
+            "enable_thinking",
+        ),
         ({"messages": HELLO, "chat_template": "{{ 1 }}"}, "chat_template", "unknown field"),
         (
             {"messages": HELLO, "reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},

@@ -6,7 +6,7 @@ An endpoint brings what was asked and how its API writes an answer. What every g
 checks of its fields, the bounds, the line in the log, the metrics, and the abort when the client leaves.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,8 @@ import msgspec
 from openinfer_core.engine import EngineInfo
 from openinfer_core.events import FinishReason
 from openinfer_core.sampling import Grammar
-from openinfer_server.chat.prompt import chat_prompt
+from openinfer_server.chat.prompt import chat_prompt, prompt_end
+from openinfer_server.chat.variables import switch_variables
 from openinfer_server.http.api_errors import ApiError, invalid
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.writers import StreamWriter
@@ -50,21 +51,16 @@ class Conversation:
     """A chat, which the model's template makes a prompt of.
 
     Attributes:
-        turns: in their order; the answer is the assistant's next.
+        turns: in their order; the answer is the assistant's next, unless the fields' `continue_final_message` is true.
         functions: that the model may call.
         tool_mode: whether it may, must, or must not.
-        thinking: whether the template is told to think; None leaves it the choice.
+        thinking: whether the template is told to think, if it can be told; None leaves it the choice.
     """
 
     turns: Sequence[Turn]
     functions: Sequence[FunctionDefinition] = ()
     tool_mode: ToolMode = ToolMode.AUTO
     thinking: bool | None = None
-
-    @property
-    def variables(self) -> Mapping[str, object]:
-        """What the template is told beside turns and tools."""
-        return {} if self.thinking is None else {"enable_thinking": self.thinking}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +287,14 @@ async def _rendered(
         raise invalid("messages", "messages is empty")
     check_turns(turns, "messages")
     available = available_tools(service, ToolRequest(dict(enumerate(conversation.functions)), conversation.tool_mode))
-    prompt = await chat_prompt(service, turns, {**conversation.variables, **available.variables})
+    thinks = conversation.thinking
+    variables = None if thinks is None else switch_variables(service, thinks=thinks)
+    end = prompt_end(
+        turns,
+        continue_final_message=bool(fields.continue_final_message),
+        add_generation_prompt=fields.add_generation_prompt,
+    )
+    prompt = await chat_prompt(service, turns, {**(variables or {}), **available.variables}, end=end)
     parsers = OutputParsers.make(service, prompt, available, budget_tokens=None)
     return parsers, chat_grammar(service, parsers.prompt, available, output_constraint(fields))
 

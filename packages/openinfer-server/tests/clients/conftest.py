@@ -16,6 +16,7 @@ from openinfer_server import ServerOptions
 from openinfer_server.testing import ScriptedLoop, ThreadedServer
 
 AGENT_TEMPLATE = (
+    "{%- for document in documents or [] %}{{ '<|im_start|>document\n' + document.text + '<|im_end|>\n' }}{% endfor -%}"
     "{%- if tools -%}{{ '<|im_start|>system\n# Tools\n' }}"
     "{%- for tool in tools %}{{ tool | tojson }}\n{% endfor -%}"
     "{{ 'Call as <tool_call>{...}</tool_call><|im_end|>\n' }}{%- endif -%}"

@@ -228,7 +228,7 @@ def test_fields_with_nothing_to_do_are_taken(ask, says):
     ("fields", "word"),
     [
         ({"messages": []}, "messages is empty"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "It"}]}, "begins answers anew"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": ""}]}, "no text that could be continued"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "text only"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},

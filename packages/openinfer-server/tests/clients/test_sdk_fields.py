@@ -243,6 +243,11 @@ SAMPLING = {
     "guided_grammar": Probe('start: "a"', lambda told: told.grammar == ("lark", 'start: "a"')),
 }
 ANY_OBJECT = ("json_schema", '{"type":"object"}')
+BEGUN = [{**USER, "content": "stone"}, {"role": "assistant", "content": "It is "}]
+CHATS = {
+    **SAMPLING,
+    "add_generation_prompt": Probe(False, lambda told: told.prompt.endswith("stone<|im_end|>\n")),
+}
 OPENAI = {
     **SAMPLING,
     "model": Probe("bird", lambda told: '"model":"bird"' in told.body),
@@ -264,11 +269,19 @@ PROBES: Mapping[str, Mapping[str, Probe]] = {
     },
     "/v1/chat/completions": {
         **OPENAI,
+        **CHATS,
+        "continue_final_message": Probe(
+            True,
+            lambda told: told.prompt.endswith("assistant\nIt is "),
+            {"messages": BEGUN, "add_generation_prompt": False},
+        ),
         "messages": Probe([{**USER, "content": "mountain"}], lambda told: "mountain" in told.prompt),
         "max_completion_tokens": Probe(3, lambda told: told.sampling.max_tokens == 3),
         "logprobs": Probe(True, lambda told: '"logprob":-1.5' in told.body),
         "top_logprobs": Probe(1, lambda told: '"logprob":-0.5' in told.body, {"logprobs": True}),
         "chat_template_kwargs": Probe({"enable_thinking": False}, lambda told: "</think>" in told.prompt),
+        "documents": Probe([{"text": "Pebbles."}], lambda told: "document\nPebbles." in told.prompt),
+        "include_reasoning": Probe(False, lambda told: "why" not in told.body, says="<think>why</think>A stone."),
         "tools": Probe([CHAT_TOOL], lambda told: '"tool_calls":[' in told.body, says=CALL),
         "tool_choice": Probe("none", lambda told: "# Tools" not in told.prompt, {"tools": [CHAT_TOOL]}),
         "parallel_tool_calls": Probe(
@@ -280,7 +293,12 @@ PROBES: Mapping[str, Mapping[str, Probe]] = {
         ),
     },
     "/v1/responses": {
-        **SAMPLING,
+        **CHATS,
+        "continue_final_message": Probe(
+            True,
+            lambda told: told.prompt.endswith("assistant\nIt is "),
+            {"input": BEGUN, "add_generation_prompt": False},
+        ),
         "model": OPENAI["model"],
         "input": Probe("mountain", lambda told: "mountain" in told.prompt),
         "instructions": Probe("Be brief.", lambda told: "system\nBe brief." in told.prompt),
@@ -305,7 +323,8 @@ PROBES: Mapping[str, Mapping[str, Probe]] = {
         ),
     },
     "/v1/messages": {
-        **{name: probe for name, probe in SAMPLING.items() if name != "stop"},
+        **{name: probe for name, probe in CHATS.items() if name != "stop"},
+        "continue_final_message": Probe(False, lambda told: "It is <|im_end|>" in told.prompt, {"messages": BEGUN}),
         "include_stop_str_in_output": Probe(True, lambda told: "A sto" in told.body, {"stop_sequences": [" sto"]}),
         "model": OPENAI["model"],
         "messages": Probe([{**USER, "content": "mountain"}], lambda told: "mountain" in told.prompt),

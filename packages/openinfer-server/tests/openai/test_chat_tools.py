@@ -521,6 +521,9 @@ def test_arguments_of_earlier_calls_reach_a_template_as_it_takes_them(
     source = "{% for turn in messages %}{% for call in turn.tool_calls or [] %}" + written + "{% endfor %}{% endfor %}."
     server = start(ParrotLoop(info), folder=make_folder(source))
     call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": '{"a":1}'}}
-    turns = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+    ]
     connect(server).chat.completions.create(model="parrot", messages=turns, max_tokens=1)
     assert prompt_of(server, tokenizer) == expected + "."

@@ -18,6 +18,7 @@ from openinfer_server.openai.types import (
     ToolTurn,
     Turn,
     UserTurn,
+    refuse_other_parts,
 )
 from openinfer_server.request.fields import RequestFields, check_rules
 from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
@@ -99,9 +100,6 @@ def turns_of(messages: Sequence[MessageParam]) -> list[Turn]:
     """The turns that messages stand for; results of tools are turns of their own, before the text next to them."""
     if not messages:
         raise invalid("messages", "messages is empty")
-    if messages[-1].role == "assistant":
-        message = "the last message is the assistant's, which would be continued; this server begins answers anew"
-        raise refused("messages", message)
     return [turn for index, message in enumerate(messages) for turn in _turns(message, f"messages[{index}]")]
 
 
@@ -114,6 +112,7 @@ def read_block(given: Mapping[str, Any], where: str) -> Block:
     if kind not in BLOCK_TYPES:
         known = ", ".join(BLOCK_TYPES)
         raise refused(f"{where}.type", f"{TEXT_ONLY}, whose blocks are {known}; not {str(kind)[:100]!r}")
+    refuse_other_parts(given, where, "content")
     block: Block = convert_inside(given, Block, where)
     check_rules(block, f"{where}.")
     if isinstance(block, ToolUseBlock):

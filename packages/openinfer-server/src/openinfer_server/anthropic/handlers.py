@@ -9,6 +9,7 @@ import msgspec
 from openinfer_server.anthropic.blocks import TextBlock, system_text, turns_of
 from openinfer_server.anthropic.builder import MessageBuilder
 from openinfer_server.anthropic.objects import ErrorEvent, Event, MessageObject, TokenCount
+from openinfer_server.anthropic.thinking import thinking_variables
 from openinfer_server.anthropic.types import (
     FUNCTIONS_ONLY,
     NO_THREADS,
@@ -18,19 +19,17 @@ from openinfer_server.anthropic.types import (
     MessagesRequest,
     Prompting,
     System,
-    ThinkingAdaptive,
-    ThinkingDisabled,
     ThinkingEnabled,
     ToolChoiceAny,
     ToolChoiceNone,
     ToolChoiceTool,
 )
-from openinfer_server.chat.prompt import chat_prompt
+from openinfer_server.chat.prompt import PromptEnd, chat_prompt, prompt_end
 from openinfer_server.http.api_errors import AnthropicErrorResponse, ApiError, convert_inside, invalid, refused
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Handler, Route, RouteDoc
 from openinfer_server.limits.conversation import read_conversation
-from openinfer_server.openai.types import SystemTurn, Turn
+from openinfer_server.openai.types import AssistantTurn, SystemTurn, Turn
 from openinfer_server.output.parsing import OutputParsers
 from openinfer_server.output.pipeline import deliver, submit
 from openinfer_server.output.response import Response
@@ -90,8 +89,8 @@ class Messages:
         available = _available_tools(self._service, request)
         turns: list[Turn] = [] if request.system is None else [SystemTurn(content=_system(request.system))]
         turns += await read_conversation(request.messages, "messages", lambda: turns_of(request.messages))
-        variables: Mapping[str, object] = {**_thinking(request), **available.variables}
-        return await chat_prompt(self._service, turns, variables), available
+        variables = {**thinking_variables(self._service, request), **available.variables}
+        return await chat_prompt(self._service, turns, variables, end=_prompt_end(request, turns)), available
 
     def _plan(self, request: MessagesRequest, prompt: Prompt, tenant: str) -> tuple[Plan, bool]:
         """What the engine is asked, and whether the context ends before `max_tokens`."""
@@ -129,15 +128,13 @@ def _system(system: System) -> str:
     return system_text(blocks)
 
 
-def _thinking(request: Prompting) -> Mapping[str, object]:
-    # without `thinking` there is none, as Anthropic's clients expect, whatever the template would do
-    match request.thinking:
-        case ThinkingEnabled():
-            return {"enable_thinking": True}
-        case ThinkingAdaptive():
-            return {}
-        case ThinkingDisabled() | None:
-            return {"enable_thinking": False}
+def _prompt_end(request: Prompting, turns: Sequence[Turn]) -> PromptEnd:
+    goes_on, begins = None, None
+    if isinstance(request, MessagesRequest):
+        goes_on, begins = request.continue_final_message, request.add_generation_prompt
+    if goes_on is None and begins is None:  # Anthropic's API continues a message of the assistant that comes last
+        goes_on = isinstance(turns[-1], AssistantTurn)
+    return prompt_end(turns, continue_final_message=goes_on, add_generation_prompt=begins)
 
 
 def _available_tools(service: Service, request: Prompting) -> AvailableTools:

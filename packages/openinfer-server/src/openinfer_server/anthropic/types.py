@@ -128,10 +128,8 @@ class JsonOutput(
 class OutputConfig(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the answer is to be."""
 
-    effort: str | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonOutput | None = None
-
-    RULES: ClassVar[Mapping[str, Rule]] = {"effort": Neutral(("high",), "high is what the model does anyway")}
 
 
 _TOOL = {"items": {"anyOf": [{"$ref": "#/components/schemas/ClientTool"}, DROPPED_TOOL_SCHEMA]}}

@@ -5,31 +5,76 @@ Every route that takes turns comes through here, so that one conversation has on
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 
 import msgspec
 
+from openinfer_server.chat.prefill import PrefillRefused, continued
 from openinfer_server.chat.template import ChatTemplate, RenderingRefused
 from openinfer_server.chat.turns import num_characters, template_turns
-from openinfer_server.http.api_errors import ApiError
-from openinfer_server.openai.types import Turn
+from openinfer_server.http.api_errors import ApiError, invalid, refused
+from openinfer_server.openai.types import AssistantTurn, Turn
 from openinfer_server.request.plan import Prompt, check_prompt_token_ids, too_long
 from openinfer_server.service import Service
 
 INLINE_CHARACTERS = 4096  # smaller chats are rendered in the event loop; larger ones in a thread
 INLINE_TURNS = 16
-# What the templates of Qwen3 and of DeepSeek call one switch; both are set if one is given.
-_THINKING = ("enable_thinking", "thinking")
+
+
+class PromptEnd(StrEnum):
+    """Where a prompt ends."""
+
+    NEW_TURN = "new turn"
+    """Where the assistant's answer begins."""
+    IN_LAST_TURN = "in last turn"
+    """With the text of the last turn, the assistant's, which is continued."""
+    AFTER_LAST_TURN = "after last turn"
+    """With the last turn, ended; the model writes what it takes for the next one."""
+
+
+def prompt_end(
+    turns: Sequence[Turn], *, continue_final_message: bool | None, add_generation_prompt: bool | None
+) -> PromptEnd:
+    """Where the prompt of a chat ends, by what its request says.
+
+    Raises:
+        ApiError: 400; the two contradict each other or the turns, or the last turn is the assistant's and neither says
+            what becomes of it.
+    """
+    is_answer = bool(turns) and isinstance(turns[-1], AssistantTurn)
+    if continue_final_message:
+        if add_generation_prompt:
+            message = "continue_final_message goes on with the last turn, and add_generation_prompt begins one"
+            raise invalid("continue_final_message", message)
+        if not is_answer:
+            message = "the last message is not the assistant's, which alone can be continued"
+            raise invalid("continue_final_message", message)
+        return PromptEnd.IN_LAST_TURN
+    if add_generation_prompt is False:
+        return PromptEnd.AFTER_LAST_TURN
+    if is_answer and continue_final_message is None:
+        message = (
+            "the last message is the assistant's: continue_final_message has to say whether it is continued (true) "
+        )
+        raise invalid("continue_final_message", message + "or a new turn follows (false)")
+    return PromptEnd.NEW_TURN
 
 
 async def chat_prompt(
-    service: Service, turns: Sequence[Turn], variables: Mapping[str, object], *, num_kept: int | None = None
+    service: Service,
+    turns: Sequence[Turn],
+    variables: Mapping[str, object],
+    *,
+    end: PromptEnd = PromptEnd.NEW_TURN,
+    num_kept: int | None = None,
 ) -> Prompt:
-    """The prompt of a conversation and its rendered text, up to where the assistant's answer begins.
+    """The prompt of a conversation and its rendered text.
 
     Args:
         service: with the template and the tokenizer.
         turns: of the conversation.
         variables: of the template, beside the turns.
+        end: where the prompt ends.
         num_kept: how many tokens of the prompt's end are kept; None for all. The text is kept whole.
 
     Raises:
@@ -39,30 +84,42 @@ async def chat_prompt(
     if template is None:
         message = "the model has no chat template; use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
-    text = await _render(template, turns, _with_both_names(variables))
+    if end is PromptEnd.AFTER_LAST_TURN and "add_generation_prompt" not in template.reads:
+        raise refused("add_generation_prompt", "the chat template does not read it")
+    text, begun = await _render(service, template, turns, variables, end)
     least = tokenizer.least_tokens(text)
     if num_kept is None and least > info.max_model_tokens:
         raise too_long(f"at least {least}", info, "messages")
     token_ids = await tokenizer.encode(text, add_special_tokens=False)
     check_prompt_token_ids(token_ids, info, "messages")
-    return Prompt(tuple(token_ids[-(num_kept or 0) :]), text, "messages")
+    return Prompt(tuple(token_ids[-(num_kept or 0) :]), text, "messages", begun)
 
 
-def _with_both_names(variables: Mapping[str, object]) -> Mapping[str, object]:
-    given = [variables[name] for name in _THINKING if name in variables]
-    return {**dict.fromkeys(_THINKING, given[0]), **variables} if given else variables
-
-
-async def _render(template: ChatTemplate, turns: Sequence[Turn], variables: Mapping[str, object]) -> str:
+async def _render(
+    service: Service,
+    template: ChatTemplate,
+    turns: Sequence[Turn],
+    variables: Mapping[str, object],
+    end: PromptEnd,
+) -> tuple[str, str]:
+    """The rendered chat, and what of its end is the beginning of the answer."""
     rendered = template_turns(
         turns,
         developer_role="developer" if template.knows_developer_role else "system",
         text_arguments=template.wants_text_arguments,
     )
+
+    def render() -> tuple[str, str]:
+        if end is PromptEnd.IN_LAST_TURN:
+            return continued(template, rendered, variables, service.parsers.reasoning_tags)
+        return template.render(rendered, variables, add_generation_prompt=end is PromptEnd.NEW_TURN), ""
+
     try:
         characters = num_characters(rendered) + len(msgspec.json.encode(variables))
         if len(rendered) <= INLINE_TURNS and characters <= INLINE_CHARACTERS:
-            return template.render(rendered, variables)
-        return await asyncio.to_thread(template.render, rendered, variables)
+            return render()
+        return await asyncio.to_thread(render)
+    except PrefillRefused as error:
+        raise invalid("messages", str(error)) from error
     except RenderingRefused as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_refused") from error

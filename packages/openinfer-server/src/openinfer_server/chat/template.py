@@ -19,16 +19,25 @@ import jinja2
 import jinja2.ext
 import msgspec
 from jinja2 import nodes
+from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from openinfer_server.chat.template_reads import names_read
 from openinfer_server.errors import UnusableTemplate
 
 MAX_REPEATED_LENGTH = 2**20  # longest string or list that a product with a number may give
 _WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")  # a width or precision of five digits, or one that is an argument
 _TICK = "openinfer_loop_tick"  # context name of the function that every loop calls
 _CONCATENATE = "openinfer_concatenate"
+_TOKEN_SUFFIX = "_token"  # noqa: S105 - how variables end that name a special token
+_OWN = frozenset(  # variables that have a meaning of their own here
+    (
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("raise_exception", "strftime_now", *DEFAULT_NAMESPACE),
+    )
+)
 
 
 class RenderingRefused(Exception):
@@ -46,11 +55,12 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.max_characters = max_characters
-        self._template = _compile(environment, source)
+        self._template, read = _compile(environment, source)
         self._special_tokens = dict(special_tokens)
         self._timeout_s = timeout_s
         self._max_characters = max_characters
         self.source = source
+        self.reads = read  # names of variables, globals too
         self.knows_tools = "tools" in source  # whether the template tells the model what it may call
         # Whether the template tells developers' turns apart; otherwise they are system turns.
         self.knows_developer_role = "developer" in source
@@ -72,8 +82,19 @@ class ChatTemplate:
             return None
         return cls(source, _special_tokens(config), timeout_s=timeout_s, max_characters=max_characters)
 
-    def render(self, messages: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> str:
-        """The prompt of a chat, up to where the assistant's answer begins.
+    @property
+    def settable(self) -> frozenset[str]:
+        """Variables that a request may set: those it reads and no part of the server writes."""
+        return frozenset(name for name in self.reads - _OWN if not name.endswith(_TOKEN_SUFFIX))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        options: Mapping[str, object],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt of a chat, up to where the assistant's answer begins, or to the end of the last message.
 
         Raises:
             RenderingRefused: see there.
@@ -82,7 +103,7 @@ class ChatTemplate:
             **self._special_tokens,
             **options,
             "messages": messages,
-            "add_generation_prompt": True,
+            "add_generation_prompt": add_generation_prompt,
             _TICK: _clock(self._timeout_s),
         }
         try:
@@ -155,16 +176,20 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _compile(environment: _Environment, source: str) -> jinja2.Template:
+def _compile(environment: _Environment, source: str) -> tuple[jinja2.Template, frozenset[str]]:
+    """The template, and the names that it looks up."""
     try:
-        tree = _BoundedConcatenation().visit(environment.parse(source))
+        parsed = environment.parse(source)
+        read = names_read(parsed)
+        tree = _BoundedConcatenation().visit(parsed)
         for loop in list(tree.find_all(nodes.For)):
             loop.body.insert(0, nodes.ExprStmt(nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)))
         tree.set_environment(environment)
         code = environment.compile(tree)
     except jinja2.TemplateError as error:
         raise UnusableTemplate(f"the chat template does not compile: {error}") from error
-    return jinja2.Template.from_code(environment, code, environment.make_globals(_globals(environment.max_characters)))
+    known = environment.make_globals(_globals(environment.max_characters))
+    return jinja2.Template.from_code(environment, code, known), read
 
 
 class _BoundedConcatenation(NodeTransformer):
@@ -254,7 +279,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """`bos_token` and the like; each is a string or an object with `content`."""
     tokens: dict[str, str] = {}
     for name, value in config.items():
-        if name.endswith("_token"):
+        if name.endswith(_TOKEN_SUFFIX):
             content = cast("dict[str, object]", value).get("content") if isinstance(value, dict) else value
             if isinstance(content, str):
                 tokens[name] = content

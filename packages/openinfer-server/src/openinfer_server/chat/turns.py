@@ -17,6 +17,7 @@ from openinfer_server.openai.types import (
 )
 
 TemplateTurn = Mapping[str, object]
+REASONING_NAMES = ("reasoning_content", "reasoning")  # templates read the one or the other
 
 
 def template_turns(turns: Sequence[Turn], *, developer_role: str, text_arguments: bool = False) -> list[TemplateTurn]:
@@ -52,13 +53,14 @@ def _template_turn(turn: SystemTurn | DeveloperTurn | UserTurn | ToolTurn, devel
 
 
 def _assistant_turn(turn: AssistantTurn, *, text_arguments: bool) -> TemplateTurn:
+    reasoning = turn.reasoning if turn.reasoning_content is None else turn.reasoning_content
     calls = [_tool_call(call, as_text=text_arguments) for call in turn.tool_calls or []]
     return _without_none(
         role="assistant",
         content="" if turn.content is None else _text(turn.content),
         name=turn.name,
-        reasoning_content=turn.reasoning if turn.reasoning_content is None else turn.reasoning_content,
         tool_calls=calls or None,
+        **dict.fromkeys(REASONING_NAMES, reasoning),
     )
 
 

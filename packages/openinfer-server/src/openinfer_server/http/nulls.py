@@ -26,6 +26,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def _field(name: str, value: Any) -> Any:
+    if name == "documents":
+        return value
     if isinstance(value, dict) and (name in _FREE_FORM or name == "input"):  # a call's input; a response's is a list
         return cast("dict[str, Any]", value)
     return without_nulls(value)

@@ -1,23 +1,25 @@
 """`POST /v1/chat/completions`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from openinfer_server.chat.prompt import chat_prompt
-from openinfer_server.http.api_errors import invalid
+from openinfer_server.chat.prompt import chat_prompt, prompt_end
+from openinfer_server.chat.variables import chat_variables
+from openinfer_server.http.api_errors import invalid, refused
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.limits.conversation import check_num_entries
 from openinfer_server.openai.chat_sinks import ChatMessageSink, ChatStreamSink
 from openinfer_server.openai.event_frames import ResponseHead, chat_delta_frame, chat_frame
 from openinfer_server.openai.generation import Generation, ResponseShape
 from openinfer_server.openai.objects import ChatChoice, ChatCompletion, Usage
-from openinfer_server.openai.types import ChatRequest, check_turns, thinks
+from openinfer_server.openai.types import ChatRequest, check_turns
 from openinfer_server.output.delta_choice import DeltaChoice
 from openinfer_server.output.logprobs import chat_format, prompt_format
 from openinfer_server.output.parsing import OutputParsers
 from openinfer_server.request.fields import check_rules
 from openinfer_server.request.plan import (
+    Prompt,
     Scoring,
     check_num_choices,
     check_stream_options,
@@ -27,7 +29,7 @@ from openinfer_server.request.plan import (
 )
 from openinfer_server.request.structured import chat_grammar, constrained, output_constraint
 from openinfer_server.service import Service
-from openinfer_server.tools.available import chat_tools
+from openinfer_server.tools.available import AvailableTools, chat_tools
 from openinfer_server.tools.dropped import note_dropped_tools
 
 _decoder = msgspec.json.Decoder(ChatRequest)
@@ -56,14 +58,14 @@ class ChatCompletions:
         service.check_serving()
         request = await http_request.read_json(_decoder)
         _check(request)
+        if request.logprobs and request.include_reasoning is False and service.parsers.reasoning is not None:
+            raise refused("include_reasoning", "log-probabilities show every token, those of the reasoning too")
         model = service.resolve_model(request.model)
         usage = check_stream_options(request)
         check_num_choices(request, 1, service.options)
         note_dropped_tools(service, http_request, request.tools)
         available = chat_tools(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-        variables = {**_template_options(request), **available.variables}
-        num_kept = num_kept_tokens(request, service.info, max_tokens=_max_tokens(request))
-        prompt = await chat_prompt(service, request.messages, variables, num_kept=num_kept)
+        prompt = await self._prompt(request, available)
         parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
         plan = make_plan(
             service,
@@ -85,8 +87,25 @@ class ChatCompletions:
             usage=usage,
             tells_token_ids=bool(request.return_token_ids),
             parsers=None if parsers.is_plain else parsers,
+            hides_reasoning=request.include_reasoning is False,
         )
         await generation.deliver(http_request)
+
+    async def _prompt(self, request: ChatRequest, available: AvailableTools) -> Prompt:
+        variables = chat_variables(
+            self._service,
+            kwargs=request.chat_template_kwargs,
+            effort=request.reasoning_effort,
+            documents=request.documents,
+        )
+        end = prompt_end(
+            request.messages,
+            continue_final_message=request.continue_final_message,
+            add_generation_prompt=request.add_generation_prompt,
+        )
+        num_kept = num_kept_tokens(request, self._service.info, max_tokens=_max_tokens(request))
+        variables = {**variables, **available.variables}
+        return await chat_prompt(self._service, request.messages, variables, end=end, num_kept=num_kept)
 
     def _body(
         self,
@@ -134,14 +153,3 @@ def _check(request: ChatRequest) -> None:
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
     check_turns(request.messages, "messages")
-
-
-def _template_options(request: ChatRequest) -> Mapping[str, object]:
-    given, thinking = request.chat_template_kwargs, thinks(request.reasoning_effort)
-    variables = {} if given is None else msgspec.structs.asdict(given)
-    chosen = {name: value for name, value in variables.items() if value is not None}
-    if thinking is None:
-        return chosen
-    if any(chosen.get(name, thinking) is not thinking for name in ("enable_thinking", "thinking")):
-        raise invalid("reasoning_effort", "reasoning_effort and chat_template_kwargs contradict each other")
-    return {**chosen, "enable_thinking": thinking}

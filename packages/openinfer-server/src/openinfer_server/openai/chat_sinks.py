@@ -37,7 +37,6 @@ class ChatStreamSink(Sink):
         "_after_arguments",
         "_after_text",
         "_before_content",
-        "_before_reasoning",
         "_format",
         "_frame",
         "_ids",
@@ -51,7 +50,6 @@ class ChatStreamSink(Sink):
         self._after_arguments = _AFTER_ARGUMENTS + frame.after
         self._after_text = b'"' + frame.after
         self._before_content = frame.before + b'"content":"'
-        self._before_reasoning = frame.before + b'"reasoning_content":"'
         self._format = logprob_format
         self._frame = frame
         self._ids = NewTokenIds() if tells_token_ids else None
@@ -80,7 +78,7 @@ class ChatStreamSink(Sink):
                 self._write(self._before_content + escape_json(delta.text) + self._after_text)
                 return
             if type(delta) is ReasoningDelta:
-                self._write(self._before_reasoning + escape_json(delta.text) + self._after_text)
+                self._write(self._frame.before + _reasoning_json(delta.text) + self._frame.after)
                 return
             if type(delta) is CallArguments:
                 before = self._frame.before + _before_arguments(delta.index)
@@ -137,14 +135,15 @@ class ChatMessageSink(Sink):
 
     @property
     def message(self) -> ChatMessage:
-        content = "".join(self._content)
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
         calls = [
             MessageToolCall(call.call_id, MessageFunction(call.name, "".join(arguments)))
             for call, arguments in zip(self._calls, self._arguments, strict=True)
         ]
         return ChatMessage(
             content=None if calls and not content else content,
-            reasoning_content="".join(self._reasoning) or msgspec.UNSET,
+            reasoning=reasoning or msgspec.UNSET,
+            reasoning_content=reasoning or msgspec.UNSET,
             tool_calls=calls or msgspec.UNSET,
         )
 
@@ -157,10 +156,16 @@ def delta_json(deltas: Sequence[Delta]) -> bytes:
     if isinstance(delta, ContentDelta):
         return b'"content":"' + escape_json(delta.text) + b'"'
     if isinstance(delta, ReasoningDelta):
-        return b'"reasoning_content":"' + escape_json(delta.text) + b'"'
+        return _reasoning_json(delta.text)
     if isinstance(delta, CallArguments):
         return _before_arguments(delta.index) + escape_json(delta.text) + _AFTER_ARGUMENTS
     return _several(deltas)
+
+
+def _reasoning_json(text: str) -> bytes:
+    """Under both names that clients read: vLLM's newer one and DeepSeek's."""
+    escaped = escape_json(text)
+    return b'"reasoning":"%b","reasoning_content":"%b"' % (escaped, escaped)
 
 
 @lru_cache(maxsize=64)
@@ -170,14 +175,14 @@ def _before_arguments(index: int) -> bytes:
 
 def _several(deltas: Sequence[Delta]) -> bytes:
     """Several deltas in one event: each kind of text as one, each call once."""
-    texts = {"reasoning_content": "", "content": ""}
+    content, reasoning = "", ""
     calls: dict[int, _CallDelta] = {}
     for delta in deltas:
         match delta:
             case ContentDelta(text):
-                texts["content"] += text
+                content += text
             case ReasoningDelta(text):
-                texts["reasoning_content"] += text
+                reasoning += text
             case CallStart(index, call_id, name):
                 calls[index] = _CallDelta(index, _FunctionDelta("", name), call_id, "function")
             case CallArguments(index, text):
@@ -185,7 +190,9 @@ def _several(deltas: Sequence[Delta]) -> bytes:
                 call.function.arguments += text
             case CallEnd():
                 pass
-    parts = [b'"%b":"%b"' % (name.encode(), escape_json(text)) for name, text in texts.items() if text]
+    parts = [_reasoning_json(reasoning)] if reasoning else []
+    if content:
+        parts.append(b'"content":"' + escape_json(content) + b'"')
     if calls:
         parts.append(b'"tool_calls":' + msgspec.json.encode(list(calls.values())))
     return b",".join(parts)

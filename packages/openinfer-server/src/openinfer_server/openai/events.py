@@ -55,6 +55,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[CallDelta] | msgspec.UnsetType = msgspec.UNSET
 

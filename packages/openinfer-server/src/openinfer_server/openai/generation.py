@@ -20,6 +20,7 @@ from openinfer_server.output.parsing import OutputParsers
 from openinfer_server.output.pipeline import deliver, submit
 from openinfer_server.output.response import Response
 from openinfer_server.output.usage import usage_of
+from openinfer_server.output.without_reasoning import WithoutReasoning
 from openinfer_server.request.plan import Plan, StreamUsage
 from openinfer_server.service import Service
 from openinfer_server.text.byte_table import ByteTable
@@ -52,6 +53,7 @@ class Generation:
     echo: bool = False
     tells_token_ids: bool = False
     parsers: OutputParsers | None = None  # None where all text is content
+    hides_reasoning: bool = False
 
     async def deliver(self, http_request: HttpRequest) -> None:
         """Submits all choices and sends their response."""
@@ -75,11 +77,12 @@ class Generation:
             self._submit_plain(response, head, writer, table)
         else:
             sinks += self._sinks(response, head, writer, usage)
+            shown = list(map(WithoutReasoning, sinks)) if self.hides_reasoning else sinks
             submit(
                 self.service,
                 response,
                 plan,
-                sinks,
+                shown,
                 parsers=self.parsers,
                 echo=self.echo,
                 tells_token_ids=self.tells_token_ids,

@@ -117,6 +117,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str = "assistant"
     content: str | None  # None if there are calls and nothing else
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[MessageToolCall] | msgspec.UnsetType = msgspec.UNSET
     refusal: None = None

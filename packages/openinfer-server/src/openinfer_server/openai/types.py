@@ -5,11 +5,11 @@ here are refused by the decoder.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import msgspec
 
-from openinfer_server.http.api_errors import invalid, refused
+from openinfer_server.http.api_errors import ApiError, invalid, refused
 from openinfer_server.request.fields import (
     Count,
     Logprobs,
@@ -18,11 +18,13 @@ from openinfer_server.request.fields import (
     check_rules,
 )
 from openinfer_server.request.generation_fields import TokenDetailFields
+from openinfer_server.request.neutral_fields import NO_TURNS
 from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
 from openinfer_server.tools.types import Tool, ToolChoice
 
 TEXT_ONLY = "this server serves text only"
 NOT_TEXT = Refused(TEXT_ONLY)
+_TEXT_PARTS = frozenset(("text", "input_text", "output_text", "reasoning_text", "refusal", "summary_text"))
 CACHE_OPTIONS = Refused("the prefix cache has no options; cache_salt separates its users")
 CACHED_ANYWAY = Neutral(ANY, "the prefix cache keeps every block that fits, asked or not")
 CACHE_RETENTION = Refused("the prefix cache keeps what fits")
@@ -32,13 +34,7 @@ PARSED_ARGUMENTS = Neutral(ANY, "they are the arguments, as the SDK has read the
 _MADE_BY_CLIENT = Neutral(ANY, "the client's library made it of an answer")
 
 
-# How much to think. Models here think or do not: `none` and `minimal` turn it off, every other effort on.
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-def thinks(effort: Effort | None) -> bool | None:
-    """Whether the template is told to think; None leaves it the choice."""
-    return None if effort is None else effort not in ("none", "minimal")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # how much to think
 
 
 class CompletionRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,6 +48,7 @@ class CompletionRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unk
 
     RULES: ClassVar[Mapping[str, Rule]] = {
         **TokenDetailFields.RULES,
+        **NO_TURNS,
         "best_of": Neutral(ANY, "as many as n is what is always so; more is refused"),
         "suffix": Refused("the model does not fill in the middle"),
     }
@@ -178,24 +175,40 @@ def check_turns(turns: Sequence[Turn], field: str) -> None:
     for index, turn in enumerate(turns):
         if isinstance(turn, AssistantTurn):
             check_rules(turn, f"{field}[{index}].")
+            if None not in (turn.reasoning, turn.reasoning_content) and turn.reasoning != turn.reasoning_content:
+                where = f"{field}[{index}].reasoning"
+                raise invalid(where, f"{where} and reasoning_content are two names of one text, and differ")
         if isinstance(turn.content, list):
             for place, part in enumerate(turn.content):
                 _check_part(part, f"{field}[{index}].content[{place}]")
 
 
+def refuse_other_parts(given: Mapping[str, Any], where: str, *fields: str) -> None:
+    """Refuses parts that are not text, by their type, before their own fields are looked at.
+
+    Args:
+        given: an object of the request as it came.
+        where: it stands.
+        fields: of it that may have a list of parts.
+    """
+    for field in fields:
+        parts: object = given.get(field)
+        for index, part in enumerate(cast("list[object]", parts) if isinstance(parts, list) else ()):
+            kind = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in _TEXT_PARTS:
+                raise _no_text(kind, f"{where}.{field}[{index}]")
+
+
+def _no_text(kind: str, where: str) -> ApiError:
+    return refused(f"{where}.type", f"{TEXT_ONLY}, whose parts are text; not {kind[:100]!r}")
+
+
 def _check_part(part: TextPart, where: str) -> None:
     if part.type != "text":
-        raise refused(f"{where}.type", f"{TEXT_ONLY}, whose parts are text; not {part.type[:100]!r}")
+        raise _no_text(part.type, where)
     check_rules(part, f"{where}.")
     if part.text is None:
         raise invalid(f"{where}.text", f"{where}.text is required")
-
-
-class ChatTemplateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The template's variables that a request may set; the list is closed on purpose."""
-
-    enable_thinking: bool | None = None
-    thinking: bool | None = None  # the same under DeepSeek's name; either sets both
 
 
 class ChatRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -205,7 +218,9 @@ class ChatRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unknown_f
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    chat_template_kwargs: ChatTemplateOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # variables that the chat template reads
+    documents: list[dict[str, Any]] | None = None  # for templates that read them
+    include_reasoning: bool | None = None  # whether the answer shows it; true if absent
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -7,6 +7,7 @@ from typing import Any
 from openinfer_core.request import GenerateRequest
 from openinfer_server.http.api_errors import invalid, refused
 from openinfer_server.output.delta_choice import ParsingOptions
+from openinfer_server.parsers.continued import CallBegun
 from openinfer_server.parsers.output import OutputParser
 from openinfer_server.request.plan import Prompt
 from openinfer_server.service import Service
@@ -45,7 +46,10 @@ class OutputParsers:
             ApiError: 400; the budget cannot be kept.
             ParserFault: a parser cannot be made.
         """
-        first = service.parsers.open(prompt.text, available.schemas)
+        try:
+            first = service.parsers.open(prompt.before_answer, available.schemas, begun=prompt.begun)
+        except CallBegun as error:
+            raise refused(prompt.field, "the last message has a call, and a call cannot be continued") from error
         if budget_tokens is not None:
             if budget_tokens < 0:
                 raise invalid(budget_field, f"{budget_field} is {budget_tokens}; it must be at least 0")
@@ -68,7 +72,7 @@ class OutputParsers:
     def parsing(self, request: GenerateRequest) -> ParsingOptions:
         """How one answer is read."""
         return ParsingOptions(
-            parser=self._service.parsers.open(self.prompt.text, self._schemas),
+            parser=self._service.parsers.open(self.prompt.before_answer, self._schemas, begun=self.prompt.begun),
             request=request,
             parallel_calls=self._parallel,
             reasoning_budget_tokens=self._budget_tokens,
@@ -79,4 +83,5 @@ class OutputParsers:
 def _with_closed_reasoning(service: Service, prompt: Prompt, parser: OutputParser) -> Prompt:
     closing = parser.closing_text
     token_ids = (*prompt.token_ids, *service.tokenizer.encode_short(closing))
-    return Prompt(token_ids, prompt.text + closing, prompt.field)
+    begun = prompt.begun + closing if prompt.begun else ""
+    return Prompt(token_ids, prompt.text + closing, prompt.field, begun)

@@ -4,10 +4,11 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from openinfer_core.plugins import Lister, Plugin, find_plugin, installed, list_plugins
 from openinfer_server.errors import UnusableParser
+from openinfer_server.parsers.continued import ContinuedParser
 from openinfer_server.parsers.contract import (
     ModelTraits,
     OutputTextParser,
@@ -18,6 +19,8 @@ from openinfer_server.parsers.contract import (
 from openinfer_server.parsers.deltas import Delta
 from openinfer_server.parsers.output import OutputParser, fault_boundary
 from openinfer_server.parsers.reasoning_calls import begin_tokens_of
+
+P = TypeVar("P", bound=OutputParser)
 
 TOOL_PARSERS = "openinfer.tool_parsers"
 REASONING_PARSERS = "openinfer.reasoning_parsers"
@@ -83,17 +86,33 @@ class ModelParsers:
             if odd := [delta for delta in deltas if not isinstance(delta, Delta)]:
                 raise UnusableParser(f"the parser {chosen.origin} says {odd[0]!r} of a text, which is no delta")
 
-    def open(self, prompt: str, tools: Mapping[str, Mapping[str, Any]]) -> OutputParser:
+    def open(self, prompt: str, tools: Mapping[str, Mapping[str, Any]], *, begun: str = "") -> OutputParser:
         """The parsers of one answer.
+
+        Args:
+            prompt: the rendered chat, up to where the answer begins.
+            tools: functions on offer.
+            begun: the answer's beginning, which the client has written.
 
         Raises:
             ParserFault: a parser cannot be made.
+            CallBegun: `begun` has a call.
         """
-        return answer_parser(
-            ParserContext(prompt, tools, new_call_id),
+        context = ParserContext(prompt, tools, new_call_id)
+        kinds = (
             None if self.reasoning is None else cast("type[ReasoningParser]", self.reasoning.parser),
             None if self.tools is None or not tools else cast("type[ToolParser]", self.tools.parser),
         )
+        if not begun:
+            return answer_parser(context, *kinds)
+        parser = _made(ContinuedParser, context, *kinds)
+        parser.begin(begun, probe=answer_parser(context, *kinds))
+        return parser
+
+    @property
+    def reasoning_tags(self) -> tuple[str, str] | None:
+        """What opens and what closes reasoning, as far as its parser says."""
+        return None if self.reasoning is None else getattr(self.reasoning.parser, "tags", None)
 
 
 def answer_parser(
@@ -104,11 +123,17 @@ def answer_parser(
     Raises:
         ParserFault: a parser cannot be made.
     """
+    return _made(OutputParser, context, reasoning, tools)
+
+
+def _made(
+    kind: type[P], context: ParserContext, reasoning: type[ReasoningParser] | None, tools: type[ToolParser] | None
+) -> P:
     first = None if reasoning is None else fault_boundary("reasoning", partial(reasoning, context))
     if tools is None:
-        return OutputParser(first)
+        return kind(first)
     make = partial(tools, context)
-    return OutputParser(first, fault_boundary("tool", make), another=make, offered=context.tools)
+    return kind(first, fault_boundary("tool", make), another=make, offered=context.tools)
 
 
 def choose_parsers(

@@ -21,7 +21,7 @@ from openinfer_server.request.fields import (
     Stops,
     StopTokenIds,
 )
-from openinfer_server.request.neutral_fields import CACHE_KEY, LABELS, METADATA, NEW_TURN, NO_OBFUSCATION, USER
+from openinfer_server.request.neutral_fields import CACHE_KEY, LABELS, METADATA, NO_OBFUSCATION, USER
 from openinfer_server.request.rules import Rule
 from openinfer_server.request.sampling_fields import SamplingNumberFields
 from openinfer_server.request.structured_types import GuidedFields, ResponseFormat
@@ -54,8 +54,10 @@ class SamplingFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fie
     priority: Priority | None = None
     deadline_s: Deadline | None = None
     hints: Hints | None = None
-    add_generation_prompt: object = None
-    continue_final_message: object = None
+    add_generation_prompt: bool | None = None
+    """Whether the prompt of a chat ends where the assistant's answer begins, or with the end of the last message."""
+    continue_final_message: bool | None = None
+    """Whether a chat's last message, which is the assistant's, is gone on with or followed by a turn of its own."""
     client_metadata: dict[str, str] | None = None
     kv_transfer_params: object = None
     prompt_cache_key: str | None = None
@@ -66,7 +68,6 @@ class SamplingFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fie
     RULES: ClassVar[Mapping[str, Rule]] = {
         **GuidedFields.RULES,
         **LABELS,
-        **NEW_TURN,
         "prompt_cache_key": CACHE_KEY,
         "safety_identifier": USER,
         "user": USER,

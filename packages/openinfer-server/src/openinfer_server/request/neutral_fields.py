@@ -18,11 +18,11 @@ CACHE_KEY: Final = Label("it is a hint for routing between machines, and there i
 NO_OBFUSCATION: Final = Neutral(
     (False,), "false asks for what is always so; no padding is added, events are as long as their text"
 )
-NEW_TURN: Final[Mapping[str, Rule]] = {
-    "add_generation_prompt": Neutral((True,), "true asks for what is always so; every answer is a turn of its own"),
-    "continue_final_message": Neutral((False,), "false asks for what is always so; answers are begun anew"),
+NO_TURNS: Final[Mapping[str, Rule]] = {
+    "add_generation_prompt": Neutral((True,), "a prompt of text has no turns, and is continued as it is"),
+    "continue_final_message": Neutral((False,), "a prompt of text has no turns, and is continued as it is"),
 }
-"""Of fields that say where an answer begins, on routes where it begins anew."""
+"""Of fields that say where the prompt of a chat ends, on routes without chats."""
 
 
 class NeutralSamplingFields(SamplingNumberFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

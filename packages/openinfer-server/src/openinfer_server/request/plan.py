@@ -35,6 +35,12 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str  # as `echo` shows it; of a chat as it was rendered; may be empty where it is not shown
     field: str  # where it came from, for messages
+    begun: str = ""  # the end of the text that is the beginning of the answer, which the client has written
+
+    @property
+    def before_answer(self) -> str:
+        """The text up to where the answer begins."""
+        return self.text.removesuffix(self.begun)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,8 @@ def chat_grammar(
     grammar = _answer_grammar(service, available, constraint)
     if grammar is None:
         return None
+    if prompt.begun and constraint.field and not _is_inside_reasoning(service, prompt):
+        raise refused(constraint.field, "it says what the whole answer is, and the last message is its beginning")
     preamble = _preamble(service, prompt, constraint.field or "tools")
     if preamble is not None and available.functions:
         # a call inside the reasoning would end it, and the grammar would ask for another one
@@ -123,8 +125,8 @@ def _preamble(service: Service, prompt: Prompt, field: str) -> Preamble | None:
     chosen = service.parsers.reasoning
     if chosen is None:
         return None
-    is_inside = service.parsers.open(prompt.text, {}).reasoning
-    tags: tuple[str, str] | None = getattr(chosen.parser, "tags", None)
+    is_inside = _is_inside_reasoning(service, prompt)
+    tags = service.parsers.reasoning_tags
     if tags is None:
         if is_inside:
             why = f"the reasoning parser {chosen.plugin.name} does not say where reasoning ends"
@@ -133,7 +135,13 @@ def _preamble(service: Service, prompt: Prompt, field: str) -> Preamble | None:
     opening, closing = tags
     if is_inside:
         return Preamble(closing=closing)
-    return None if prompt.text.rstrip().endswith(closing) else Preamble(opening=opening, closing=closing)
+    return (
+        None if prompt.begun or prompt.text.rstrip().endswith(closing) else Preamble(opening=opening, closing=closing)
+    )
+
+
+def _is_inside_reasoning(service: Service, prompt: Prompt) -> bool:
+    return service.parsers.open(prompt.before_answer, {}, begun=prompt.begun).reasoning
 
 
 def _constraints(fields: SamplingFields) -> Iterator[OutputConstraint]:

@@ -4,7 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from openinfer_server.http.api_errors import convert_inside, refused
-from openinfer_server.openai.types import CACHED_ANYWAY, PARSED, PARSED_ARGUMENTS, TEXT_ONLY
+from openinfer_server.openai.types import (
+    CACHED_ANYWAY,
+    PARSED,
+    PARSED_ARGUMENTS,
+    TEXT_ONLY,
+    refuse_other_parts,
+)
 from openinfer_server.request.fields import RequestFields, check_rules
 from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
 
@@ -174,6 +180,7 @@ def _read_item(given: Mapping[str, Any], where: str) -> InputItem:
     if kind not in ITEM_TYPES:
         known = ", ".join(ITEM_TYPES)
         raise refused(f"{where}.type", f"{TEXT_ONLY}, whose items are {known}; not {str(kind)[:100]!r}")
+    refuse_other_parts(given, where, "content", "output")
     item: InputItem = convert_inside({**given, "type": kind}, InputItem, where)
     check_rules(item, f"{where}.")
     return item

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from openinfer_core.sampling_defaults import SamplingDefaults
-from openinfer_server.chat.prompt import chat_prompt
+from openinfer_server.chat.prompt import chat_prompt, prompt_end
+from openinfer_server.chat.variables import effort_variables
 from openinfer_server.http.api_errors import ApiError, invalid
 from openinfer_server.limits.conversation import read_conversation
-from openinfer_server.openai.types import SystemTurn, Turn, thinks
+from openinfer_server.openai.types import SystemTurn, Turn
 from openinfer_server.output.logprobs import ScoredToken, chat_format
 from openinfer_server.request.generation_fields import GenerationFields, SamplingFields
 from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan
@@ -111,12 +112,15 @@ async def conversation_prompt(
     turns += turns_of(items)
     if not items:
         raise invalid("input", "input is required")
-    variables: dict[str, object] = {**available.variables}
-    thinking = thinks(None if request.reasoning is None else request.reasoning.effort)
-    if thinking is not None:
-        variables["enable_thinking"] = thinking
+    effort = None if request.reasoning is None else request.reasoning.effort
+    variables = {**effort_variables(service, effort, "reasoning.effort"), **available.variables}
+    end = prompt_end(
+        turns,
+        continue_final_message=request.continue_final_message,
+        add_generation_prompt=request.add_generation_prompt,
+    )
     try:
-        return await chat_prompt(service, turns, variables)
+        return await chat_prompt(service, turns, variables, end=end)
     except ApiError as error:
         raise error.with_names(FIELD_NAMES) from error
 

@@ -197,6 +197,8 @@ class InputTokensRequest(RequestFields, frozen=True, kw_only=True, forbid_unknow
     text: TextOptions | None = None
     truncation: str | None = None
     conversation: object = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     personality: object = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {**_CONVERSATION_RULES, "personality": _NO_CONTROL}

@@ -1,17 +1,22 @@
 """`/tokenize` and `/detokenize`: the model's tokenizer, without the model. Fields have vLLM's names."""
 
 import asyncio
-from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
-from openinfer_server.chat.prompt import chat_prompt
+from openinfer_server.chat.prompt import chat_prompt, prompt_end
+from openinfer_server.chat.variables import chat_variables
 from openinfer_server.http.api_errors import invalid
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Handler, Route, RouteDoc
-from openinfer_server.openai.types import ChatTemplateOptions, Turn, check_turns
+from openinfer_server.limits.conversation import check_num_entries
+from openinfer_server.openai.types import Effort, Turn, check_turns
 from openinfer_server.request.plan import check_prompt_token_ids, too_long
 from openinfer_server.service import Service
+from openinfer_server.tools.available import chat_tools
+from openinfer_server.tools.dropped import note_dropped_tools
+from openinfer_server.tools.types import Tool
 
 ERRORS = (404, 408, 413, 415)
 
@@ -22,7 +27,12 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model: str | None = None
     prompt: str | None = None
     messages: list[Turn] | None = None
-    chat_template_kwargs: ChatTemplateOptions | None = None
+    tools: list[Tool] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     # Of the tokenizer's own; by default for a text, and not for a chat, whose template has put them there.
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -51,6 +61,10 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
 
 
+_OF_CHATS = (
+    *("tools", "documents", "reasoning_effort", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
@@ -64,6 +78,7 @@ class Tokens:
     async def tokenize(self, http_request: HttpRequest) -> None:
         request = await http_request.read_json(_tokenize_decoder)
         self._service.resolve_model(request.model)
+        note_dropped_tools(self._service, http_request, request.tools)
         token_ids = await self._token_ids(request)
         response = TokenizeAnswer(
             tokens=token_ids,
@@ -81,14 +96,32 @@ class Tokens:
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if request.prompt is not None:
-            if request.chat_template_kwargs is not None:
-                raise invalid("chat_template_kwargs", "chat_template_kwargs goes with messages")
+            for name in _OF_CHATS:
+                if getattr(request, name) is not None:
+                    raise invalid(name, f"{name} goes with messages")
             special = request.add_special_tokens is not False
             return await self._service.tokenizer.encode(request.prompt, add_special_tokens=special)
         if request.add_special_tokens:
             raise invalid("add_special_tokens", "the chat template writes special tokens itself; leave this out")
-        check_turns(request.messages or [], "messages")
-        prompt = await chat_prompt(self._service, request.messages or [], template_variables(request))
+        return await self._chat_token_ids(request, request.messages or [])
+
+    async def _chat_token_ids(self, request: TokenizeRequest, turns: list[Turn]) -> list[int]:
+        service = self._service
+        check_num_entries(turns, "messages")
+        check_turns(turns, "messages")
+        available = chat_tools(service, request.tools, None, parallel=None)
+        variables = chat_variables(
+            service,
+            kwargs=request.chat_template_kwargs,
+            effort=request.reasoning_effort,
+            documents=request.documents,
+        )
+        end = prompt_end(
+            turns,
+            continue_final_message=request.continue_final_message,
+            add_generation_prompt=request.add_generation_prompt,
+        )
+        prompt = await chat_prompt(service, turns, {**variables, **available.variables}, end=end)
         return list(prompt.token_ids)
 
     async def detokenize(self, http_request: HttpRequest) -> None:
@@ -101,13 +134,6 @@ class Tokens:
             raise too_long(str(len(request.tokens)), info, "tokens")
         text = await asyncio.to_thread(self._service.tokenizer.decode_prompt, request.tokens)
         await http_request.send(200, msgspec.json.encode(DetokenizeAnswer(prompt=text)))
-
-
-def template_variables(request: TokenizeRequest) -> Mapping[str, object]:
-    given = request.chat_template_kwargs
-    if given is None:
-        return {}
-    return {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
 
 
 def token_routes(service: Service) -> list[Route]:
