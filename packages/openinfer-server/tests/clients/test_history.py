@@ -36,7 +36,9 @@ PIECES = st.sampled_from(
     ]
 )
 ANSWERS = {"says": st.lists(PIECES, max_size=5).map("".join), "max_tokens": st.integers(1, 60)}
-MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @MANY
@@ -97,11 +99,17 @@ def test_every_block_of_a_message_is_taken_back(agent, says: str, max_tokens: in
     thinking = {"type": "enabled", "budget_tokens": 1024}
     ask: dict[str, Any] = {"model": "parrot", "tools": CLIENT_TOOLS, "max_tokens": max_tokens, "thinking": thinking}
     if streamed:
-        with agent.anthropic.messages.stream(messages=[ASK], **ask) as events:
-            answer = events.get_final_message()
+        try:
+            with agent.anthropic.messages.stream(messages=[ASK], **ask) as events:
+                answer = events.get_final_message()
+        except ValueError as error:  # the SDK makes no message of a stream with broken JSON, so none can be sent back
+            if "Unable to parse tool parameter JSON" not in str(error):
+                raise
+            return
     else:
         answer = agent.anthropic.messages.create(messages=[ASK], **ask)
-    history = {"role": "assistant", "content": [each.model_dump() for each in answer.content]}
+    # the SDK warns of arguments that are no object, as it put them together itself
+    history = {"role": "assistant", "content": [each.model_dump(warnings=False) for each in answer.content]}
     results = [
         {"type": "tool_result", "tool_use_id": each.id, "content": "rain"}
         for each in answer.content
@@ -109,6 +117,25 @@ def test_every_block_of_a_message_is_taken_back(agent, says: str, max_tokens: in
     ]
     then = {"role": "user", "content": [*results, {"type": "text", "text": "Go on."}]}
     agent.anthropic.messages.create(messages=[ASK, history, then], **ask)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ([], '{"arguments": "[]"}'),
+        ([1], '{"arguments": "[1]"}'),
+        (None, "{}"),
+        ({}, "{}"),
+        ({"a": None}, '{"a": null}'),
+    ],
+)
+def test_input_that_a_stream_made_of_other_than_an_object_is_taken_back(agent, call, given, shown) -> None:
+    used = {"type": "tool_use", "id": "c", "name": "weather", "input": given}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "rain"}]}
+    body = {"messages": [ASK, {"role": "assistant", "content": [used]}, result], "max_tokens": 1}
+    status, _, answer = call(agent.server, "POST", "/v1/messages", body)
+    assert status == 200, answer
+    assert shown in agent.prompt
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ class ToolUseBlock(
 
     id: str
     name: str
-    input: dict[str, Any]
+    # An object; anything where a stream's events were put together of arguments that are none.
+    input: object = None
     cache_control: object = None
     caller: dict[str, Any] | None = None
     toolset_name: object = None
@@ -155,7 +156,7 @@ def _assistant(blocks: Sequence[Block]) -> AssistantTurn:
 
 
 def _call(block: ToolUseBlock) -> ToolCall:
-    arguments = msgspec.json.encode(block.input).decode()
+    arguments = msgspec.json.encode({} if block.input is None else block.input).decode()
     return ToolCall(id=block.id, type="function", function=FunctionCall(name=block.name, arguments=arguments))
 
 
