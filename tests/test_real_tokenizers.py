@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 
 from openinfer_engine.gguf.tokenizer import tokenizer_of
+from openinfer_server.chat.prefill import continued
 from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.text.tokenizer import Tokenizer
 
@@ -95,6 +96,34 @@ def test_template_renders_a_chat_with_a_call_and_its_result(folder: Path, name: 
     assert "the question" in template.render(turns[:1], {})
     rendered = template.render(turns, {"tools": [TOOL]})
     assert ("find" in rendered) is template.knows_tools
+
+
+ASSISTANT = {
+    "qwen3": "<|im_start|>assistant\n",
+    "deepseek_v3": "<｜Assistant｜>",
+    "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+}
+SETTABLE = {"qwen3": {"enable_thinking"}, "deepseek_v3": set(), "llama3": set()}
+
+
+@pytest.mark.parametrize("name", sorted(ASSISTANT))
+def test_last_turn_is_continued_with_its_text_as_it_is(name: str) -> None:
+    template = ChatTemplate.load(fetched(name), timeout_s=5.0, max_characters=2**20)
+    assert template is not None
+    assert template.settable == SETTABLE[name]
+    ask, tags = {"role": "user", "content": "Q"}, ("<think>", "</think>")
+    for text in ("Sure, ", " Sure\n", "<think>\nLet me", "<think>a</think>b "):
+        prompt, begun = continued(template, [ask, {"role": "assistant", "content": text}], {}, tags)
+        before = prompt.removesuffix(text).removesuffix("<think>\n\n</think>\n\n")
+        assert (begun, before[-len(ASSISTANT[name]) :]) == (text, ASSISTANT[name])
+
+
+def test_reasoning_alone_is_continued_inside_it() -> None:
+    template = ChatTemplate.load(fetched("qwen3"), timeout_s=5.0, max_characters=2**20)
+    assert template is not None
+    turn = {"role": "assistant", "content": "", "reasoning_content": "Let me"}
+    prompt, _ = continued(template, [{"role": "user", "content": "Q"}, turn], {}, None)
+    assert prompt.endswith("<|im_start|>assistant\n<think>\nLet me")
 
 
 @pytest.mark.parametrize("name", sorted(PRES))

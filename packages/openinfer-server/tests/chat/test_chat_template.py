@@ -7,6 +7,8 @@ import pytest
 
 import openinfer_tiny_model
 from openinfer_server import ChatTemplate, RenderingRefused, UnusableTemplate
+from openinfer_server.chat.turns import template_turns
+from openinfer_server.openai.types import AssistantTurn, FunctionCall, ToolCall
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -134,6 +136,24 @@ def test_broken_config_says_so(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UnusableTemplate, match="not a JSON object"):
         load(tmp_path)
+
+
+def test_calls_reach_a_template_that_writes_them_only_beside_no_content():
+    source = (  # as DeepSeek-V3's does
+        "{% for m in messages %}{% if m['content'] is none %}{% for call in m['tool_calls'] %}"
+        "{{ '<call>' + call['function']['name'] + call['function']['arguments'] }}{% endfor %}"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    told = template(source)
+    assert (told.wants_no_content_beside_calls, told.wants_text_arguments) == (True, True)
+    call = ToolCall(id="c", function=FunctionCall(name="now", arguments='{"a":1}'))
+    turns = template_turns(
+        [AssistantTurn(tool_calls=[call]), AssistantTurn(content="noon")],
+        developer_role="system",
+        text_arguments=told.wants_text_arguments,
+        no_content_beside_calls=told.wants_no_content_beside_calls,
+    )
+    assert told.render(turns, {}) == '<call>now{"a":1}noon'
 
 
 def test_tiny_models_template_renders_a_chat():

@@ -107,6 +107,7 @@ async def _render(
         turns,
         developer_role="developer" if template.knows_developer_role else "system",
         text_arguments=template.wants_text_arguments,
+        no_content_beside_calls=template.wants_no_content_beside_calls,
     )
 
     def render() -> tuple[str, str]:

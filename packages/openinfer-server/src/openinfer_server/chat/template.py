@@ -32,6 +32,7 @@ _WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")  # a width or precision of five
 _TICK = "openinfer_loop_tick"  # context name of the function that every loop calls
 _CONCATENATE = "openinfer_concatenate"
 _TOKEN_SUFFIX = "_token"  # noqa: S105 - how variables end that name a special token
+_ARGUMENTS: Sequence[object] = ({}, "{}")  # of a call, in both forms
 _OWN = frozenset(  # variables that have a meaning of their own here
     (
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
@@ -65,9 +66,16 @@ class ChatTemplate:
         # Whether the template tells developers' turns apart; otherwise they are system turns.
         self.knows_developer_role = "developer" in source
         # Whether it writes the arguments of earlier calls as they stand (DeepSeek's); others take objects.
-        self.wants_text_arguments = (
-            "tool_calls" in source and not self._renders_call_with({}) and self._renders_call_with("{}")
+        as_object, as_text = (self._with_call("", arguments) for arguments in _ARGUMENTS)
+        # Whether it leaves calls out of turns whose content is text, be it empty (DeepSeek-V3's).
+        self.wants_no_content_beside_calls = (
+            "tool_calls" in source
+            and self._with_call("", None) in (as_object, as_text)
+            and self._with_call(None, None) != self._with_call(None, "{}") is not None
         )
+        if self.wants_no_content_beside_calls:
+            as_object, as_text = (self._with_call(None, arguments) for arguments in _ARGUMENTS)
+        self.wants_text_arguments = "tool_calls" in source and as_object is None and as_text is not None
 
     @classmethod
     def load(cls, model_dir: Path, *, timeout_s: float, max_characters: int) -> "ChatTemplate | None":
@@ -113,19 +121,21 @@ class ChatTemplate:
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise RenderingRefused("the chat template failed on these messages") from error
 
-    def _renders_call_with(self, arguments: object) -> bool:
-        # what a template takes is known by trying it alone
+    def _with_call(self, content: str | None, arguments: object) -> str | None:
+        """A chat with a call, or without where there are no arguments; None if the template fails on it.
+
+        What a template takes is known by trying it alone.
+        """
         call = {"id": "call_0", "type": "function", "function": {"name": "probe", "arguments": arguments}}
         turns: list[dict[str, object]] = [
             {"role": "user", "content": "?"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "assistant", "content": content, "tool_calls": [] if arguments is None else [call]},
             {"role": "tool", "content": "!", "tool_call_id": "call_0"},
         ]
         try:
-            self.render(turns, {})
+            return self.render(turns, {})
         except RenderingRefused:
-            return False
-        return True
+            return None
 
     def _collect(self, variables: dict[str, object]) -> str:
         parts: list[str] = []

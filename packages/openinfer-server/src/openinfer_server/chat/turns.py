@@ -20,14 +20,17 @@ TemplateTurn = Mapping[str, object]
 REASONING_NAMES = ("reasoning_content", "reasoning")  # templates read the one or the other
 
 
-def template_turns(turns: Sequence[Turn], *, developer_role: str, text_arguments: bool = False) -> list[TemplateTurn]:
+def template_turns(
+    turns: Sequence[Turn], *, developer_role: str, text_arguments: bool = False, no_content_beside_calls: bool = False
+) -> list[TemplateTurn]:
     """Turns with their text as one string and the arguments of tool calls as objects.
 
+    With `no_content_beside_calls` a turn that calls and says nothing has None for its content, and no empty text.
     With `text_arguments` the template wants those as JSON text instead. Arguments that are no JSON object, of a call
     that was cut off or went wrong, are an object with their text as `arguments`: every template can write that.
     """
     return [
-        _assistant_turn(turn, text_arguments=text_arguments)
+        _assistant_turn(turn, text_arguments=text_arguments, no_content_beside_calls=no_content_beside_calls)
         if isinstance(turn, AssistantTurn)
         else _template_turn(turn, developer_role)
         for turn in turns
@@ -52,16 +55,13 @@ def _template_turn(turn: SystemTurn | DeveloperTurn | UserTurn | ToolTurn, devel
             )
 
 
-def _assistant_turn(turn: AssistantTurn, *, text_arguments: bool) -> TemplateTurn:
+def _assistant_turn(turn: AssistantTurn, *, text_arguments: bool, no_content_beside_calls: bool) -> TemplateTurn:
     reasoning = turn.reasoning if turn.reasoning_content is None else turn.reasoning_content
     calls = [_tool_call(call, as_text=text_arguments) for call in turn.tool_calls or []]
-    return _without_none(
-        role="assistant",
-        content="" if turn.content is None else _text(turn.content),
-        name=turn.name,
-        tool_calls=calls or None,
-        **dict.fromkeys(REASONING_NAMES, reasoning),
-    )
+    content = "" if turn.content is None else _text(turn.content)
+    says_nothing = no_content_beside_calls and calls and not content
+    others = _without_none(name=turn.name, tool_calls=calls or None, **dict.fromkeys(REASONING_NAMES, reasoning))
+    return {"role": "assistant", "content": None if says_nothing else content, **others}
 
 
 def _tool_call(call: ToolCall, *, as_text: bool) -> dict[str, object]:
