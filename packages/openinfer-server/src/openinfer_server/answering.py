@@ -286,7 +286,8 @@ async def _rendered(
     if not turns:
         raise invalid("messages", "messages is empty")
     check_turns(turns, "messages")
-    available = available_tools(service, ToolRequest(dict(enumerate(conversation.functions)), conversation.tool_mode))
+    functions = {f"tools[{index}]": function for index, function in enumerate(conversation.functions)}
+    available = available_tools(service, ToolRequest(functions, conversation.tool_mode))
     thinks = conversation.thinking
     variables = None if thinks is None else switch_variables(service, thinks=thinks)
     end = prompt_end(

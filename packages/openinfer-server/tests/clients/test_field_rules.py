@@ -158,6 +158,7 @@ VALUES: Mapping[str, Any] = {
     "logprobs": [],
     "max_tool_calls": 3,
     "name": "n",
+    "namespace": "n",
     "parsed": {"a": None},
     "parsed_arguments": {"a": None},
     "phase": "commentary",

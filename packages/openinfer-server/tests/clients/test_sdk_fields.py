@@ -94,6 +94,7 @@ PARTS: list[tuple[Any, type]] = [
     (shared_params.Reasoning, response_types.ReasoningOptions),
     (responses.ResponseTextConfigParam, response_types.TextOptions),
     (responses.FunctionToolParam, response_types.FunctionTool),
+    (responses.NamespaceToolParam, response_types.NamespaceTool),
     (responses.ToolChoiceFunctionParam, response_types.ToolChoice),
     (responses.ToolChoiceAllowedParam, response_types.ToolChoice),
     (responses.EasyInputMessageParam, items.MessageItem),

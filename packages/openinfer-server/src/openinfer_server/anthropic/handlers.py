@@ -196,17 +196,17 @@ def message_routes(service: Service) -> list[Route]:
     ]
 
 
-def read_tools(given: Sequence[Mapping[str, Any]] | None) -> dict[int, ClientTool]:
+def read_tools(given: Sequence[Mapping[str, Any]] | None) -> dict[str, ClientTool]:
     """The tools on offer, by their places; one that the server would have to run is refused, if it is not dropped."""
     if len(given or ()) > MAX_TOOLS:
         raise invalid("tools", f"{len(given or ())} tools are given; at most {MAX_TOOLS} are possible")
-    tools: dict[int, ClientTool] = {}
+    tools: dict[str, ClientTool] = {}
     for index, tool in kept_tools(given).items():
-        kind = tool.get("type")
+        place, kind = f"tools[{index}]", tool.get("type")
         if kind not in (None, "custom"):
-            raise refused(f"tools[{index}].type", f"{FUNCTIONS_ONLY}, whose type is custom; not {str(kind)[:100]!r}")
-        tools[index] = convert_inside(tool, ClientTool, f"tools[{index}]")
-        check_rules(tools[index], f"tools[{index}].")
+            raise refused(f"{place}.type", f"{FUNCTIONS_ONLY}, whose type is custom; not {str(kind)[:100]!r}")
+        tools[place] = convert_inside(tool, ClientTool, place)
+        check_rules(tools[place], f"{place}.")
     return tools
 
 

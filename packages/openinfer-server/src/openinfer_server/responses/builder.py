@@ -9,7 +9,7 @@ A streamed response and a whole one come out of the same builder; the latter's e
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -52,6 +52,7 @@ from openinfer_server.responses.objects import (
     Status,
     TextContent,
 )
+from openinfer_server.responses.offered import CallName
 
 ItemT = TypeVar("ItemT", OutputMessage, OutputReasoning, OutputFunctionCall)
 Emit = Callable[[ResponseEvent], None]
@@ -62,11 +63,15 @@ class ResponseBuilder:
 
     Attributes:
         response: as it is now; its texts are filled in when their items end.
+
+    Args:
+        names: what the client calls functions in namespaces, by their names for the model.
     """
 
-    def __init__(self, response: ResponseObject, emit: Emit) -> None:
+    def __init__(self, response: ResponseObject, emit: Emit, names: Mapping[str, CallName]) -> None:
         self.response = response
         self._emit = emit
+        self._names = names
         self._number = -1
         self._open: OutputItem | None = None
         self._pieces: list[str] = []
@@ -175,7 +180,15 @@ class ResponseBuilder:
         )
 
     def _call(self, start: CallStart) -> None:
-        self._begin(OutputFunctionCall(id=_new_id("fc"), call_id=start.call_id, name=start.name))
+        called = self._names.get(start.name) or CallName(None, start.name)
+        self._begin(
+            OutputFunctionCall(
+                id=_new_id("fc"),
+                call_id=start.call_id,
+                name=called.name,
+                namespace=msgspec.UNSET if called.namespace is None else called.namespace,
+            )
+        )
 
     def _arguments(self, text: str) -> None:
         item = self._open

@@ -1,34 +1,14 @@
 """What of a response's fields cannot be honoured, beyond their types."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from openinfer_server.http.api_errors import convert_inside, invalid, refused
+from openinfer_server.http.api_errors import invalid, refused
 from openinfer_server.request.fields import check_rules
 from openinfer_server.request.neutral_fields import METADATA
 from openinfer_server.responses.types import (
     ENCRYPTED,
     FUNCTIONS_ONLY,
     LOGPROBS,
-    FunctionTool,
     ResponseRequest,
 )
-from openinfer_server.tools.dropped import kept_tools
-from openinfer_server.tools.types import MAX_TOOLS
-
-
-def read_tools(given: Sequence[Mapping[str, Any]] | None) -> dict[int, FunctionTool]:
-    """The functions on offer, by their places."""
-    if len(given or ()) > MAX_TOOLS:
-        raise invalid("tools", f"{len(given or ())} tools are given; at most {MAX_TOOLS} are possible")
-    tools: dict[int, FunctionTool] = {}
-    for index, tool in kept_tools(given).items():
-        kind = tool.get("type")
-        if kind != "function":
-            raise refused(f"tools[{index}].type", f"{FUNCTIONS_ONLY}, not {str(kind)[:100]!r}")
-        tools[index] = convert_inside(tool, FunctionTool, f"tools[{index}]")
-        check_rules(tools[index], f"tools[{index}].")
-    return tools
 
 
 def check_response(request: ResponseRequest) -> None:

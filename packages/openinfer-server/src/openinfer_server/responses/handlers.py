@@ -16,6 +16,7 @@ from openinfer_server.request.structured import chat_grammar, constrained
 from openinfer_server.responses.checks import check_response
 from openinfer_server.responses.items import InputItem
 from openinfer_server.responses.objects import DeletedResponse, InputTokens
+from openinfer_server.responses.offered import read_tools
 from openinfer_server.responses.plan import (
     conversation_items,
     conversation_prompt,
@@ -75,7 +76,8 @@ class Responses:
         model = service.resolve_model(request.model)
         items = await conversation_items(request, self._previous(http_request, request))
         note_dropped_tools(service, http_request, request.tools)
-        available = conversation_tools(service, request)
+        offered = read_tools(request.tools)
+        available = conversation_tools(service, request, offered)
         prompt = await conversation_prompt(service, request, items, available)
         parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
         plan = response_plan(service, request, parsers.prompt, tenant=http_request.tenant)
@@ -83,6 +85,7 @@ class Responses:
         run = ResponseRun(
             service.link,
             new_response(request, model, service.sampling_defaults),
+            names=offered.names,
             scores=self._scores,
             events=[] if request.background and request.stream else None,
         )
@@ -212,7 +215,7 @@ class Responses:
         self._service.resolve_model(request.model)
         items = await conversation_items(request, self._previous(http_request, request))
         note_dropped_tools(self._service, http_request, request.tools)
-        available = conversation_tools(self._service, request)
+        available = conversation_tools(self._service, request, read_tools(request.tools))
         prompt = await conversation_prompt(self._service, request, items, available)
         await http_request.send(200, msgspec.json.encode(InputTokens(input_tokens=len(prompt.token_ids))))
 

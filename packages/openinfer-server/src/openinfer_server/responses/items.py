@@ -16,8 +16,8 @@ from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 _NO_STATE = Neutral(ANY, "it describes the item, not its text")
+_BY_CALL_ID = Neutral(ANY, "call_id says which call it was")
 _CALLER = Neutral(({"type": "direct"},), "functions are called by the model alone")
-_NO_NAMESPACES = Refused("functions have no namespaces here")
 
 
 class InputText(
@@ -101,7 +101,7 @@ class FunctionCallItem(
     status: ItemStatus | None = None
     caller: object = None
     created_by: object = None
-    namespace: object = None
+    namespace: str | None = None
     asynchronous: object = None
     parsed_arguments: object = None
 
@@ -110,7 +110,6 @@ class FunctionCallItem(
         "caller": _CALLER,
         "created_by": _NO_STATE,
         "id": _NO_STATE,
-        "namespace": _NO_NAMESPACES,
         "parsed_arguments": PARSED_ARGUMENTS,
         "status": _NO_STATE,
     }
@@ -128,14 +127,14 @@ class FunctionOutputItem(
     name: str | None = None
     caller: object = None
     created_by: object = None
-    namespace: object = None
+    namespace: str | None = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {
         "caller": _CALLER,
         "created_by": _NO_STATE,
         "id": _NO_STATE,
-        "name": Neutral(ANY, "call_id says which call it was"),
-        "namespace": _NO_NAMESPACES,
+        "name": _BY_CALL_ID,
+        "namespace": _BY_CALL_ID,
         "status": _NO_STATE,
     }
 

@@ -61,6 +61,7 @@ class OutputFunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="fu
     id: str
     call_id: str
     name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET  # of functions that were offered in one
     arguments: str = ""
     status: ItemStatus = "in_progress"
 

@@ -16,7 +16,6 @@ from openinfer_server.output.logprobs import ScoredToken, chat_format
 from openinfer_server.request.generation_fields import GenerationFields, SamplingFields
 from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan
 from openinfer_server.request.structured import OutputConstraint, output_constraint
-from openinfer_server.responses.checks import read_tools
 from openinfer_server.responses.items import (
     FunctionCallItem,
     FunctionOutputItem,
@@ -38,6 +37,7 @@ from openinfer_server.responses.objects import (
     ResponseObject,
     TextSettings,
 )
+from openinfer_server.responses.offered import OfferedFunctions
 from openinfer_server.responses.store import ResponseRecord
 from openinfer_server.responses.turns import turns_of
 from openinfer_server.responses.types import LOGPROBS, Conversation, PlainFormat, ResponseRequest, ToolChoice
@@ -45,7 +45,6 @@ from openinfer_server.service import Service
 from openinfer_server.text.tokenizer import Tokenizer
 from openinfer_server.tools.available import AvailableTools, Fields, ToolMode, ToolRequest, available_tools
 from openinfer_server.tools.dropped import kept_tools
-from openinfer_server.tools.types import FunctionDefinition
 
 # What errors of shared code call a field, and what this API calls it.
 FIELD_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "logprobs": "top_logprobs"}
@@ -73,17 +72,11 @@ async def conversation_items(request: Conversation, previous: ResponseRecord | N
     return items + await read_conversation(pieces, "input", lambda: _given_items(request))
 
 
-def conversation_tools(service: Service, request: Conversation) -> AvailableTools:
+def conversation_tools(service: Service, request: Conversation, offered: OfferedFunctions) -> AvailableTools:
     """The functions that may be called."""
-    functions = {
-        place: FunctionDefinition(
-            name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-        )
-        for place, tool in read_tools(request.tools).items()
-    }
     mode, only = _tool_choice(request.tool_choice)
     parallel = request.parallel_tool_calls is not False
-    return available_tools(service, ToolRequest(functions, mode, only, parallel, Fields(function="")))
+    return available_tools(service, ToolRequest(offered.functions, mode, only, parallel, Fields(function="")))
 
 
 def _tool_choice(choice: str | ToolChoice | None) -> tuple[ToolMode, Sequence[str] | None]:
@@ -204,5 +197,10 @@ def _as_input(item: OutputItem) -> InputItem:
             return ReasoningItem(id=item.id, summary=[], content=texts, status=item.status)
         case OutputFunctionCall():
             return FunctionCallItem(
-                id=item.id, call_id=item.call_id, name=item.name, arguments=item.arguments, status=item.status
+                id=item.id,
+                call_id=item.call_id,
+                name=item.name,
+                namespace=None if item.namespace is msgspec.UNSET else item.namespace,
+                arguments=item.arguments,
+                status=item.status,
             )

@@ -9,6 +9,7 @@ from openinfer_server.responses.types import (
     FunctionTool,
     InputTokensRequest,
     ItemsQuery,
+    NamespaceTool,
     ResponseRequest,
     RetrieveQuery,
 )
@@ -35,7 +36,7 @@ def response_routes(service: Service) -> list[Route]:
                 body=ResponseRequest,
                 response=ResponseObject,
                 events=Event,
-                also=(InputItem, FunctionTool),
+                also=(InputItem, FunctionTool, NamespaceTool),
                 errors=ERRORS,
             ),
         ),

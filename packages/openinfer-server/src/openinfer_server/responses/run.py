@@ -4,7 +4,7 @@ DeltaChoice ─► ResponseRun ─► ResponseBuilder ─► events ─► the c
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from openinfer_core.events import FinishReason
 from openinfer_server.http.api_errors import ApiError, from_failed
@@ -23,6 +23,7 @@ from openinfer_server.responses.objects import (
     ResponseObject,
     ResponseUsage,
 )
+from openinfer_server.responses.offered import CallName
 
 MAX_EVENT_BYTES = 8 * 2**20  # events of one background response that are kept for later readers; beyond that none are
 _SMALL = (TextDelta, ReasoningDeltaEvent, ArgumentsDelta)
@@ -41,11 +42,17 @@ class ResponseRun(Sink):
     """
 
     def __init__(
-        self, link: EngineLink, response: ResponseObject, *, scores: ScoreFormat, events: list[bytes] | None
+        self,
+        link: EngineLink,
+        response: ResponseObject,
+        *,
+        names: Mapping[str, CallName],
+        scores: ScoreFormat,
+        events: list[bytes] | None,
     ) -> None:
         self.response = Response(link)
         self.response.done.add_done_callback(self._answered)
-        self.builder = ResponseBuilder(response, self._emit)
+        self.builder = ResponseBuilder(response, self._emit, names)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.events = events
         self.num_event_bytes = 0

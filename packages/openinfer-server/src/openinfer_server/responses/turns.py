@@ -21,6 +21,7 @@ from openinfer_server.responses.items import (
     ReasoningItem,
     Refusal,
 )
+from openinfer_server.responses.offered import CallName
 
 
 def turns_of(items: Sequence[InputItem]) -> list[Turn]:
@@ -81,7 +82,7 @@ class _Answer:
 
 
 def _call(item: FunctionCallItem) -> FunctionCall:
-    return FunctionCall(name=item.name, arguments=item.arguments)
+    return FunctionCall(name=CallName(item.namespace, item.name).for_model, arguments=item.arguments)
 
 
 def _turn(item: MessageItem) -> Turn:

@@ -19,6 +19,7 @@ ENCRYPTED = "reasoning.encrypted_content"
 FUNCTIONS_ONLY = "the only tools are functions that the client runs"
 _NO_CONTROL = Refused("the model has no such control")
 _SUMMARY = Neutral(("auto",), "reasoning is given whole, and auto leaves the choice")
+_FUNCTIONS = {"items": {"$ref": "#/components/schemas/FunctionTool"}}
 
 
 class FunctionTool(
@@ -46,6 +47,15 @@ class FunctionTool(
         "defer_loading": Neutral((False,), "every tool is in the prompt"),
         "output_schema": Refused("what a function returns is given to the model as it is"),
     }
+
+
+class NamespaceTool(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Functions under a name that is part of theirs: `offered.py` says how the model sees them."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None  # put before each function's own
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_FUNCTIONS)]
 
 
 class ReasoningOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,7 +134,7 @@ class ToolChoice(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 _ITEM = {"items": {"type": "object", "description": "An InputItem; its type may be left out where it has a role."}}
-_TOOL = {"items": {"anyOf": [{"$ref": "#/components/schemas/FunctionTool"}, DROPPED_TOOL_SCHEMA]}}
+_TOOL = {"items": {"anyOf": [_FUNCTIONS["items"], {"$ref": "#/components/schemas/NamespaceTool"}, DROPPED_TOOL_SCHEMA]}}
 Tools = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_TOOL)]
 Input = str | Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_ITEM)]
 

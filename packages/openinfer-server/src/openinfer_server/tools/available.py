@@ -58,15 +58,15 @@ class Fields:
     function: str = ".function"  # between a tool and the function's own fields
     schema: str = "parameters"
 
-    def of(self, index: int, name: str) -> str:
-        return f"{self.tools}[{index}]{self.function}.{name}"
+    def of(self, place: str, name: str) -> str:
+        return f"{place}{self.function}.{name}"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolRequest:
     """What a request says about its tools, whatever its API."""
 
-    functions: Mapping[int, FunctionDefinition]  # by their places among the request's tools
+    functions: Mapping[str, FunctionDefinition]  # by their places in the request, as `tools[2]`
     mode: ToolMode = ToolMode.AUTO
     only: Sequence[str] | None = None  # the functions that may be called; None for all
     parallel: bool = True
@@ -85,8 +85,8 @@ def available_tools(service: Service, requested: ToolRequest) -> AvailableTools:
     if len(requested.functions) > MAX_TOOLS:
         raise invalid(fields.tools, f"{len(requested.functions)} tools are given; at most {MAX_TOOLS} are possible")
     names: set[str] = set()
-    for index, function in requested.functions.items():
-        _check_function(function, index, names, fields)
+    for place, function in requested.functions.items():
+        _check_function(function, place, names, fields)
     unknown = sorted(set(requested.only or ()) - names)
     if unknown:
         raise invalid(fields.choice, f"no tool is named {unknown[0][:64]!r}")
@@ -107,20 +107,20 @@ def chat_tools(
     service: Service, tools: Sequence[Tool] | None, choice: str | ToolChoice | None, *, parallel: bool | None
 ) -> AvailableTools:
     """The offer of a chat completion."""
-    functions = {index: _function_of(tool, index) for index, tool in kept_tools(tools).items()}
+    functions = {(place := f"tools[{index}]"): _function_of(tool, place) for index, tool in kept_tools(tools).items()}
     if not tools and parallel is not None:
         raise invalid("parallel_tool_calls", "parallel_tool_calls is only for requests with tools")
     mode, only = _chat_choice(choice)
     return available_tools(service, ToolRequest(functions, mode, only, parallel is not False))
 
 
-def _check_function(function: FunctionDefinition, index: int, names: set[str], fields: Fields) -> None:
+def _check_function(function: FunctionDefinition, place: str, names: set[str], fields: Fields) -> None:
     if not _NAME.fullmatch(function.name):
         message = "a function's name has 1 to 128 letters, digits, dots, dashes and underscores"
-        raise invalid(fields.of(index, "name"), message)
+        raise invalid(fields.of(place, "name"), message)
     if function.name in names:
-        raise invalid(fields.of(index, "name"), f"two functions are named {function.name!r}")
-    check_depth(function.parameters, fields.of(index, fields.schema))
+        raise invalid(fields.of(place, "name"), f"two functions are named {function.name!r}")
+    check_depth(function.parameters, fields.of(place, fields.schema))
     names.add(function.name)
 
 
@@ -132,10 +132,10 @@ def _check_model(service: Service, fields: Fields) -> None:
         raise refused(fields.tools, why)
 
 
-def _function_of(tool: Tool, index: int) -> FunctionDefinition:
-    check_rules(tool, f"tools[{index}].")
+def _function_of(tool: Tool, place: str) -> FunctionDefinition:
+    check_rules(tool, f"{place}.")
     if tool.type != "function" or tool.function is None:
-        raise invalid(f"tools[{index}].function", "a tool is an object with type function and a function")
+        raise invalid(f"{place}.function", "a tool is an object with type function and a function")
     return tool.function
 
 
