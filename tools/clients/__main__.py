@@ -31,6 +31,7 @@ from .proxy import CapturingProxy, Exchange
 from .servers import Scripted, scripted_server, tiny_server
 from .table import FOLDER, PAGE, Client, Result, Row, Scenario, drawn, failures, read_clients, row_of, with_rows
 
+OWN_ROUTES = "/v1/"  # of openinfer-server; other routes are other packages'
 SCENARIO_S = 300.0  # how long a client may take for a scenario before it counts as hanging
 
 
@@ -92,7 +93,7 @@ def run_all(clients: Sequence[Client], *, capture: bool) -> tuple[list[Row], lis
             if failed:
                 print_refusals(exchanges)
                 print(f"    what it wrote is in {log_of(client)}", flush=True)
-            elif capture:
+            elif capture and client.api.startswith(OWN_ROUTES):
                 captures.write(client, exchanges)
             rows.append(row_of(client, results, date))
             lines += failed
