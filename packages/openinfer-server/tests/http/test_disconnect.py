@@ -24,6 +24,13 @@ def ask(server, *, stream: bool, max_tokens: int = 2000, n: int = 1, path: str =
     return connection
 
 
+@pytest.fixture
+def our_way(way):
+    if "protocol" in way:
+        pytest.skip("uvicorn's own protocol closes both halves of a connection")
+    return way
+
+
 def all_aborted(server) -> bool:
     return sorted(server.engine.aborted) == sorted(request.request_id for request in server.engine.submitted)
 
@@ -56,14 +63,85 @@ def test_client_that_leaves_in_mid_stream_is_aborted(start, info, way):
     wait_until(lambda: all_aborted(server), "aborts")
 
 
-def test_client_that_half_closes_is_aborted(start, info, way):
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_half_closes_gets_its_whole_answer(start, info, our_way, stream):
+    """What is written meanwhile, to see whether it is still there, is nothing that a client shows to anyone."""
     parrot = ParrotLoop(info)
-    server = start(parrot, **way)
+    server = start(parrot, **our_way)
+    parrot.hold()
+    with ask(server, stream=stream, max_tokens=20) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        wait_until(lambda: len(server.engine.submitted) == 1, "submission")
+        data = b""
+        while (b"\r\n:\n\n" if stream else b"100 Continue") not in data:
+            data += connection.recv(4096)
+        parrot.go()
+        while piece := connection.recv(65536):
+            data += piece
+    assert server.engine.aborted == []
+    head, _, body = data.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") if stream else b'"completion_tokens":20' in body
+
+
+def test_old_client_that_half_closes_gets_its_answer_and_nothing_else(start, info):
+    parrot = ParrotLoop(info)
+    server = start(parrot)
+    parrot.hold()
+    body = b'{"prompt": "stone", "max_tokens": 3}'
+    head = b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(server.address, timeout=DEADLINE_S) as connection:
+        connection.sendall(head + body)
+        connection.shutdown(socket.SHUT_WR)
+        wait_until(lambda: len(server.engine.submitted) == 1, "submission")
+        parrot.go()
+        data = b""
+        while piece := connection.recv(65536):
+            data += piece
+    assert data.startswith(b"HTTP/1.1 200 OK")  # interim responses are not for HTTP/1.0
+
+
+def test_client_that_half_closes_behind_several_requests_gets_all_answers(start, info):
+    server = start(ParrotLoop(info))
+    body = b'{"prompt": "stone", "max_tokens": 3, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    request = head + b"content-length: %d\r\n\r\n" % len(body) + body
+    with socket.create_connection(server.address, timeout=DEADLINE_S) as connection:
+        connection.sendall(3 * request)
+        connection.shutdown(socket.SHUT_WR)
+        data = b""
+        while piece := connection.recv(65536):
+            data += piece
+    assert data.count(b"data: [DONE]") == 3
+
+
+def test_client_that_half_closes_and_then_leaves_is_aborted(start, info, our_way):
+    parrot = ParrotLoop(info)
+    server = start(parrot, **our_way)
+    parrot.hold()
+    with ask(server, stream=False) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 100 Continue")
+    wait_until(lambda: all_aborted(server), "aborts")
+
+
+def test_client_that_read_the_head_of_a_stream_and_left_is_aborted_before_a_token(start, info):
+    parrot = ParrotLoop(info)
+    server = start(parrot)
     parrot.hold()
     with ask(server, stream=True) as connection:
-        wait_until(lambda: len(server.engine.submitted) == 1, "submission")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
+    wait_until(lambda: all_aborted(server), "aborts")
+
+
+def test_body_cut_short_by_a_half_close_asks_nothing(start, info):
+    server = start(ParrotLoop(info))
+    with socket.create_connection(server.address, timeout=DEADLINE_S) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        connection.sendall(head + b"content-length: 100\r\n\r\n{")
         connection.shutdown(socket.SHUT_WR)
-        wait_until(lambda: all_aborted(server), "aborts")
+        assert connection.recv(4096) == b""
+    assert server.engine.submitted == []
 
 
 def test_client_that_resets_is_aborted(start, info, way):

@@ -115,6 +115,17 @@ def test_ambiguous_or_malformed_head_is_400_and_closes(shared, head):
     assert data.count(b"HTTP/1.1") == 1  # what follows is never taken for a request
 
 
+@pytest.mark.parametrize(
+    ("version", "hosts", "code"),
+    [("1.1", 1, 200), ("1.1", 0, 400), ("1.1", 2, 400), ("1.0", 0, 200), ("1.0", 1, 200), ("1.0", 2, 400)],
+)
+def test_request_has_one_host_header(shared, version, hosts, code):
+    head = f"GET /version HTTP/{version}\r\n" + hosts * "Host: localhost\r\n" + "connection: close\r\n\r\n"
+    data = talk(shared, head.encode())
+    assert status(data) == code
+    assert code == 200 or error(data)["code"] == "invalid_http"
+
+
 @pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01", b"hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])
 def test_what_is_not_http_is_400(shared, garbage):
     assert status(talk(shared, garbage)) == 400

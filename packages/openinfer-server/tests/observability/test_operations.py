@@ -43,9 +43,12 @@ def test_health_is_503_when_a_step_takes_too_long(start, info, call):
     status, _, body = call(server, "GET", "/health")
     assert (status, json.loads(body)["status"]) == (503, "the engine's loop hangs")
     assert json.loads(body)["step_age_s"] > 0.2
+    status, _, body = call(server, "GET", "/ready")
+    assert (status, json.loads(body)) == (503, {"status": "the engine's loop hangs"})
     loop.go()
     asking.join()
     assert call(server, "GET", "/health")[0] == 200
+    assert call(server, "GET", "/ready")[::2] == (200, b'{"status":"ready"}')
 
 
 def test_models_are_listed_and_retrieved(start, info, connect, call):

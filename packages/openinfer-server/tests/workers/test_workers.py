@@ -1,6 +1,7 @@
 """Several processes on one port, before one engine: what they count together, and how they end together."""
 
 import contextlib
+import functools
 import http.client
 import json
 import re
@@ -14,7 +15,7 @@ import pytest
 from openinfer_server import ServerError, ServerOptions
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.metrics_snapshot import MetricsSnapshot, summed
-from openinfer_server.testing import DEADLINE_S
+from openinfer_server.testing import DEADLINE_S, wait_until
 from openinfer_server.workers.group import can_share_ports
 
 needs_shared_ports = pytest.mark.skipif(not can_share_ports(), reason="only Linux spreads connections over processes")
@@ -94,15 +95,59 @@ def test_workers_share_port_and_engine_count_together_and_drain(serving, event_l
 
 
 @needs_shared_ports
-@pytest.mark.parametrize("victim", ["worker", "engine"])
-def test_death_of_a_worker_or_of_the_engine_ends_all_with_1(serving, victim):
+def test_death_of_the_engine_ends_all_with_1(serving):
     process, workers, engine, _ = serving()
-    (workers[0] if victim == "worker" else engine).kill()
+    engine.kill()
     _, log = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1, log
-    assert (f"worker {workers[0].pid} ended with code -9" if victim == "worker" else "the engine died") in log
+    assert "the engine died" in log
     psutil.wait_procs([*workers, engine], timeout=DEADLINE_S)
     assert not any(each.is_running() for each in (*workers, engine))
+
+
+def living_workers(process):
+    return [each for each in psutil.Process(process.pid).children() if is_worker(each)]
+
+
+def is_worker(process):
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+        return "openinfer_server.workers.worker" in process.cmdline()
+    return False
+
+
+def has_new_worker(process, known):
+    return any(each.pid not in known and listens(each) for each in living_workers(process))
+
+
+def listens(worker):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(link.status == "LISTEN" for link in worker.net_connections())
+    return False
+
+
+@needs_shared_ports
+def test_worker_that_died_is_replaced_and_the_third_death_in_a_minute_ends_all_with_1(serving):
+    process, workers, engine, address = serving()
+    for _ in range(12):
+        body = {"prompt": "stone", "max_tokens": 3, "ignore_eos": True}
+        assert ask(address, "POST", "/v1/completions", body)[0] == 200
+    assert number(ask(address, "GET", "/metrics")[1], "openinfer_request_success_total") == 12
+    for victim in workers:
+        known = {each.pid for each in living_workers(process)}
+        victim.kill()
+        wait_until(functools.partial(has_new_worker, process, known), "a new worker that listens")
+    for _ in range(12):  # whichever answers: what the dead had counted is there, and nothing is wrong
+        assert ask(address, "GET", "/health")[0] == 200
+        status, page = ask(address, "GET", "/metrics")
+        assert status == 200
+        assert number(page, "openinfer_request_success_total") == 12
+    living_workers(process)[0].kill()
+    _, log = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1, log
+    assert log.count("another takes its place") == 2
+    assert "ended with code -9; the server ends" in log
+    psutil.wait_procs([*workers, engine], timeout=DEADLINE_S)
+    assert not engine.is_running()
 
 
 @needs_shared_ports

@@ -2,14 +2,19 @@
 
     first byte ──► head ──(complete)──► request runs ──► keep-alive ──► first byte ...
                      ├── longer than max_head_bytes: 431      URL alone longer than max_url_bytes: 414
-                     └── not complete within head_timeout_s: 408
+                     ├── not complete within head_timeout_s: 408
+                     └── HTTP/1.1 without exactly one `host`, HTTP/1.0 with several: 400
+
+A client that ends its side of the connection behind a whole request may still be reading: it gets its whole answer. Or
+it has left, which looks the same until something is written to it: `_look_for_client` does that. Over TLS, where
+asyncio knows no half of a connection, the client has left.
 
 When all `max_connections` are taken, the one that has had no request for longest makes room: clients that hold
 connections open without asking anything can only drive out others that do so.
 
 The minor version of uvicorn is pinned, because this class relies on when `data_received`, `on_message_begin`, `on_url`,
-`on_header`, `on_headers_complete`, `send_400_response`, `connection_lost`, `pause_writing` and `resume_writing` are
-called; tests/http/test_http_protocol.py is the contract.
+`on_header`, `on_headers_complete`, `send_400_response`, `eof_received`, `connection_lost`, `pause_writing` and
+`resume_writing` are called; tests/http/test_http_protocol.py is the contract.
 """
 
 import asyncio
@@ -18,7 +23,7 @@ from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from openinfer_server.http.api_errors import ApiError, busy
@@ -28,6 +33,10 @@ from openinfer_server.options import ServerOptions
 _LINGER_S = 1.0
 # For how long, and how much, a client may go on sending a request that was refused: it is thrown away.
 _LINGER_BYTES = 16 * 2**20
+# Between two looks at whether a client that ended its side is still there, the first and the longest.
+_FIRST_PROBE_S = 0.05
+_LONGEST_PROBE_S = 4.0
+_INTERIM_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class _HeadRefused(Exception):
@@ -60,6 +69,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread_deadline: asyncio.TimerHandle | None = None
         self._body_deadline: asyncio.TimerHandle | None = None
         self._lingering: asyncio.TimerHandle | None = None
+        self._probe: asyncio.TimerHandle | None = None
 
     def attach(self, writer: DirectWriter) -> None:
         if self.transport.is_closing():  # lost before the writer was known: nothing else would tell it
@@ -95,12 +105,36 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
         self.idle_connections.pop(self, None)
-        for timer in (self._unread_deadline, self._body_deadline, self._lingering):
+        for timer in (self._unread_deadline, self._body_deadline, self._lingering, self._probe):
             if timer is not None:
                 timer.cancel()
         self._end_writer()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # after a reset uvicorn leaves it, and it would keep all this a minute
+
+    def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Whether to keep the other half of the connection, for the answer to a request that came whole."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if self.scheme == "https" or cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        cycle.keep_alive = False
+        if self._probe is None:
+            self._look_for_client(_FIRST_PROBE_S)
+        return True
+
+    def _look_for_client(self, next_look_s: float) -> None:
+        """Drops the connection if what was written found no one; writes something that no client shows to anyone."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        cycle = self.cycle
+        if self._writer is not None:
+            self._writer.probe()
+        elif not self.pipeline and not cycle.response_started and cycle.scope["http_version"] == "1.1":
+            self.transport.write(_INTERIM_RESPONSE)
+        self._probe = self.loop.call_later(next_look_s, self._look_for_client, min(2 * next_look_s, _LONGEST_PROBE_S))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -150,8 +184,16 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._stop_timers()
+        self._check_host()
         self.idle_connections.pop(self, None)
         super().on_headers_complete()
+
+    def _check_host(self) -> None:
+        """RFC 9112, 3.2: a proxy before this server may have gone by another `host` than this server sees."""
+        version = cast("Any", self.parser).get_http_version()
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
+            self._refuse(ApiError(400, f"the request has {num_hosts} host headers, not one", code="invalid_http"))
 
     def on_message_complete(self) -> None:
         if self._body_deadline is not None:

@@ -25,6 +25,7 @@ class ClientDisconnected(Exception):
 DIRECT_WRITE = "openinfer.direct_write"  # key of `DirectConnection` in `scope["extensions"]`
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
+_COMMENT = b"3\r\n:\n\n\r\n"  # a chunk
 
 
 class StreamWriter:
@@ -151,6 +152,11 @@ class DirectWriter(StreamWriter):
         super().drop()
         self.lost()
         self._transport.abort()  # `close` would wait for the reader that was given up
+
+    def probe(self) -> None:
+        """Writes a comment into a stream of events, whose readers leave it out: it fails if the client has left."""
+        if not self._blocked and self.content_type == EVENT_STREAM:
+            self._transport.write(_COMMENT)
 
     def pause(self) -> None:
         self._blocked = True

@@ -72,22 +72,26 @@ class Operations:
 
         A plug-in that has had the loop for longer than a second is named, and so are those that broke their contract.
         """
-        stats, lost, link = await self._stats(), self._service.peers.lost, self._service.link
-        if lost is not None:
-            status, health = 503, Health(lost, None)
-        elif stats is None:
-            status, health = 503, Health(link.ended_because if link.dead else "the engine does not answer", None)
-        else:
-            hangs = stats.step_age_s > self._service.options.health_max_step_age_s
-            status, health = 503 if hangs else 200, _health(stats, hangs=hangs)
-        await http_request.send(status, msgspec.json.encode(health))
+        is_well, health = await self._judge()
+        await http_request.send(200 if is_well else 503, msgspec.json.encode(health))
 
     async def ready(self, http_request: HttpRequest) -> None:
-        """200 while new requests are taken."""
-        if self._service.draining or self._service.link.dead:
+        """200 while new requests are taken and the engine is well; else what is wrong, as `/health` says it."""
+        if self._service.draining:
             await http_request.send(503, msgspec.json.encode(Readiness("ending")))
-        else:
-            await http_request.send(200, msgspec.json.encode(Readiness("ready")))
+            return
+        is_well, health = await self._judge()
+        status = "ready" if is_well else health.status
+        await http_request.send(200 if is_well else 503, msgspec.json.encode(Readiness(status)))
+
+    async def _judge(self) -> tuple[bool, Health]:
+        stats, lost, link = await self._stats(), self._service.peers.lost, self._service.link
+        if lost is not None:
+            return False, Health(lost, None)
+        if stats is None:
+            return False, Health(link.ended_because if link.dead else "the engine does not answer", None)
+        hangs = stats.step_age_s > self._service.options.health_max_step_age_s
+        return not hangs, _health(stats, hangs=hangs)
 
     async def metrics(self, http_request: HttpRequest) -> None:
         """Prometheus' text format; of all workers, whichever is asked."""

@@ -1,7 +1,11 @@
 """`WorkerGroup`: the first worker's view of the others, which it starts, watches and ends.
 
 start ──all Ready──► serving ──drain──► draining ──all ended, or too late: killed──► ended
-                        └──one ends by itself──► lost: /health says so, the first drains and ends with 1
+                      │   ▲
+    one ends by itself▼   │another takes its place
+                      fewer ──MAX_DEATHS within DEATHS_WINDOW_S──► lost: /health says so, the first drains, ends with 1
+
+What a worker that died had counted stays in the sums, as far as it was asked: counters do not fall.
 """
 
 import asyncio
@@ -19,7 +23,7 @@ import msgspec
 from openinfer_core.engine import EngineHandle
 from openinfer_core.process.remote import RemoteEngine
 from openinfer_server.errors import ServerError
-from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
+from openinfer_server.observability.metrics_snapshot import MetricsSnapshot, summed
 from openinfer_server.options import ServerOptions
 from openinfer_server.workers.peers import PEERS_TIMEOUT_S
 from openinfer_server.workers.wire import (
@@ -36,6 +40,8 @@ from openinfer_server.workers.wire import (
 
 logger = logging.getLogger("openinfer.server")
 
+MAX_DEATHS = 3  # so many are no accident: what ends one worker would end the next
+DEATHS_WINDOW_S = 60.0
 _END_GRACE_S = 5.0  # what a worker gets beyond the drain's deadline
 
 
@@ -45,21 +51,31 @@ class _Worker:
     def __init__(self, process: Process) -> None:
         self.process = process
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._asked: deque[asyncio.Future[MetricsSnapshot]] = deque()
+        self.counted: MetricsSnapshot | None = None  # when it was last asked
+        self._asked: deque[asyncio.Future[MetricsSnapshot | None]] = deque()
 
     def say(self, message: WorkerLaunch | ToWorker) -> None:
         if self.process.stdin is not None and not self.process.stdin.is_closing():
             self.process.stdin.write(line_of(message))
 
-    async def counts(self) -> MetricsSnapshot:
-        answer: asyncio.Future[MetricsSnapshot] = asyncio.get_running_loop().create_future()
+    async def counts(self) -> MetricsSnapshot | None:
+        """What it has counted; None if it ended instead of answering."""
+        answer: asyncio.Future[MetricsSnapshot | None] = asyncio.get_running_loop().create_future()
         self._asked.append(answer)
         self.say(AskCounts())
         return await answer
 
     def told(self, counts: Counts) -> None:
+        self.counted = counts.snapshot
         if self._asked and not (answer := self._asked.popleft()).done():
             answer.set_result(counts.snapshot)
+
+    def has_ended(self) -> None:
+        """Answers who waits for its counts."""
+        for answer in self._asked:
+            if not answer.done():
+                answer.set_result(None)
+        self._asked.clear()
 
 
 class WorkerGroup:
@@ -67,9 +83,14 @@ class WorkerGroup:
 
     def __init__(self, own: Callable[[], MetricsSnapshot]) -> None:
         self.lost: str | None = None
-        self.ended = asyncio.Event()  # set when a worker has ended by itself
+        self.ended = asyncio.Event()  # set when `lost` is
         self._own = own
         self._workers: list[_Worker] = []
+        self._launch: WorkerLaunch | None = None
+        self._is_serving = False  # all have been ready once
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._dead_counted: list[MetricsSnapshot] = []  # none, or the sum
+        self._max_model_tokens = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
 
@@ -82,20 +103,12 @@ class WorkerGroup:
         access = handle.access if isinstance(handle, RemoteEngine) else None
         if access is None:
             raise ServerError("several workers need an engine in a process of its own; this one cannot be joined")
-        launch = WorkerLaunch(
+        self._launch = WorkerLaunch(
             engine=access, model_dir=str(model_dir), options=msgspec.structs.replace(options, port=port)
         )
+        self._max_model_tokens = handle.info.max_model_tokens
         for _ in range(options.workers - 1):
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "openinfer_server.workers.worker"),
-                stdin=PIPE,
-                stdout=PIPE,
-                limit=MAX_LINE_BYTES,
-            )
-            worker = _Worker(process)
-            self._workers.append(worker)
-            worker.say(launch)
-            self._spawn(self._listen(worker))
+            await self._start_worker(self._launch)
         lost = asyncio.create_task(self.ended.wait())
         ready = asyncio.gather(*(worker.ready for worker in self._workers))
         await asyncio.wait((lost, ready), return_when=asyncio.FIRST_COMPLETED)
@@ -103,10 +116,10 @@ class WorkerGroup:
         if self.lost is not None:
             ready.cancel()
             raise ServerError(f"{self.lost} before it was ready; its log says why")
+        self._is_serving = True
 
     async def snapshots(self) -> Sequence[MetricsSnapshot]:
-        async with asyncio.timeout(PEERS_TIMEOUT_S):
-            return await asyncio.gather(*(worker.counts() for worker in self._workers))
+        return await self._counts_without(None)
 
     def drain(self) -> None:
         """Tells all to take no more requests and to end."""
@@ -126,7 +139,22 @@ class WorkerGroup:
                 logger.error("worker %d does not end and is killed", worker.process.pid)
                 with contextlib.suppress(ProcessLookupError):
                     worker.process.kill()
-        await asyncio.gather(*ends, *self._tasks)
+        while self._tasks:
+            await asyncio.gather(*self._tasks)
+
+    async def _start_worker(self, launch: WorkerLaunch) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "openinfer_server.workers.worker"),
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=MAX_LINE_BYTES,
+        )
+        worker = _Worker(process)
+        self._workers.append(worker)
+        worker.say(launch)
+        if self._draining and process.stdin is not None:
+            process.stdin.close()  # it was started while the end was asked for
+        self._spawn(self._listen(worker))
 
     async def _listen(self, worker: _Worker) -> None:
         stdout = worker.process.stdout
@@ -138,23 +166,50 @@ class WorkerGroup:
                 elif isinstance(message, Counts):
                     worker.told(message)
                 else:
+                    worker.counted = message.own
                     self._spawn(self._answer(worker))
         except (msgspec.MsgspecError, ValueError):
             logger.exception("worker %d broke the protocol", worker.process.pid)
             worker.process.kill()
         code = await worker.process.wait()
+        worker.has_ended()
         if not self._draining:
-            self.lost = f"worker {worker.process.pid} ended with code {code}"
-            logger.critical("%s; the server ends", self.lost)
-            self.ended.set()
+            await self._replace(worker, f"worker {worker.process.pid} ended with code {code}")
+
+    async def _replace(self, worker: _Worker, what: str) -> None:
+        """Starts another in place of one that ended by itself, unless too many did."""
+        self._workers.remove(worker)
+        if worker.counted is not None:
+            metrics = summed([*self._dead_counted, worker.counted], max_model_tokens=self._max_model_tokens)
+            self._dead_counted = [MetricsSnapshot.of(metrics, open_requests=0)]
+        now = asyncio.get_running_loop().time()
+        self._deaths.append(now)
+        are_many = len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WINDOW_S
+        if self._launch is None or not self._is_serving or are_many:
+            self._give_up(what)
+            return
+        logger.error("%s; another takes its place", what)
+        try:
+            await self._start_worker(self._launch)
+        except OSError as error:
+            self._give_up(f"{what}, and no other can be started: {error}")
+
+    def _give_up(self, why: str) -> None:
+        self.lost = why
+        logger.critical("%s; the server ends", why)
+        self.ended.set()
 
     async def _answer(self, asker: _Worker) -> None:
         try:
-            async with asyncio.timeout(PEERS_TIMEOUT_S):
-                others = [worker.counts() for worker in self._workers if worker is not asker]
-                asker.say(Others([self._own(), *await asyncio.gather(*others)]))
+            asker.say(Others([self._own(), *await self._counts_without(asker)]))
         except TimeoutError:
             asker.say(Others(None))
+
+    async def _counts_without(self, left_out: _Worker | None) -> list[MetricsSnapshot]:
+        async with asyncio.timeout(PEERS_TIMEOUT_S):
+            asked = [worker.counts() for worker in self._workers if worker is not left_out]
+            counted = await asyncio.gather(*asked)
+        return [*filter(None, counted), *self._dead_counted]
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

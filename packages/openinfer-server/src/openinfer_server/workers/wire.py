@@ -40,7 +40,9 @@ class Counts(msgspec.Struct, frozen=True, tag="counts"):
 
 
 class AskOthers(msgspec.Struct, frozen=True, tag="ask_others"):
-    """Asks the first worker what all others counted."""
+    """Asks the first worker what all others counted, and says what this one did."""
+
+    own: MetricsSnapshot
 
 
 class Others(msgspec.Struct, frozen=True, tag="others"):

@@ -56,7 +56,7 @@ class FirstWorker:
     async def snapshots(self) -> Sequence[MetricsSnapshot]:
         answer: asyncio.Future[Sequence[MetricsSnapshot]] = asyncio.get_running_loop().create_future()
         self._asked.append(answer)
-        self._say(AskOthers())
+        self._say(AskOthers(self._own()))
         async with asyncio.timeout(2 * PEERS_TIMEOUT_S):
             return await answer
 
