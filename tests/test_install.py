@@ -3,6 +3,7 @@
 The index is on loopback and has a stub of everything that our packages require, so nothing else is reached.
 """
 
+import hashlib
 import http.server
 import importlib.util
 import json
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+import urllib.request
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,7 +188,7 @@ def test_a_folder_of_wheels_installs_no_strangers_package(
 ) -> None:
     env = environment(hostile_index, tmp_path / "home", with_uv=with_uv)
     into = tmp_path / "it"
-    flags = ["--into", into, "--python", sys.executable, "--cuda13", "--nccl", "--offload", "--otel"]
+    flags = ["--into", into, "--python", sys.executable, "--unlocked", "--cuda13", "--nccl", "--offload", "--otel"]
     run(sys.executable, wheels / "install.py", *flags, env=env)
     found = installed(into / "bin" / "python", env)
     assert {"openinfer", "openinfer-core", "openinfer-kernels", "openinfer-kv-offload"} <= found.keys()
@@ -196,9 +198,40 @@ def test_a_folder_of_wheels_installs_no_strangers_package(
     assert json.loads((into / "chosen-extras.json").read_text("utf-8")) == ["cuda13", "nccl13", "offload", "otel"]
 
 
+def locked(index: str) -> dict[str, str]:
+    """Give the lock's entry for each third party that the index has."""
+    entries = {}
+    for name, version in oldest_allowed().items():
+        file = f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+        with urllib.request.urlopen(f"{index}../files/{file}") as answer:
+            digest = hashlib.sha256(answer.read()).hexdigest()
+        entries[name] = f"{name}=={version} \\\n    --hash=sha256:{'0' * 64} \\\n    --hash=sha256:{digest}\n"
+    return entries
+
+
+@pytest.mark.parametrize("with_uv", [False, True], ids=["pip", "uv"])
+def test_a_third_party_is_installed_only_as_the_lock_has_it(
+    hostile_index: str, wheels: Path, tmp_path: Path, with_uv: bool
+) -> None:
+    env = environment(hostile_index, tmp_path / "home", with_uv=with_uv)
+    lock, entries = wheels / "locks" / "workspace.txt", locked(hostile_index)
+    lock.parent.mkdir()
+    lock.write_text("".join(entries.values()))
+    command = [sys.executable, wheels / "install.py", "--into", tmp_path / "it", "--python", sys.executable]
+    run(*command, env=env)
+    assert "openinfer" in installed(tmp_path / "it" / "bin" / "python", env)
+    # the same version from the same index, but not the file that the lock knows
+    other = f"msgspec=={oldest_allowed()['msgspec']} \\\n    --hash=sha256:{'0' * 64}\n"
+    lock.write_text("".join((entries | {"msgspec": other}).values()))
+    done = subprocess.run([*command, "--fresh"], env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert "msgspec" in done.stderr
+    assert re.search("hash", done.stderr, re.IGNORECASE)
+
+
 def test_a_checkout_installs_no_strangers_package(hostile_index: str, tmp_path: Path) -> None:
     env = environment(hostile_index, tmp_path / "home", with_uv=True)
-    flags = ["--into", tmp_path / "it", "--python", sys.executable, "--dry-run", "--cuda13", "--offload"]
+    flags = ["--into", tmp_path / "it", "--python", sys.executable, "--unlocked", "--dry-run", "--cuda13", "--offload"]
     example = ROOT / "examples" / "openinfer-shortest-first"
     said = run(sys.executable, INSTALLER, *flags, "--with", example, env=env)
     ours = re.findall(r"\+ (openinfer[\w-]*)(.*)", said)

@@ -65,10 +65,22 @@ def write_locks(clients: list[Client]) -> None:
             lock.write_text(_LOCK_HEAD + found, encoding="utf-8")
 
 
+def _environment() -> dict[str, str]:
+    """Leave out what ./run binds its own environments to: a client has a lock of its own."""
+    return {name: value for name, value in os.environ.items() if name not in {"UV_CONSTRAINT", "UV_BUILD_CONSTRAINT"}}
+
+
 def _call(*command: str, at: Path | None = None, given: str | None = None) -> str:
     try:
         done = subprocess.run(
-            command, cwd=at, input=given, env=os.environ, capture_output=True, text=True, timeout=INSTALL_S, check=False
+            command,
+            cwd=at,
+            input=given,
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Failure(f"{' '.join(command)}: {error}") from error

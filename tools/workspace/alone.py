@@ -38,6 +38,7 @@ import uv
 
 ROOT = Path(__file__).resolve().parents[2]
 UV = uv.find_uv_bin()
+LOCK = Path(__file__).with_name("locks") / "workspace.txt"
 PROBE = Path(__file__).with_name("installed.py")
 NEVER_INSTALLED = frozenset({"torch", "transformers", "tensorflow", "jax"})
 SMALL_INSTALL = "openinfer[qwen3]"
@@ -197,7 +198,9 @@ def build_wheels(packages: list[Package], folder: Path) -> Path:
 
 
 def build_wheel(package: Package, folder: Path) -> Path:
-    run(UV, "build", "--quiet", "--out-dir", str(folder), str(package.folder), cwd=ROOT)
+    run(
+        UV, "build", "--quiet", "--build-constraint", str(LOCK), "--out-dir", str(folder), str(package.folder), cwd=ROOT
+    )
     return folder / f"{package.name.replace('-', '_')}-{package.version}-py3-none-any.whl"
 
 
@@ -256,7 +259,8 @@ def make_environment(folder: Path, python: str, log: IO[str]) -> str:
 
 
 def install(python: str, wheels: Path, log: IO[str], *arguments: str) -> None:
-    command = (UV, "pip", "install", "--quiet", "--python", python, "--constraints", str(wheels), *arguments)
+    bounds = ("--constraints", str(wheels), "--constraints", str(LOCK))  # third parties with their hashes
+    command = (UV, "pip", "install", "--quiet", "--python", python, *bounds, *arguments)
     run(*command, cwd=ROOT, log=log)
 
 

@@ -4,8 +4,9 @@
     python3 install.py --into ~/openinfer [--cuda13] ...        # in a folder of wheels, as `./run wheels` leaves it
 
 Our packages are on no index, so a stranger may put others of these names there. Every name of ours is therefore
-bound to its folder or wheel, whether it is installed or not: an index supplies third parties alone. Extras add to those
-that the environment has; `--fresh` begins anew. Needs nothing but Python 3.11; uses uv where there is one.
+bound to its folder or wheel, whether it is installed or not: an index supplies third parties alone, in the versions of
+`locks/` and with the hashes that stand there. `--unlocked` takes the newest that fit. Extras add to those that the
+environment has; `--fresh` begins anew. Needs nothing but Python 3.11; uses uv where there is one.
 """
 
 import argparse
@@ -36,6 +37,9 @@ HELP = {
     "uvloop": "the faster event loop",
     "plot": "matplotlib, for bench serve --plot",
 }
+LOCKS = HERE / "locks"
+_PINNED = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)((?:.*\\\n)*.*)$", re.MULTILINE)  # a lock's entry, to its last hash
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 _NAME = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?")
 _OF_EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
 
@@ -79,7 +83,9 @@ def main() -> int:
     for name, extras in (parsed(each) for each in [f"{UMBRELLA}[{','.join([*always(packages), *chosen])}]"]):
         wanted.add(packages, name, extras)
     python = make_environment(environment, options.python, fresh=options.fresh)
-    install(python, packages, wanted, [folder.resolve() for folder in options.with_folder], dry_run=options.dry_run)
+    lock = None if options.unlocked else lock_for(chosen)
+    further = [folder.resolve() for folder in options.with_folder]
+    install(python, packages, wanted, further, lock=lock, dry_run=options.dry_run)
     if options.dry_run:
         return 0
     (environment / CHOSEN).write_text(json.dumps(sorted(chosen)), encoding="utf-8")
@@ -175,6 +181,9 @@ def parse_arguments(choice: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--python", help="its interpreter: a path, or a version such as 3.14 where there is uv")
     parser.add_argument("--fresh", action="store_true", help="begin with an empty environment")
+    parser.add_argument(
+        "--unlocked", action="store_true", help="third parties in their newest versions, whatever their hashes"
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would be installed, and install nothing")
     return parser.parse_args()
 
@@ -207,15 +216,50 @@ def make_environment(folder: Path, python: str | None, *, fresh: bool) -> str:
     return str(interpreter)
 
 
-def install(python: str, packages: dict[str, Ours], wanted: Wanted, further: list[Path], *, dry_run: bool) -> None:
+def install(
+    python: str, packages: dict[str, Ours], wanted: Wanted, further: list[Path], *, lock: Path | None, dry_run: bool
+) -> None:
     """Install what is wanted; every name of ours is bound to its local file, whatever an index has."""
-    uv = shutil.which("uv")
-    command = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
-    command += ["--quiet"] if not dry_run else ["--dry-run"]
+    wishes = list(requirements(packages, wanted, further))
     with tempfile.TemporaryDirectory(prefix="openinfer-install-") as scratch:
         constraints = Path(scratch) / "constraints.txt"
         constraints.write_text("".join(bound(packages)), encoding="utf-8")
-        call(*command, "--constraint", str(constraints), *requirements(packages, wanted, further))
+        if uv := shutil.which("uv"):
+            locked = [] if lock is None else ["--constraint", str(lock), "--build-constraint", str(lock)]
+            how = ["--dry-run"] if dry_run else ["--quiet"]
+            call(uv, "pip", "install", "--python", python, *how, "--constraint", str(constraints), *locked, *wishes)
+        else:
+            with_pip([python, "-m", "pip", "install"], constraints, wishes, lock=lock, dry_run=dry_run)
+
+
+def with_pip(pip: list[str], constraints: Path, wishes: list[str], *, lock: Path | None, dry_run: bool) -> None:
+    """Do what uv does in one call: pip knows hashes only where everything has one, and our folders have none."""
+    if lock is None or dry_run:
+        call(*pip, "--dry-run" if dry_run else "--quiet", "--constraint", str(constraints), *wishes)
+        return
+    pins, report, hashed = (constraints.with_name(name) for name in ("pins.txt", "report.json", "hashed.txt"))
+    text = lock.read_text(encoding="utf-8")
+    pins.write_text(re.sub(r"\s*\\\n\s*--hash=\S+", "", text), encoding="utf-8")
+    bounds = ("--constraint", str(constraints), "--constraint", str(pins))
+    call(*pip, "--quiet", "--dry-run", "--ignore-installed", "--report", str(report), *bounds, *wishes)
+    hashed.write_text("".join(with_hashes(text, json.loads(report.read_text(encoding="utf-8")))), encoding="utf-8")
+    call(*pip, "--quiet", "--no-deps", "--require-hashes", "--requirement", str(hashed))
+    call(*pip, "--quiet", *bounds, *wishes)
+
+
+def with_hashes(lock: str, report: dict[str, list[dict[str, dict[str, str]]]]) -> Iterator[str]:
+    """Yield those of a lock's entries that pip's report is about; what no lock has, a package of yours asks for."""
+    entries = {(found.group(1), found.group(2)): _HASH.findall(found.group(3)) for found in _PINNED.finditer(lock)}
+    for each in report["install"]:
+        metadata = each["metadata"]
+        pinned = (re.sub(r"[-_.]+", "-", metadata["name"]).lower(), metadata["version"])
+        if hashes := entries.get(pinned):
+            yield f"{'=='.join(pinned)} {' '.join(f'--hash=sha256:{digest}' for digest in hashes)}\n"
+
+
+def lock_for(extras: set[str]) -> Path:
+    """Return the lock that knows these extras: CUDA 12 and CUDA 13 exclude each other there, too."""
+    return LOCKS / ("cuda12.txt" if extras & {"cuda12", "nccl12"} else "workspace.txt")
 
 
 def bound(packages: dict[str, Ours]) -> Iterator[str]:
@@ -246,7 +290,9 @@ def how_to_start(environment: Path) -> str:
 
 
 def call(*command: str) -> None:
-    done = subprocess.run(command, env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}, check=False)
+    # what ./run binds hatch to is this installer's to choose
+    kept = {name: value for name, value in os.environ.items() if name not in {"UV_CONSTRAINT", "UV_BUILD_CONSTRAINT"}}
+    done = subprocess.run(command, env=kept | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}, check=False)
     if done.returncode:
         raise Failure(f"this command ended with code {done.returncode}: {' '.join(command)}")
 

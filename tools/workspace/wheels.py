@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import alone
+import lock
 
 INSTALLER = Path(__file__).with_name("install.py")
 
@@ -25,6 +26,7 @@ def main() -> int:
     packages = [package for package in alone.find_packages() if package.folder.parent.name == "packages"]
     alone.build_wheels(packages, folder)
     shutil.copy(INSTALLER, folder)
+    shutil.copytree(lock.LOCKS, folder / lock.LOCKS.name, dirs_exist_ok=True)
     write_sums(folder)
     print(f"{len(packages)} wheels in {folder}; install them, here or elsewhere, with")
     print(f"  python3 {folder / INSTALLER.name} --into FOLDER [--cuda13] ...")
@@ -33,8 +35,8 @@ def main() -> int:
 
 def write_sums(folder: Path) -> None:
     """Write what `sha256sum --check SHA256SUMS` checks."""
-    files = sorted([*folder.glob("*.whl"), *folder.glob("*.tar.gz"), folder / INSTALLER.name])
-    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    files = sorted(file for pattern in ("*.whl", "*.tar.gz", "*.py", "locks/*.txt") for file in folder.glob(pattern))
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder)}\n" for file in files]
     (folder / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
 
 
