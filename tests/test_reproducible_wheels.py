@@ -32,7 +32,7 @@ def build(package: str, folder: Path, *, umask: int, written_s: int, epoch: str)
         str(folder),
         str(source),
     ]
-    subprocess.run([*command, str(source)], check=True, umask=umask, env=os.environ | {"SOURCE_DATE_EPOCH": epoch})
+    subprocess.run(command, check=True, umask=umask, env=os.environ | {"SOURCE_DATE_EPOCH": epoch})
     archives = [path for path in folder.iterdir() if path.name.endswith((".whl", ".tar.gz"))]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in archives}
 
