@@ -31,6 +31,7 @@ ALLOWED_SIBLINGS = {
         "openinfer-kv-cache",
         "openinfer-kv-offload",
         "openinfer-server",
+        "openinfer-tiny-model",
     },
     "openinfer-core": set[str](),
     "openinfer-engine": {"openinfer-core", "openinfer-kernels", "openinfer-kv-cache"},

@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+import time
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
@@ -31,7 +32,7 @@ def provenance(*, commit: str | None = None) -> Provenance:
     return Provenance(
         commit=commit or _commit(),
         gpu=_ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or "none",
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds"),
         machine=f"{platform.system()} {platform.release()} {platform.machine()}",
         versions=_versions(),
     )

@@ -43,13 +43,16 @@ class FakeDevice:
     Args:
         config: the scheduler's.
         drafter: leaves drafts in a slot after each row that samples; without one there are none.
+        pool: its KV cache; one of its own without.
     """
 
-    def __init__(self, config: SchedulerConfig, *, drafter: FakeDrafter | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, *, drafter: FakeDrafter | None = None, pool: FakePool | None = None
+    ) -> None:
         self._config = config
         self._drafter = drafter
         self._states = FakeStates(config) if config.num_snapshots else None
-        self._pool = FakePool(config)
+        self._pool = pool or FakePool(config)
         self._slots: dict[int, FakeSlot] = {}
         self._tables: dict[int, list[FakeTable]] = {}  # of the sequence in each slot
         self._seeds: dict[RequestId, int] = {}

@@ -66,7 +66,7 @@ class PoolTierPort:
         self._save_timeout_s = save_timeout_s
         self._before_close = before_close
         self.clock = clock
-        self._transfers: set[TierTransfer] = set()
+        self._transfers: dict[TierTransfer, None] = {}  # in order: what is waited for does not depend on addresses
         self._is_broken = False
         self._faults = 0
 
@@ -138,7 +138,7 @@ class PoolTierPort:
         return self._begin(chunks, [share.save(digests, places) for share in self._shares])
 
     def settle(self) -> None:
-        self._transfers = {transfer for transfer in self._transfers if not transfer.is_over()}
+        self._transfers = {transfer: None for transfer in self._transfers if not transfer.is_over()}
 
     def wait(self, timeout_s: float) -> None:
         """Waits until one of the transfers has come further, at most so long."""
@@ -199,7 +199,7 @@ class PoolTierPort:
         transfer: TierTransfer = ChunkedTransfer(chunks, num_blocks=num_blocks, begin_s=self.clock())
         if others:
             transfer = RankedTransfer([transfer, *others])
-        self._transfers.add(transfer)
+        self._transfers[transfer] = None
         return transfer
 
     def _break(self, verb: str, error: Exception) -> None:

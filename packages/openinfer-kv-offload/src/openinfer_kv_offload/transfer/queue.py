@@ -69,7 +69,7 @@ class TransferQueue:
         self._jobs: queue.PriorityQueue[tuple[Urgency, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()  # keeps the order of jobs of one urgency, which are not compared
         self._max_queued = options.max_queued
-        self._open: set[BlockTransfer] = set()
+        self._open: dict[BlockTransfer, None] = {}  # in order of submission, which is that of their ends in `close`
         self._lock = threading.Lock()
         self._is_closed = False
         self._threads = [
@@ -114,7 +114,7 @@ class TransferQueue:
 
         transfer = BlockTransfer(num_blocks, deadline_s=deadline_s, clock=self._clock, on_end=on_end)
         with self._lock:
-            self._open.add(transfer)
+            self._open[transfer] = None
         if refusal is None and num_blocks:
             refusal = self._enqueue(lambda: self._carry_out(job, transfer, release), urgency)
             if refusal is None:
@@ -199,6 +199,6 @@ class TransferQueue:
 
     def _on_end(self, transfer: BlockTransfer) -> None:
         with self._lock:
-            self._open.discard(transfer)
+            self._open.pop(transfer, None)
         if transfer.failure is not None:
             self._counters.count_failure(transfer.failure)

@@ -240,7 +240,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)
+    return datetime.fromtimestamp(time.time()).astimezone().strftime(pattern)
 
 
 def _to_json(

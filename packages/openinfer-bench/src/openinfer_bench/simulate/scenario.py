@@ -1,0 +1,324 @@
+"""A run: lives of the stack one after the other, clients, faults, and the checks of all of it.
+
+server's loop    Life: engine + HTTP server ──(engine dies)──► connections break ──► RESTART_S ──► the next Life
+clients' loop    waves of requests, each checked when it ends; between waves the stack must be found idle
+"""
+
+import asyncio
+import gc
+import hashlib
+import logging
+import random
+import threading
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from openinfer_bench.simulate.checks import AnswerChecks, Circumstances, TextOf, Violation
+from openinfer_bench.simulate.clients import HttpConnection
+from openinfer_bench.simulate.faults import Fault, FaultSchedule, disk_faults
+from openinfer_bench.simulate.stack import Engine, Server, SlowDisk, StackOptionsOfRun, folder_of
+from openinfer_bench.simulate.traffic import Ask, Traffic
+from openinfer_core.request import GenerateRequest
+from openinfer_core.testing.simulation.event_loop import VirtualEventLoop
+from openinfer_core.testing.simulation.world import World
+from openinfer_kv_cache.testing.tier_faults import FaultInjector
+from openinfer_server.options import ServerOptions
+
+RESTART_S = 3.0
+_IDLE_WAIT_S = 60.0  # what the last aborted requests and transfers get to end
+_COLLECT_S = 300.0
+_MOST_DESCRIPTORS = 64  # standard streams, the tokenizer's files, and the disk tier's 16 segments
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run, as JSON has it."""
+
+    hours: float = 1.0
+    wave_s: float = 60.0
+    """Virtual seconds from one wave of requests to the next."""
+    wave_requests: int = 28
+    faults_per_hour: float = 80.0
+    tiers: bool = True
+
+
+def main(world: World, **options: Any) -> dict[str, Any]:
+    """Runs a simulation and returns its report."""
+    logging.getLogger("openinfer").propagate = False  # what goes wrong is injected; what is wrong is raised
+    gc.disable()  # it would run at moments that differ between processes; `_collect` runs it at virtual ones
+    with ExitStack() as stack:
+        run = Run(world, msgspec.convert(options, RunOptions), stack)
+        return run.run()
+
+
+class Run:
+    """One run in a world."""
+
+    def __init__(self, world: World, options: RunOptions, stack: ExitStack) -> None:
+        self._world = world
+        self._options = options
+        size = StackOptionsOfRun()
+        self._stack_options = StackOptionsOfRun(
+            disk_folder=str(folder_of(stack)) if options.tiers else None,
+            host_blocks=size.host_blocks if options.tiers else 0,
+        )
+        self._server_options = ServerOptions(model_name=["simulated"])
+        self._tier_faults = FaultInjector()
+        self._disk = SlowDisk()
+        self._server_loop = VirtualEventLoop(world, callback_s=size.cpu.callback_s)
+        self._client_loop = VirtualEventLoop(world)
+        self._engine: Engine | None = None
+        self._server: Server | None = None
+        self._lives = 0
+        self._stopping = asyncio.Event()
+        self._ports = 40000
+        self._checks: AnswerChecks | None = None
+        self._outcomes: Counter[str] = Counter()
+        self._num_tokens = 0
+        self._latest_s = 0.0
+        self._steps = Counter[str]()
+        draw = random.Random(world.seed ^ 0x1F123BB5)  # noqa: S311 - no secrets here
+        self._traffic = Traffic(draw, max_model_tokens=size.max_model_tokens)
+        self._draw = random.Random(world.seed ^ 0x5851F42D)  # noqa: S311
+        self._faults = FaultSchedule(
+            self._draw,
+            {
+                Fault.ENGINE_DEATH: self._kill_engine,
+                Fault.RESTART: self._restart,
+                Fault.SLOW_GPU: self._slow_gpu,
+                Fault.SLOW_DISK: self._slow_disk,
+                Fault.DISK_ERROR: self._fail_disk,
+                Fault.CLOCK_STEP: self._step_clock,
+                Fault.STORM: lambda: self._begin_wave(120, within_s=0.1),
+                Fault.GARBAGE: self._send_garbage,
+            },
+        )
+        self._open: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Returns the report.
+
+        Raises:
+            Violation: an invariant does not hold. ConformanceError: a step read what it must not.
+        """
+        with asyncio.Runner(loop_factory=lambda: self._server_loop) as runner:
+            runner.run(self._serve())
+        return {
+            "seed": self._world.seed,
+            "digest": self._world.digest,
+            "virtual_hours": round(self._world.now_s / 3600, 3),
+            "requests": sum(self._outcomes.values()),
+            "outcomes": dict(sorted(self._outcomes.items())),
+            "tokens": self._num_tokens,
+            "faults": {str(fault): count for fault, count in sorted(self._faults.counts.items())},
+            "slowest_s": round(self._latest_s, 3),
+            "longest_turn_ms": round(self._server_loop.longest_turn_s * 1e3, 3),
+            "engine": dict(sorted(self._steps.items())),
+            "switches": self._world.num_switches,
+        }
+
+    # --- the stack ----------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        done = asyncio.Event()
+        clients = threading.Thread(target=lambda: self._run_clients(done), name="clients")
+        while not done.is_set():
+            await self._live(done, clients)
+            if not done.is_set():
+                await asyncio.sleep(RESTART_S)
+        clients.join()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _live(self, done: asyncio.Event, clients: threading.Thread) -> None:
+        """One life of engine and server: until the engine dies, or all is done."""
+        engine = Engine(self._world, self._stack_options, self._tier_faults, self._disk)
+        server = Server(self._world, engine, self._server_options, self._server_loop, self._stack_options.cpu)
+        checks = self._checks_of(server)
+        submit = engine.handle.submit
+
+        def noted(request: GenerateRequest) -> None:
+            checks.note(request)
+            submit(request)
+
+        engine.handle.submit = noted  # type: ignore[method-assign] # pyright: ignore[reportAttributeAccessIssue]
+        self._engine, self._server = engine, server
+        self._world.note("life", self._lives)
+        if not clients.is_alive():
+            clients.start()
+        self._stopping.clear()
+        ends = [asyncio.create_task(event.wait()) for event in (done, server.app.link_ended, self._stopping)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if self._stopping.is_set() and not server.has_ended:
+            await server.drain()
+        self._lives += 1
+        self._server = None
+        self._count(engine)
+        server.break_connections()
+        await server.stop()
+        await engine.handle.close()
+        self._engine = None
+        if engine.unexpected_death is not None:
+            raise Violation("the engine died of itself") from engine.unexpected_death
+
+    def _checks_of(self, server: Server) -> AnswerChecks:
+        if self._checks is None:
+            table = server.app.service.tokenizer.table
+            if table is None:
+                raise Violation("the tiny model's tokenizer has no table of bytes")
+            self._checks = AnswerChecks(TextOf(table.raw), max_model_tokens=self._stack_options.max_model_tokens)
+        return self._checks
+
+    def _count(self, engine: Engine) -> None:
+        stats = engine.loop.stats()
+        for name in ("steps", "prompt_tokens", "cached_tokens", "tier_tokens", "generated_tokens", "preemptions"):
+            self._steps[name] += getattr(stats, name)
+        for tier in stats.kv_tiers:
+            self._steps[f"{tier.tier}_loaded_blocks"] += tier.loaded_blocks
+            self._steps[f"{tier.tier}_saved_blocks"] += tier.saved_blocks
+            self._steps[f"{tier.tier}_hit_blocks"] += tier.hit_blocks
+            self._steps[f"{tier.tier}_missed_blocks"] += tier.missed_blocks
+            self._steps[f"{tier.tier}_evicted_blocks"] += tier.evicted_blocks
+            self._steps[f"{tier.tier}_corrupt_blocks"] += tier.corrupt_blocks
+            for reason, count in tier.failures.items():
+                if count:
+                    self._steps[f"{tier.tier}_{reason}"] += count
+
+    # --- clients ------------------------------------------------------------------------------------------
+
+    def _run_clients(self, done: asyncio.Event) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._client_loop) as runner:
+                runner.run(self._make_requests())
+        except BaseException as error:  # noqa: BLE001 -- told by the main task
+            self._failure = error
+        self._server_loop.call_soon_threadsafe(done.set)
+
+    async def _make_requests(self) -> None:
+        end_s = self._world.now_s + self._options.hours * 3600
+        next_collect_s = self._world.now_s + _COLLECT_S
+        while self._world.now_s < end_s:
+            wave_ends_s = self._world.now_s + self._options.wave_s
+            self._begin_wave(self._options.wave_requests)
+            await self._strike()
+            await asyncio.sleep(max(0.0, wave_ends_s - self._world.now_s))
+            await self._find_idle()
+            if self._world.now_s >= next_collect_s:
+                gc.collect()
+                next_collect_s = self._world.now_s + _COLLECT_S
+
+    async def _strike(self) -> None:
+        """Faults while the wave is under way: between waves they would meet nobody."""
+        left = self._options.faults_per_hour * self._options.wave_s / 3600
+        while self._draw.random() < left:
+            left -= 1
+            await asyncio.sleep(self._draw.expovariate(2.0))
+            self._world.note("fault", self._faults.strike())
+
+    def _begin_wave(self, num_requests: int, *, within_s: float = 0.5) -> None:
+        for _ in range(num_requests):
+            delay_s = self._draw.expovariate(1 / within_s)
+            task = asyncio.get_running_loop().create_task(self._ask(self._traffic.next(), delay_s))
+            self._open.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._open.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = self._failure or task.exception()
+
+    async def _ask(self, ask: Ask, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        server, engine = self._server, self._engine
+        if server is None or engine is None or server.has_ended or self._checks is None:
+            self._outcomes["refused"] += 1  # nobody listens: the process is being started again
+            return
+        self._ports = 1024 + (self._ports + 1) % 60000
+        connection = HttpConnection.open(server.connector(self._client_loop, self._ports), lambda: self._world.now_s)
+        answer = await connection.request("POST", ask.api, ask.encoded, manners=ask.manners)
+        connection.close()
+        # The requests of a dying engine are told first, then its server.
+        circumstances = Circumstances(
+            engine_died=engine.runner.failure is not None, is_draining=server.app.service.draining
+        )
+        outcome = self._checks.check(ask, answer, circumstances)
+        self._outcomes[outcome] += 1
+        self._num_tokens += len(answer.event_times_s) if ask.is_stream else 0
+        self._latest_s = max(self._latest_s, answer.ended_s - answer.sent_s)
+        content = hashlib.blake2b(bytes(answer.body), digest_size=6).hexdigest()
+        self._world.note("answer", ask.number, outcome, answer.status, content)
+
+    async def _find_idle(self) -> None:
+        """After a wave: everything that was asked is answered, and nothing of it is left behind."""
+        if self._open:
+            await asyncio.wait(self._open, timeout=_IDLE_WAIT_S)
+        if self._failure is not None:
+            raise self._failure
+        if self._open:
+            return  # a slow reader, or a storm; the next wave finds it
+        engine, server = self._engine, self._server
+        until_s = self._world.now_s + _IDLE_WAIT_S
+        while engine is not None and engine is self._engine and self._world.now_s < until_s:
+            if not engine.loop.busy and server is not None and not server.app.service.link.num_open:
+                engine.check_is_idle()
+                self._check_descriptors()
+                return
+            await asyncio.sleep(0.05)
+        if engine is not None and engine is self._engine:
+            raise Violation(f"nothing is asked for {_IDLE_WAIT_S:g} s, and the engine is busy: {engine.loop.stats()}")
+
+    def _check_descriptors(self) -> None:
+        """Files of the disk tier are the only ones that come and go."""
+        num_open = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
+        if num_open > _MOST_DESCRIPTORS:
+            raise Violation(f"{num_open} descriptors are open, with no request and no connection")
+
+    # --- faults -------------------------------------------------------------------------------------------
+
+    def _kill_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.runner.die()
+
+    def _restart(self) -> None:
+        self._server_loop.call_at_from_outside(self._world.now_s, self._stopping.set)
+
+    def _slow_gpu(self) -> None:
+        engine = self._engine
+        if engine is not None:
+            engine.runner.slowness = 20.0
+            self._client_loop.call_later(2.0, setattr, engine.runner, "slowness", 1.0)
+
+    def _slow_disk(self) -> None:
+        self._disk.extra_s = self._draw.choice((0.01, 0.3, 3.0))
+        self._client_loop.call_later(10.0, setattr, self._disk, "extra_s", 0.0)
+
+    def _fail_disk(self) -> None:
+        self._tier_faults.on_next_reads(*disk_faults(self._draw))
+        self._tier_faults.on_next_writes(*disk_faults(self._draw))
+
+    def _step_clock(self) -> None:
+        self._world.wall_offset_s += self._draw.choice((-3600.0, -1.0, 1.0, 86400.0))
+
+    def _send_garbage(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._be_garbage())
+        self._open.add(task)
+        task.add_done_callback(self._ended)
+
+    async def _be_garbage(self) -> None:
+        server = self._server
+        if server is None:
+            return
+        self._ports = 1024 + (self._ports + 1) % 60000
+        connection = HttpConnection.open(server.connector(self._client_loop, self._ports), lambda: self._world.now_s)
+        body = self._draw.choice((b"{", b"\xff\xfe", b'{"token_ids": [1e400]}', b"[" * 5000, b'{"prompt": null}'))
+        path = self._draw.choice(("/inference/v1/generate", "/v1/completions", "/v1/nothing", "/v1/chat/completions"))
+        answer = await connection.request("POST", path, body)
+        connection.close()
+        if self._server is server and not server.has_ended and answer.status not in (400, 404, 429, 503):
+            raise Violation(f"{body[:40]!r} to {path} was answered with {answer.status}")

@@ -1,0 +1,227 @@
+"""Mistakes in every layer of the stack, which the simulator must find; `main` is a scenario with one of them."""
+
+# ruff: noqa: SLF001 - a mutant changes what is private
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from openinfer_bench.simulate import scenario
+from openinfer_core.testing.simulation.world import World
+
+MUTANTS: dict[str, Callable[[World], None]] = {}
+
+
+def mutant(function: Callable[[World], None]) -> Callable[[World], None]:
+    MUTANTS[function.__name__] = function
+    return function
+
+
+def main(world: World, *, mutant: str, **options: Any) -> dict[str, Any]:
+    MUTANTS[mutant](world)
+    return scenario.main(world, **options)
+
+
+@mutant
+def lost_wake_up(world: World) -> None:
+    """Now and then nobody wakes the task that reads the engine's events."""
+    from openinfer_core.process.mailbox import Mailbox
+
+    wake = Mailbox._wake
+
+    def forgetful(self: Mailbox) -> None:
+        if world.random.random() > 0.05:
+            wake(self)
+
+    Mailbox._wake = forgetful  # type: ignore[method-assign]
+
+
+@mutant
+def ignored_deadline(world: World) -> None:
+    from openinfer_core.process.deadlines import Deadlines
+
+    def none_is_late(self: Deadlines, now_s: float, open_requests: Any) -> Iterator[Any]:
+        return iter(())
+
+    Deadlines.take_late = none_is_late  # type: ignore[method-assign]
+
+
+@mutant
+def usage_without_stop_token(world: World) -> None:
+    from openinfer_core import ledger
+
+    settle = ledger._settle
+
+    def short(event: Any, account: Any) -> Any:
+        import msgspec
+
+        settled = settle(event, account)
+        return msgspec.structs.replace(settled, completion_tokens=account.completion_tokens)
+
+    ledger._settle = short
+
+
+@mutant
+def torn_stream(world: World) -> None:
+    """What was held back for a slow reader is lost when it reads on."""
+    from openinfer_server.http.writers import DirectWriter
+
+    resume = DirectWriter.resume
+
+    def torn(self: DirectWriter) -> None:
+        self._held.clear()
+        resume(self)
+
+    DirectWriter.resume = torn  # type: ignore[method-assign]
+
+
+@mutant
+def another_streams_tokens(world: World) -> None:
+    """Two streams of one wake-up are exchanged, seldom."""
+    from openinfer_core.events import Tokens
+    from openinfer_server.output.engine_link import EngineLink
+
+    dispatch = EngineLink.dispatch
+
+    def mixed(self: EngineLink, events: list[Any]) -> None:
+        tokens = [index for index, event in enumerate(events) if type(event) is Tokens]
+        if len(tokens) > 1 and world.random.random() < 0.01:
+            import msgspec
+
+            first, second = events[tokens[0]], events[tokens[1]]
+            events = [*events]
+            events[tokens[0]] = msgspec.structs.replace(first, token_ids=second.token_ids)
+        dispatch(self, events)
+
+    EngineLink.dispatch = mixed  # type: ignore[method-assign]
+
+
+@mutant
+def leaked_block(world: World) -> None:
+    from openinfer_kv_cache.blocks import BlockPool
+
+    release = BlockPool.release
+
+    def leaky(self: BlockPool, block_ids: Any) -> None:
+        release(self, block_ids[1:] if len(block_ids) > 8 and world.random.random() < 0.02 else block_ids)
+
+    BlockPool.release = leaky  # type: ignore[method-assign]
+
+
+@mutant
+def forgotten_salt(world: World) -> None:
+    from openinfer_kv_cache.digest import PrefixHasher
+
+    root = PrefixHasher.root
+
+    def unsalted(self: Any, **names: Any) -> Any:
+        return root(self, **{**names, "cache_salt": None})
+
+    PrefixHasher.root = unsalted  # type: ignore[method-assign]
+
+
+@mutant
+def block_sealed_early(world: World) -> None:
+    """A block can be found before its last token is computed."""
+    from openinfer_kv_cache.sequence import BlockSequence
+
+    seal = BlockSequence.seal
+
+    def early(self: BlockSequence, num_computed_tokens: int) -> Any:
+        return seal(self, min(num_computed_tokens + 4, self.capacity_tokens))
+
+    BlockSequence.seal = early  # type: ignore[method-assign]
+
+
+@mutant
+def landing_after_its_end(world: World) -> None:
+    """A transfer that was cancelled or came too late still writes to blocks that others have by now."""
+    from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
+
+    @contextlib.contextmanager
+    def touching(self: BlockTransfer) -> Iterator[None]:
+        yield
+
+    BlockTransfer.touching = touching  # type: ignore[method-assign]
+
+
+@mutant
+def unchecked_checksum(world: World) -> None:
+    from openinfer_kv_offload.format.checksum import BlockChecksum
+
+    BlockChecksum.is_intact = lambda self, *what: True  # type: ignore[method-assign]
+
+
+@mutant
+def wrong_place_of_a_load(world: World) -> None:
+    """The second block of a load goes where the third belongs."""
+    from openinfer_engine.kv_tiers.port import PoolTierPort
+
+    memory = PoolTierPort._memory
+
+    def exchanged(self: PoolTierPort, places: Any) -> Any:
+        places = list(places)
+        if len(places) > 3:
+            places[1], places[2] = places[2], places[1]
+        return memory(self, places)
+
+    load = PoolTierPort.load
+
+    def loaded(self: PoolTierPort, found: Any, places: Any) -> Any:
+        PoolTierPort._memory = exchanged  # type: ignore[method-assign]
+        with contextlib.ExitStack() as undo:
+            undo.callback(setattr, PoolTierPort, "_memory", memory)
+            return load(self, found, places)
+
+    PoolTierPort.load = loaded  # type: ignore[method-assign]
+
+
+@mutant
+def leaked_descriptor(world: World) -> None:
+    from openinfer_kv_offload.disk.segment import Segment
+
+    Segment.close_unused = lambda self: None  # type: ignore[method-assign]
+
+
+@mutant
+def preempted_for_ever(world: World) -> None:
+    """What was preempted is not admitted again."""
+    from openinfer_engine.scheduler.run_queue import RunQueue
+
+    step_back = RunQueue._step_back
+
+    def away(self: Any, sequence: Any) -> None:
+        step_back(self, sequence)
+        if world.random.random() < 0.2:
+            self.preempted.remove(sequence)
+
+    RunQueue._step_back = away  # type: ignore[method-assign]
+
+
+@mutant
+def impatient_drain(world: World) -> None:
+    """A server that is asked to end tells those who wait that it has."""
+    from openinfer_core.events import FailureKind
+    from openinfer_server.output.engine_link import EngineLink
+
+    drained = EngineLink.drained
+
+    async def at_once(self: EngineLink) -> None:
+        self.fail_all(FailureKind.SHUTDOWN, "the server is shutting down")
+        await drained(self)
+
+    EngineLink.drained = at_once  # type: ignore[method-assign]
+
+
+@mutant
+def two_terminal_events(world: World) -> None:
+    """The ledger lets a second end pass, and the loop tells some twice."""
+    from openinfer_core.events import Finished
+    from openinfer_core.process.local import InProcessEngine
+
+    deliver = InProcessEngine._deliver
+
+    def twice(self: InProcessEngine, events: list[Any]) -> None:
+        deliver(self, [*events, *(event for event in events if type(event) is Finished)])
+
+    InProcessEngine._deliver = twice  # type: ignore[method-assign]

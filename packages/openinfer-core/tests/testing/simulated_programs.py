@@ -1,0 +1,215 @@
+"""Programs that run in a world; see test_simulation.py."""
+
+import asyncio
+import os
+import queue
+import secrets
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from openinfer_core.testing.simulation.event_loop import VirtualEventLoop
+from openinfer_core.testing.simulation.network import connect
+from openinfer_core.testing.simulation.world import World
+
+
+def producers(world: World, *, count: int) -> dict[str, Any]:
+    items: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def produce(producer: int) -> None:
+        for item in range(count):
+            time.sleep(0.01)
+            items.put((producer, item))
+
+    threads = [threading.Thread(target=produce, args=(producer,)) for producer in range(3)]
+    for thread in threads:
+        thread.start()
+    got = [items.get() for _ in range(3 * count)]
+    for thread in threads:
+        thread.join()
+    return {"items": got, "now_s": world.now_s}
+
+
+def locks(world: World) -> dict[str, Any]:
+    lock, counted = threading.Lock(), [0]
+
+    def count() -> None:
+        for _ in range(100):
+            with lock:
+                before = counted[0]
+                time.sleep(0.001)
+                counted[0] = before + 1
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    began_s = world.now_s
+    with lock:
+        timed_out = not lock.acquire(timeout=2.5)
+    condition = threading.Condition()  # an RLock's
+    with condition, condition:
+        condition.notify_all()
+    return {
+        "sum": counted[0],
+        "timed_out": timed_out,
+        "waited_s": round(world.now_s - began_s, 6),
+        "reentrant": condition.acquire(blocking=False),
+    }
+
+
+def loops(world: World) -> dict[str, Any]:
+    heard: list[str] = []
+    closed: list[bool] = []
+    other = VirtualEventLoop(world)
+
+    async def numbers() -> Any:
+        try:
+            yield 1
+            yield 2
+        finally:
+            closed.append(True)
+
+    async def listen(asked: "asyncio.Future[None]", answer: Any) -> None:
+        await asked
+        heard.append("ping")
+        answer()
+
+    async def main() -> list[float]:
+        loop = asyncio.get_running_loop()
+        answered = asyncio.Event()
+        asked = other.create_future()
+        thread = threading.Thread(
+            target=lambda: other.run_until_complete(listen(asked, lambda: loop.call_soon_threadsafe(answered.set)))
+        )
+        thread.start()
+        other.call_soon_threadsafe(asked.set_result, None)
+        await answered.wait()
+        heard.append("pong")
+        async for _ in numbers():
+            break
+        pool = ThreadPoolExecutor(2)
+
+        def work() -> float:
+            time.sleep(5)
+            return time.monotonic()
+
+        async def job(number: int) -> float:
+            await asyncio.sleep(0.1 * number)
+            return await loop.run_in_executor(pool, work)
+
+        began_s = world.now_s
+        return [round(end - began_s, 6) for end in await asyncio.gather(*map(job, range(4)))]
+
+    with asyncio.Runner(loop_factory=lambda: VirtualEventLoop(world)) as runner:
+        ends = runner.run(main())
+    return {"executor_ends_s": ends, "heard": heard, "generator_closed": closed == [True]}
+
+
+class _Side(asyncio.Protocol):
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.said: list[str] = []
+        self.transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append(data)
+
+    def pause_writing(self) -> None:
+        self.said.append("pause")
+
+    def resume_writing(self) -> None:
+        self.said.append("resume")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.said.append("lost")
+
+
+def connection(world: World) -> dict[str, Any]:
+    client, server = _Side(), _Side()
+    sent = bytes(range(256)) * 1000
+
+    async def main() -> None:
+        loop: Any = asyncio.get_running_loop()
+        connect(
+            world,
+            client_loop=loop,
+            client=client,
+            server_loop=loop,
+            make_server=lambda: server,
+            delay_s=0.001,
+            client_address=("127.0.0.1", 5000),
+            server_address=("127.0.0.1", 80),
+        )
+        await asyncio.sleep(0.1)
+        client.transport.pause_reading()
+        server.transport.write(sent[:100_000])
+        await asyncio.sleep(1)
+        held = len(b"".join(client.pieces))
+        assert held < 100_000
+        client.transport.resume_reading()
+        await asyncio.sleep(1)
+        server.transport.write(sent[100_000:])
+        server.transport.close()
+        await asyncio.sleep(5)
+
+    with asyncio.Runner(loop_factory=lambda: VirtualEventLoop(world)) as runner:
+        runner.run(main())
+    return {
+        "intact": b"".join(client.pieces) == sent,
+        "num_pieces": len(client.pieces),
+        "paused": "pause" in server.said,
+        "resumed": "resume" in server.said,
+        "lost_on_both_sides": client.said[-1:] == ["lost"] and server.said[-1:] == ["lost"],
+    }
+
+
+def entropy(world: World) -> list[str]:
+    del world
+    return [os.urandom(8).hex(), secrets.token_hex(4), str(uuid.uuid4())]
+
+
+def clocks(world: World) -> dict[str, float]:
+    began_s, wall_s = time.monotonic(), time.time()
+    time.sleep(86400)
+    slept_s = time.monotonic() - began_s
+    world.wall_offset_s += 3600
+    return {"slept_s": slept_s, "wall_step_s": round(time.time() - wall_s - slept_s, 3)}
+
+
+def deadlock(world: World) -> None:
+    del world
+    a, b = threading.Lock(), threading.Lock()
+
+    def take(first: Any, second: Any) -> None:
+        with first:
+            time.sleep(1)
+            with second:
+                pass
+
+    threads = [
+        threading.Thread(target=take, args=(a, b), name="waits-for-b"),
+        threading.Thread(target=take, args=(b, a), name="waits-for-a"),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def failing_thread(world: World) -> dict[str, bool]:
+    del world
+
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    return {"alive": thread.is_alive(), "goes_on": True}

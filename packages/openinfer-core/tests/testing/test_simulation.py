@@ -1,0 +1,71 @@
+"""A world: threads, locks, queues, executors, event loops and connections in virtual time, the same for a seed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openinfer_core.testing.simulation.child import run_in_child
+
+HERE = Path(__file__).parent
+
+
+def run(function: str, *, seed: int = 1, hash_seed: int = 1, fails: bool = False, **arguments: Any) -> Any:
+    with run_in_child(f"simulated_programs:{function}", seed=seed, arguments=arguments, hash_seed=hash_seed) as process:
+        output, _ = process.communicate()
+    assert process.returncode == int(fails), output
+    return output if fails else json.loads(output.splitlines()[-1])
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+
+def test_threads_wait_in_virtual_time_and_share_a_queue() -> None:
+    said = run("producers", count=4)
+    assert sorted(map(tuple, said["items"])) == [(producer, item) for producer in range(3) for item in range(4)]
+    assert said["now_s"] == pytest.approx(0.04)
+
+
+def test_a_seed_is_an_order_and_another_seed_another() -> None:
+    runs = [run("producers", seed=seed, hash_seed=hash_seed, count=20) for seed, hash_seed in ((1, 1), (1, 2), (2, 1))]
+    assert runs[0] == runs[1]
+    assert runs[0]["items"] != runs[2]["items"]
+
+
+def test_locks_exclude_and_time_out() -> None:
+    assert run("locks") == {"sum": 400, "timed_out": True, "waited_s": 2.5, "reentrant": True}
+
+
+def test_event_loops_run_executors_and_wake_each_other() -> None:
+    said = run("loops")
+    assert said["executor_ends_s"] == [5.0, 5.1, 10.0, 10.1]  # two threads, four jobs of five seconds
+    assert said["heard"] == ["ping", "pong"]
+    assert said["generator_closed"]
+
+
+def test_bytes_arrive_in_order_in_pieces_and_a_slow_reader_holds_the_writer_up() -> None:
+    said = run("connection")
+    assert said["intact"]
+    assert said["num_pieces"] > 1
+    assert said["paused"]
+    assert said["resumed"]
+    assert said["lost_on_both_sides"]
+
+
+def test_entropy_and_clocks_are_the_worlds() -> None:
+    assert run("entropy") == run("entropy", hash_seed=7)
+    assert run("entropy") != run("entropy", seed=2)
+    assert run("clocks") == {"slept_s": 86400.0, "wall_step_s": 3600.0}
+
+
+def test_tasks_that_wait_for_each_other_are_told() -> None:
+    output = run("deadlock", fails=True)
+    assert "Stuck: no task can go on" in output
+    assert "--- waits-for-b" in output
+
+
+def test_an_exception_of_a_thread_ends_the_thread_alone() -> None:
+    assert run("failing_thread") == {"alive": False, "goes_on": True}
