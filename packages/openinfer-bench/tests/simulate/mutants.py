@@ -24,7 +24,7 @@ def main(world: World, *, mutant: str, **options: Any) -> dict[str, Any]:
 
 @mutant
 def lost_wake_up(world: World) -> None:
-    """Now and then nobody wakes the task that reads the engine's events."""
+    """Now and then the task that reads the engine's events is not woken."""
     from openinfer_core.process.mailbox import Mailbox
 
     wake = Mailbox._wake

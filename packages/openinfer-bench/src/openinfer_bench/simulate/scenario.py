@@ -214,7 +214,7 @@ class Run:
                 next_collect_s = self._world.now_s + _COLLECT_S
 
     async def _strike(self) -> None:
-        """Faults while the wave is under way: between waves they would meet nobody."""
+        """Faults while the wave is under way: between waves no request would meet them."""
         left = self._options.faults_per_hour * self._options.wave_s / 3600
         while self._draw.random() < left:
             left -= 1
@@ -237,7 +237,7 @@ class Run:
         await asyncio.sleep(delay_s)
         server, engine = self._server, self._engine
         if server is None or engine is None or server.has_ended or self._checks is None:
-            self._outcomes["refused"] += 1  # nobody listens: the process is being started again
+            self._outcomes["refused"] += 1  # nothing listens: the process is being started again
             return
         self._ports = 1024 + (self._ports + 1) % 60000
         connection = HttpConnection.open(server.connector(self._client_loop, self._ports), lambda: self._world.now_s)

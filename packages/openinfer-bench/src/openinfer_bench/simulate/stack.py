@@ -15,6 +15,7 @@ from typing import Any, cast
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from openinfer.models import find_model_dir
 from openinfer_bench.simulate.clients import Connect
 from openinfer_bench.simulate.device import GpuLost, SimulatedRunner, StepTimes, layout_of
 from openinfer_core.engine import EngineInfo
@@ -41,7 +42,6 @@ from openinfer_kv_offload.transfer.queue import QueueOptions
 from openinfer_server.app import App, load_app
 from openinfer_server.http.protocol import bounded_protocol
 from openinfer_server.options import ServerOptions
-from openinfer_tiny_model import model_dir
 
 SERVER_ADDRESS = ("127.0.0.1", 8000)
 _NUM_TOKEN_IDS = 2048  # of the tiny model's tokenizer; the fake model says the first 64 alone
@@ -165,7 +165,7 @@ class Engine:
 
     @property
     def unexpected_death(self) -> BaseException | None:
-        """What ended the engine, if nobody made it end."""
+        """What ended the engine, unless it was made to end."""
         died = self.handle._host.died  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - the host tells clients less
         return None if isinstance(died, GpuLost) else died
 
@@ -216,7 +216,7 @@ class Server:
     ) -> None:
         self._world = world
         self._loop = loop
-        self.app: App = load_app(engine.handle, model_dir(), options)
+        self.app: App = load_app(engine.handle, find_model_dir("tiny"), options)
         self._charge_for_encoding(cpu)
         self._protocol = _charged(bounded_protocol(options), world, cpu)
         self._config = Config(

@@ -127,7 +127,7 @@ class World:
         return task
 
     def park(self, timeout_s: float | None = None) -> bool:
-        """Lets others run until somebody wakes the running task, or the time is over; returns whether it was woken."""
+        """Lets others run until one of them wakes the running task, or time is over; returns whether it was woken."""
         task = self._require_current()
         task.is_parked, task.was_woken = True, False
         task.ticket += 1
@@ -144,7 +144,7 @@ class World:
             self._ready.append(task)
 
     def sleep(self, duration_s: float) -> None:
-        """The running task does nothing for so long, which nobody cuts short."""
+        """The running task does nothing for so long; nothing cuts it short."""
         due_s = self.now_s + duration_s
         self.park(duration_s)
         while self.now_s < due_s:
