@@ -12,6 +12,7 @@ from openinfer_core.events import FailureKind, FinishReason
 from openinfer_engine.guard import FaultKind
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.metrics_page import metrics_page
+from openinfer_server.observability.metrics_snapshot import BudgetUse
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/openinfer.json").read_text(encoding="utf-8"))
@@ -28,6 +29,9 @@ INFO = EngineInfo(
 )
 
 
+BUDGET = BudgetUse(budget="requests", used=1, limit=2, refused=0)
+
+
 def page() -> str:
     metrics = ServerMetrics(max_model_tokens=INFO.max_model_tokens)
     metrics.responses["/v1/completions", 200] += 1
@@ -37,7 +41,7 @@ def page() -> str:
         slow_call=SlowCall(plugin="p", call="plan", age_s=2.0),
         spec_decode_num_accepted_tokens_per_pos=(0,),
     )
-    return metrics_page(metrics, INFO, stats, model_name="m", open_requests=0).decode()
+    return metrics_page(metrics, INFO, stats, model_name="m", open_requests=0, budgets=[BUDGET]).decode()
 
 
 def exposed() -> dict[str, tuple[str, frozenset[str]]]:

@@ -13,9 +13,8 @@ from openinfer_core.engine import EngineHandle
 from openinfer_core.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from openinfer_server.builtin import BUILTIN
 from openinfer_server.chat.template import ChatTemplate
-from openinfer_server.http.access import Access
+from openinfer_server.http.access import Access, Level
 from openinfer_server.http.api_errors import ApiError, internal
-from openinfer_server.http.body_budget import BodyBudget
 from openinfer_server.http.openapi import document_route
 from openinfer_server.http.origins import Headers, Origins
 from openinfer_server.http.request import HttpRequest
@@ -23,6 +22,7 @@ from openinfer_server.http.router import Router
 from openinfer_server.http.routes import Endpoints, Route
 from openinfer_server.http.writers import ClientDisconnected, Receive, Scope, Send
 from openinfer_server.limits.admission import AdmissionControl
+from openinfer_server.limits.budgets import Budgets
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.request_log import RequestLog, log_stats
 from openinfer_server.observability.tracing import Tracing
@@ -47,7 +47,6 @@ class App:
         self.link_ended = asyncio.Event()  # set when the engine has ended
         self._link_task: asyncio.Task[None] | None = None
         self._stats_task: asyncio.Task[None] | None = None
-        self._body_budget = BodyBudget(service.options.max_open_body_bytes)
         self._origins = Origins(service.options, service.access)
         routes = [route for api in (*BUILTIN, *endpoints) for route in api(service)]
         self.router = Router([*routes, document_route(routes, asks_for_keys=service.access.asks_for_keys)])
@@ -56,7 +55,7 @@ class App:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
-            http_request = HttpRequest(scope, receive, send, self.service.options, self._body_budget)
+            http_request = HttpRequest(scope, receive, send, self.service.options, self.service.budgets.body_bytes)
             try:
                 await self._serve(http_request)
             finally:
@@ -99,7 +98,7 @@ class App:
             route, http_request.parameters = match.route.path, match.parameters
             http_request.error_form = match.route.error_form
             http_request.tenant = self._admit(http_request, match.route)
-            await match.route.handler(http_request)
+            await self._handle(http_request, match.route)
         except ApiError as error:
             await http_request.send_error(error)
         except ClientDisconnected:
@@ -119,6 +118,13 @@ class App:
                 tracing.end(trace, http_request, route)
             self.service.metrics.responses[route, http_request.status] += 1
             log.end(http_request, route)
+
+    async def _handle(self, http_request: HttpRequest, route: Route) -> None:
+        if route.level is Level.PUBLIC:  # probes are answered however many requests there are
+            await route.handler(http_request)
+            return
+        with self.service.budgets.request(http_request.owner):
+            await route.handler(http_request)
 
     def _preflight(self, http_request: HttpRequest) -> Headers | None:
         """What answers a browser's question whether a page may ask; None for every other request."""
@@ -171,7 +177,17 @@ def build_app(
     admission = AdmissionControl(max_requests=max(1, handle.info.max_waiting), max_tokens=options.max_queued_tokens)
     link = EngineLink(handle, metrics, admission=admission)
     access = Access.load(options.api_keys_file)
-    service = Service(options, link, metrics, tokenizer, template, parsers, access, sampling_defaults=sampling_defaults)
+    service = Service(
+        options,
+        link,
+        metrics,
+        tokenizer,
+        template,
+        Budgets.of(options),
+        parsers,
+        access,
+        sampling_defaults=sampling_defaults,
+    )
     if options.otlp_traces_endpoint:
         service.link.tracing = Tracing(options.otlp_traces_endpoint, model_name=service.model_names[0])
     return App(service, endpoints=endpoints)

@@ -4,6 +4,7 @@
     └── ServerError             the server cannot start
         ├── CannotListen        the address is in use or not ours
         ├── ConflictingRoutes   two endpoints offer one method and path
+        ├── TooManyConnections  the system allows fewer open files than the connections that were asked for
         ├── UnusableCertificate the certificate cannot be read
         ├── UnusableKeys        the key file cannot be read, or a key in it is malformed
         ├── UnusableParser      no tool or reasoning parser can be chosen, or the one chosen is none
@@ -26,6 +27,10 @@ class CannotListen(ServerError):
 
 class ConflictingRoutes(ServerError):
     """Two endpoints offer the same method and path."""
+
+
+class TooManyConnections(ServerError):
+    """There are fewer descriptors than `max_connections` needs."""
 
 
 class UnusableCertificate(ServerError):

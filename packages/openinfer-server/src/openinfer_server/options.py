@@ -90,8 +90,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Prompt and `max_tokens` of every choice of one request: the room in the KV cache that it may come to need."""
     max_queued_tokens: int = 2**23
     """Prompt tokens of all requests in the engine's queue; one that would exceed it is refused with 429."""
-    max_connections: int = 4096
-    """Further ones are answered with 503 and closed."""
+    max_connections: int | None = None
+    """Connections with a request, which further ones are refused beside with 503; idle ones make room. By default as
+    many as the limit of open files (ulimit -n) leaves room for, up to 4096; more than that is refused at the start."""
     max_logprob_entries: int = 2**20
     """(tokens + prompt tokens if echoed) x (alternatives + 1) of one request."""
     max_stored_responses: int = 1024
@@ -121,7 +122,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not 0 <= self.port <= 65535:
             raise InvalidRequest(f"port is {self.port}; it must be between 0 and 65535", field="port")
         for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
+            value: float | None = getattr(self, name)
+            if value is not None and value < 1:
                 raise InvalidRequest(f"{name} must be at least 1", field=name)
         for name in _SECONDS:
             if not 0 < getattr(self, name) <= 86400:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 
@@ -29,10 +30,13 @@ from openinfer_core.process.resident import settle_memory
 from openinfer_core.process.timeline import Timeline
 from openinfer_server.app import App, app_of, load_app
 from openinfer_server.errors import CannotListen, ServerError
+from openinfer_server.http.acceptor import Acceptor
 from openinfer_server.http.access import Access
+from openinfer_server.http.connections import ConnectionTable, Slot
 from openinfer_server.http.origins import LOOPBACK
-from openinfer_server.http.protocol import bounded_protocol
+from openinfer_server.http.protocol import BoundedProtocol, bounded_protocol
 from openinfer_server.http.tls import tls_context
+from openinfer_server.limits.descriptors import DescriptorBudget
 from openinfer_server.options import EventLoop, ServerOptions
 from openinfer_server.text.model_text import ModelText
 from openinfer_server.workers.group import WorkerGroup, can_share_ports
@@ -89,6 +93,7 @@ def run_starting(
     async def start_and_serve() -> int:
         Access.load(options.api_keys_file)  # what is wrong with these is said before an engine is started
         tls_context(options)
+        DescriptorBudget.of_this_process(options).connections(options.max_connections)
         with listen(options) as listener:
             engine = launch if isinstance(launch, EarlyLaunch) else EarlyLaunch(launch)
             try:
@@ -164,16 +169,26 @@ async def serve_app(
     """Serves an application on a bound socket; see `serve`."""
     stopping = stop or asyncio.Event()
     url = _url(listener, options)
+    budget = DescriptorBudget.of_this_process(options)
+    num_connections = budget.connections(options.max_connections)
+    budgets = app.service.budgets
+    budgets.bound_connections(num_connections)
     config = _config(app, options, protocol or bounded_protocol(options))
 
     def started() -> None:
         if options.host not in LOOPBACK and not app.service.access.asks_for_keys:
             logger.warning("every client that reaches %s may use the model: no --api-keys-file is given", options.host)
-        logger.info("serving %s on %s", ", ".join(app.service.model_names), url)
+        logger.info(
+            "serving %s on %s, %d connections at a time (%d open files)",
+            ", ".join(app.service.model_names),
+            url,
+            num_connections,
+            budget.limit,
+        )
         if on_ready is not None:
             on_ready(url)
 
-    server = _Server(config, started)
+    server = _Server(config, budgets.connections, started, handshake_timeout_s=options.head_timeout_s)
     with _signals(stopping):
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="openinfer-http")
         await _until_end(app, serving, stopping, group)
@@ -215,11 +230,20 @@ async def _drain(app: App, server: "_Server", serving: "asyncio.Task[None]", opt
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handling, which ends the process by the signal itself."""
+    """uvicorn's server without its signal handling, which ends the process by the signal itself, and accepting."""
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        connections: ConnectionTable,
+        on_started: Callable[[], None],
+        *,
+        handshake_timeout_s: float,
+    ) -> None:
         super().__init__(config)
+        self._connections = connections
         self._on_started = on_started
+        self._handshake_timeout_s = handshake_timeout_s
 
     def drain(self, timeout_s: float) -> None:
         """Stops listening and ends within so many seconds."""
@@ -227,8 +251,29 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
+        acceptors = [self._acceptor(listener) for listener in sockets or ()]
+        self.servers = cast("list[asyncio.Server]", acceptors)  # closed, and waited for, as asyncio's own
+        for acceptor in acceptors:
+            acceptor.start()
         self._on_started()
+
+    def _acceptor(self, listener: socket.socket) -> Acceptor:
+        make: Any = self.config.http_protocol_class
+
+        def protocol_of(slot: Slot) -> asyncio.Protocol:
+            protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+            if isinstance(protocol, BoundedProtocol):
+                protocol.slot = slot
+            return protocol
+
+        return Acceptor(
+            listener,
+            self._connections,
+            protocol_of,
+            context=self.config.ssl,
+            handshake_timeout_s=self._handshake_timeout_s,
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -248,7 +293,6 @@ def _config(app: App, options: ServerOptions, protocol: type[asyncio.Protocol]) 
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=_BACKLOG,
         timeout_keep_alive=options.keep_alive_s,
         ssl_context_factory=None if context is None else lambda config, default: context,
     )

@@ -8,6 +8,7 @@ from openinfer_core.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.http.access import Access
 from openinfer_server.http.api_errors import ApiError, shutting_down
+from openinfer_server.limits.budgets import Budgets
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
 from openinfer_server.options import ServerOptions
@@ -30,6 +31,7 @@ class Service:
     metrics: ServerMetrics
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    budgets: Budgets
     parsers: ModelParsers = field(default_factory=ModelParsers)
     access: Access = field(default_factory=lambda: Access(None))
     peers: Peers = field(default_factory=NoPeers)
@@ -38,7 +40,7 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
 
     def snapshot(self) -> MetricsSnapshot:
-        return MetricsSnapshot.of(self.metrics, open_requests=self.link.num_open)
+        return MetricsSnapshot.of(self.metrics, open_requests=self.link.num_open, budgets=self.budgets.uses())
 
     @property
     def info(self) -> EngineInfo:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from openinfer_server import ServerOptions
-from openinfer_server.http.protocol import bounded_protocol
+from openinfer_server.limits.descriptors import NEWCOMERS
 from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until
 
 BODY = b'{"prompt": "stone", "max_tokens": 3}'
@@ -226,9 +226,11 @@ def test_connections_beyond_the_bound_are_503_while_all_others_ask(start, info):
         for connection in (first, second):
             connection.sendall(request())
         wait_until(lambda: len(server.engine.submitted) == 2, "two requests")
-        refusal = talk(server)
+        refusal = talk(server, request(), wait_for_close=False)
         assert status(refusal) == 503
         assert b"retry-after" in refusal
+        for path in (b"/health", b"/metrics"):
+            assert status(talk(server, request(b"", path=path, method=b"GET"), wait_for_close=False)) == 200
         parrot.go()
         for connection in (first, second):
             assert status(read_response(connection)) == 200
@@ -240,18 +242,16 @@ def test_connection_that_asks_nothing_for_longest_makes_room(start, info):
     """Slow and silent connections can drive out each other, never a request that comes at once."""
     server = start(ParrotLoop(info), ServerOptions(port=0, max_connections=3))
     with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_connection(server.address, timeout=DEADLINE_S)) for _ in range(3)]
+        num_silent = 3 + NEWCOMERS
+        silent = [
+            stack.enter_context(socket.create_connection(server.address, timeout=DEADLINE_S)) for _ in range(num_silent)
+        ]
         silent[0].sendall(b"POST /v1/completions HTTP/1.1\r\nhost: loc")
-        wait_until(lambda: len(server.connections) == 3, "three connections")
+        wait_until(lambda: len(server.connections) == num_silent, "all connections")
         for _ in range(3):
             assert status(talk(server, request(b"", path=b"/health", method=b"GET"), wait_for_close=False)) == 200
         with contextlib.suppress(ConnectionResetError):
             assert silent[0].recv(1) == b""
-
-
-def test_servers_of_one_process_do_not_close_each_others_connections():
-    one, other = bounded_protocol(ServerOptions()), bounded_protocol(ServerOptions())
-    assert one.idle_connections is not other.idle_connections
 
 
 def test_body_that_does_not_end_after_its_answer_costs_the_connection(start, info):

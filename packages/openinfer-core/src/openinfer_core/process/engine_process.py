@@ -28,6 +28,7 @@ from pathlib import Path
 import msgspec
 
 from openinfer_core.errors import OpenInferError
+from openinfer_core.process.descriptors import raise_descriptor_limit
 from openinfer_core.process.host import EngineLoop, LoopRunner
 from openinfer_core.process.links import LinkServer, shows_token
 from openinfer_core.process.logs import set_up_logs
@@ -118,6 +119,7 @@ def run_engine_process(build: Callable[[msgspec.Raw], EngineLoop]) -> int:
     if not line.endswith(b"\n"):  # the parent has ended, by Ctrl-C perhaps, before it had said all
         return 1
     launch = msgspec.json.decode(line, type=Launch)
+    raise_descriptor_limit()  # segments of disk tiers, pipes and sockets to ranks and clients
     with listening(launch.link) as (listener, address):
         try:
             _say(address)

@@ -9,8 +9,7 @@ A client that ends its side of the connection behind a whole request may still b
 it has left, which looks the same until something is written to it: `_look_for_client` does that. Over TLS, where
 asyncio knows no half of a connection, the client has left.
 
-When all `max_connections` are taken, the one that has had no request for longest makes room: clients that hold
-connections open without asking anything can only drive out others that do so.
+It tells the table of connections whether it has a request: one without makes room when they are short.
 
 The minor version of uvicorn is pinned, because this class relies on when `data_received`, `on_message_begin`, `on_url`,
 `on_header`, `on_headers_complete`, `send_400_response`, `eof_received`, `connection_lost`, `pause_writing` and
@@ -20,13 +19,14 @@ The minor version of uvicorn is pinned, because this class relies on when `data_
 import asyncio
 import socket
 from http import HTTPStatus
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from openinfer_server.http.api_errors import ApiError, busy
+from openinfer_server.http.api_errors import ApiError
+from openinfer_server.http.connections import Slot
 from openinfer_server.http.writers import DIRECT_WRITE, DirectWriter
 from openinfer_server.options import ServerOptions
 
@@ -47,8 +47,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """One connection. Subclasses say with which options: uvicorn constructs protocols itself."""
 
     options = ServerOptions()
-    # Connections without a running request, the one that has been so for longest first; each server has its own.
-    idle_connections: ClassVar["dict[BoundedProtocol, None]"] = {}
+    slot: Slot | None = None  # of its connection; given by the acceptor
 
     def __init__(
         self,
@@ -85,26 +84,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         _send_at_once(transport)
-        if len(self.connections) > self.options.max_connections and not self._make_room():
-            self._refusal = busy("too many connections")
-            self.send_400_response("")
-            return
-        self.idle_connections[self] = None
         # uvicorn starts its keep-alive timer after the first response only: a connection that never asks has this one
         self._first_byte_deadline = self.loop.call_later(self.options.keep_alive_s, transport.close)
 
-    def _make_room(self) -> bool:
-        """Drops the connection that has been without a request for longest; returns whether there was one."""
-        oldest = next(iter(self.idle_connections), None)
-        if oldest is None:
-            return False
-        del self.idle_connections[oldest]
-        oldest.transport.abort()  # not `close`: it would wait for a client that does not read
-        return True
-
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
-        self.idle_connections.pop(self, None)
         for timer in (self._unread_deadline, self._body_deadline, self._lingering, self._probe):
             if timer is not None:
                 timer.cancel()
@@ -185,7 +169,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._stop_timers()
         self._check_host()
-        self.idle_connections.pop(self, None)
+        if self.slot is not None:
+            self.slot.asks()
         super().on_headers_complete()
 
     def _check_host(self) -> None:
@@ -205,8 +190,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """A response is whole; its client must read what is left of it, and end its body if it was answered before."""
         answered = self.cycle
         super().on_response_complete()
-        if not self.pipeline and not self.transport.is_closing():
-            self.idle_connections[self] = None
+        if not self.pipeline and self.slot is not None:
+            self.slot.waits()
         if answered.more_body and self._body_deadline is None:
             self._body_deadline = self.loop.call_later(self.options.body_timeout_s, self.transport.abort)
         if self.transport.get_write_buffer_size() and self._unread_deadline is None:
@@ -219,6 +204,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timers()
         self._end_writer()
         self.transport.write(_plain_response(error))  # past ASGI: what is refused here is no request yet
+        if self.slot is not None:
+            self.slot.waits()
         self._close_when_read()
 
     def _close_when_read(self) -> None:
@@ -275,8 +262,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded_protocol(options: ServerOptions) -> type[BoundedProtocol]:
-    # the table of idle connections must be in the new class, or all servers of a process would share one
-    return type("BoundedProtocol", (BoundedProtocol,), {"options": options, "idle_connections": {}})
+    return type("BoundedProtocol", (BoundedProtocol,), {"options": options})
 
 
 def _send_at_once(transport: asyncio.Transport) -> None:

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from openinfer_server.http.api_errors import ApiError, ErrorBody, from_decode_error, invalid
-from openinfer_server.http.body_budget import BodyBudget, check_elements, collector_paused
+from openinfer_server.http.body_checks import check_elements, collector_paused
 from openinfer_server.http.nulls import without_nulls
 from openinfer_server.http.writers import (
     EVENT_STREAM,
@@ -22,6 +22,7 @@ from openinfer_server.http.writers import (
     StreamWriter,
     stream_writer,
 )
+from openinfer_server.limits.shared_budget import SharedBudget, owner_of
 from openinfer_server.options import ServerOptions
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class HttpRequest:
     """
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, options: ServerOptions, body_budget: BodyBudget
+        self, scope: Scope, receive: Receive, send: Send, options: ServerOptions, body_budget: SharedBudget
     ) -> None:
         self.status = 0
         self.error: ErrorBody | None = None
@@ -65,6 +66,14 @@ class HttpRequest:
         self._asgi_send = send
         given = (self.header(b"x-request-id") or b"").decode("latin-1")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+    @property
+    def owner(self) -> str:
+        """Whose share of what is shared it takes: its tenant's, or its client's address without one."""
+        if self.tenant:
+            return self.tenant
+        client: tuple[str, int] | None = self._scope.get("client")
+        return owner_of(client[0]) if client else ""
 
     @property
     def method(self) -> str:
@@ -157,13 +166,14 @@ class HttpRequest:
             raise ApiError(408, text, code="timeout", headers=((b"connection", b"close"),)) from error
 
     def _hold(self, part: bytes) -> None:
-        self._body_budget.take(len(part))
+        self._body_budget.take(self.owner, len(part))
         self._held_bytes += len(part)
 
     def close(self) -> None:
         """The request has been answered: its body no longer counts."""
-        self._body_budget.give_back(self._held_bytes)
-        self._held_bytes = 0
+        if self._held_bytes:
+            self._body_budget.give_back(self.owner, self._held_bytes)
+            self._held_bytes = 0
 
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

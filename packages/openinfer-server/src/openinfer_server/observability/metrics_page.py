@@ -10,17 +10,24 @@ from collections.abc import Iterator, Sequence
 from openinfer_core.engine import EngineInfo, EngineStats
 from openinfer_server.observability.exposition import Sample, render_family, render_histogram
 from openinfer_server.observability.metrics import ServerMetrics
+from openinfer_server.observability.metrics_snapshot import BudgetUse
 
 Labels = Sequence[tuple[str, str]]
 PARSER_KINDS = ("reasoning", "tool")
 
 
 def metrics_page(
-    metrics: ServerMetrics, info: EngineInfo, stats: EngineStats | None, *, model_name: str, open_requests: int
+    metrics: ServerMetrics,
+    info: EngineInfo,
+    stats: EngineStats | None,
+    *,
+    model_name: str,
+    open_requests: int,
+    budgets: Sequence[BudgetUse] = (),
 ) -> bytes:
     """The whole page; `stats` is None if the engine has ended, and then there are none of its metrics."""
     model = (("model_name", model_name),)
-    lines = [*_of_server(metrics, info, model, open_requests)]
+    lines = [*_of_server(metrics, info, model, open_requests), *_of_budgets(budgets)]
     lines += render_family("openinfer_engine_up", "gauge", "1 while the engine lives.", [((), int(stats is not None))])
     if stats is not None:
         lines += _of_engine(stats, model)
@@ -72,6 +79,16 @@ def _of_server(metrics: ServerMetrics, info: EngineInfo, model: Labels, open_req
         ("openinfer_request_params_max_tokens", "What max_tokens was.", metrics.request_max_tokens),
     ):
         yield from render_histogram(name, text, histogram, model)
+
+
+def _of_budgets(budgets: Sequence[BudgetUse]) -> Iterator[str]:
+    for name, kind, text, field in (
+        ("openinfer_budget_used", "gauge", "How much of a budget is taken.", "used"),
+        ("openinfer_budget_limit", "gauge", "How much of it there is.", "limit"),
+        ("openinfer_budget_refused_total", "counter", "What was refused or ended for it.", "refused"),
+    ):
+        samples: list[Sample] = [((("budget", each.budget),), getattr(each, field)) for each in budgets]
+        yield from render_family(name, kind, text, samples)
 
 
 def _constants(info: EngineInfo) -> Iterator[str]:

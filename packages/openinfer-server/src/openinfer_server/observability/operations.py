@@ -17,7 +17,7 @@ from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Handler, Route, RouteDoc
 from openinfer_server.observability.exposition import CONTENT_TYPE
 from openinfer_server.observability.metrics_page import metrics_page
-from openinfer_server.observability.metrics_snapshot import MetricsSnapshot, summed
+from openinfer_server.observability.metrics_snapshot import MetricsSnapshot, budgets_of, summed
 from openinfer_server.service import Service
 
 PUBLIC = Level.PUBLIC
@@ -102,6 +102,7 @@ class Operations:
             await self._stats(),
             model_name=service.model_names[0],
             open_requests=_num_open(snapshots),
+            budgets=budgets_of(snapshots),
         )
         await http_request.send(200, body, content_type=CONTENT_TYPE)
 

@@ -1,0 +1,71 @@
+"""`Budgets`: what the requests of one server share, by owner; `/metrics` shows each."""
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Self
+
+from openinfer_server.http.connections import ConnectionTable
+from openinfer_server.limits.descriptors import NEWCOMERS
+from openinfer_server.limits.shared_budget import SharedBudget
+from openinfer_server.observability.metrics_snapshot import BudgetUse
+from openinfer_server.options import ServerOptions
+
+_UNBOUNDED = 2**62  # of a server that is not ours, or does not listen yet
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """The budgets of one server.
+
+    Attributes:
+        connections: with a request, and without.
+        requests: that are being answered, one per connection; how many is known when the server listens.
+        body_bytes: of all requests that have not been answered.
+    """
+
+    connections: ConnectionTable
+    requests: SharedBudget
+    body_bytes: SharedBudget
+
+    @classmethod
+    def of(cls, options: ServerOptions) -> Self:
+        return cls(
+            connections=ConnectionTable(_UNBOUNDED),
+            requests=SharedBudget("requests", _UNBOUNDED, unit="requests"),
+            body_bytes=SharedBudget("body_bytes", options.max_open_body_bytes, unit="bytes of requests"),
+        )
+
+    def uses(self) -> list[BudgetUse]:
+        """What `/metrics` shows."""
+        return [
+            BudgetUse(
+                budget="connections",
+                used=self.connections.num_open,
+                limit=self.connections.capacity,
+                refused=self.connections.num_evicted,
+            ),
+            *map(_use_of, (self.requests, self.body_bytes)),
+        ]
+
+    def bound_connections(self, num_requests: int) -> None:
+        """How many connections may have a request, before the first; a few more may have none."""
+        self.requests.limit = num_requests
+        self.connections.capacity = num_requests + NEWCOMERS
+
+    @contextlib.contextmanager
+    def request(self, owner: str) -> Generator[None]:
+        """While one request is answered.
+
+        Raises:
+            ApiError: 503 if there are too many, 429 if too many are its owner's.
+        """
+        self.requests.take(owner, 1)
+        try:
+            yield
+        finally:
+            self.requests.give_back(owner, 1)
+
+
+def _use_of(budget: SharedBudget) -> BudgetUse:
+    return BudgetUse(budget=budget.name, used=budget.used, limit=budget.limit, refused=budget.refused)
