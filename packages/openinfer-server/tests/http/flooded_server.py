@@ -1,10 +1,9 @@
 """A server with few descriptors, as a process: `python flooded_server.py MODEL_DIR LIMIT LOOP [CERTIFICATE]`.
 
-Prints its URL when it serves; ends when its standard input does. A file is opened per line it is told, to be short of
-descriptors: `open N`, and `close`.
+Its engine is simulated, in a process of its own. Prints its URL when it serves; ends on SIGTERM. To be short of
+descriptors, it opens files on a line `open N` on standard input, until N are left, and closes them on `close`.
 """
 
-import asyncio
 import logging
 import os
 import resource
@@ -12,54 +11,37 @@ import sys
 import threading
 from pathlib import Path
 
-from openinfer_core.engine import EngineInfo
-from openinfer_core.process.local import InProcessEngine
-from openinfer_server import ServerOptions
+from openinfer_core.simulated import SimulatedOptions, spawn_simulated
+from openinfer_server import ServerOptions, run
 from openinfer_server.options import EventLoop
-from openinfer_server.server import event_loop_factory, serve
-from openinfer_server.testing import ParrotLoop
 
-INFO = EngineInfo(
-    model="parrot",
-    family="birds",
-    max_model_tokens=100_000,
-    num_token_ids=400,
-    eos_token_ids=(),
-    block_size_tokens=16,
-    num_blocks=6400,
-    max_num_seqs=64,
-    max_waiting=4096,
-)
+ENGINE = SimulatedOptions(tpot_s=0.02, num_token_ids=400, max_model_tokens=100_000)
 
 
 def main(model_dir: str, limit: str, event_loop: EventLoop, certificate: str = "") -> int:
     logging.basicConfig(level=logging.ERROR)
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(limit), int(limit)))
-    options = ServerOptions(port=0, tls_cert_file=certificate, max_buffered_bytes=2**30, max_request_kv_tokens=2**30)
+    options = ServerOptions(
+        port=0,
+        event_loop=event_loop,
+        tls_cert_file=certificate,
+        max_buffered_bytes=2**30,
+        max_request_kv_tokens=2**30,
+        drain_deadline_s=1,
+    )
+    threading.Thread(target=listen, daemon=True).start()
+    return run(spawn_simulated(ENGINE), Path(model_dir), options, on_ready=say)
 
-    async def served() -> int:
-        stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-        def listen() -> None:
-            files: list[int] = []
-            for line in sys.stdin:
-                if line.startswith("open"):
-                    files += _open_all(int(line.split()[1]))
-                else:
-                    while files:
-                        os.close(files.pop())
-                say("done")
-            loop.call_soon_threadsafe(stop.set)
-
-        threading.Thread(target=listen, daemon=True).start()
-        handle = InProcessEngine(ParrotLoop(INFO))
-        try:
-            return await serve(handle, Path(model_dir), options, on_ready=say, stop=stop)
-        finally:
-            await handle.close()
-
-    with asyncio.Runner(loop_factory=event_loop_factory(event_loop)) as runner:
-        return runner.run(served())
+def listen() -> None:
+    files: list[int] = []
+    for line in sys.stdin:
+        if line.startswith("open"):
+            files += _open_all(int(line.split()[1]))
+        else:
+            while files:
+                os.close(files.pop())
+        say("done")
 
 
 def say(line: str) -> None:

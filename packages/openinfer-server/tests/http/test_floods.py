@@ -78,6 +78,7 @@ class Flooded:
 
     def end(self) -> None:
         with self._process:
+            self._process.terminate()
             try:
                 self._process.communicate(timeout=DEADLINE_S)
             finally:

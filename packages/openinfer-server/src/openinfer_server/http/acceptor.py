@@ -21,7 +21,8 @@ from openinfer_server.limits.shared_budget import owner_of
 
 logger = logging.getLogger("openinfer.server")
 
-_ACCEPTS_PER_TURN = CLOSING  # each may have another one end, which takes until the next turn
+# Few, so that what a newcomer asks is read before so many came after it that it makes room for them.
+_ACCEPTS_PER_TURN = 4
 _PAUSE_S = 0.1
 _LOG_PERIOD_S = 60.0
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})

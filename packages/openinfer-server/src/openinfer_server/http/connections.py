@@ -1,15 +1,30 @@
 """`ConnectionTable`: all connections of one server, and which of them makes room for a newcomer.
 
     accepted ──► waiting ──head complete──► asking ──answered──► waiting ──► closed
-                    └──evicted, the oldest of the client that has most of them──► closed
+                    └──evicted──► closed          └──refused, and still sending──► spent ──evicted, or over──► closed
 
+One that makes room is of the client that has most without a request: a spent one, else the one that waits for longest.
 Waiting are those without a request: handshakes, silent connections, unfinished heads, kept alive ones. Clients that
 hold connections open without asking anything can only drive out each other's, and first their own.
 """
 
 from collections.abc import Callable
 
-_Group = dict["Slot", None]  # in the order in which they began to wait
+
+class _Group:
+    """Connections of one owner that have no request, in the order in which they came to have none."""
+
+    __slots__ = ("spent", "waiting")
+
+    def __init__(self) -> None:
+        self.spent: dict[Slot, None] = {}
+        self.waiting: dict[Slot, None] = {}
+
+    def __len__(self) -> int:
+        return len(self.spent) + len(self.waiting)
+
+    def first(self) -> "Slot":
+        return next(iter(self.spent or self.waiting))
 
 
 def _nothing() -> None:
@@ -37,6 +52,10 @@ class Slot:
     def waits(self) -> None:
         """It has none, or none any more."""
         self._table.waits(self)
+
+    def is_spent(self) -> None:
+        """It was answered while its request was still coming, and is only read to its end."""
+        self._table.waits(self, is_spent=True)
 
 
 class ConnectionTable:
@@ -82,28 +101,32 @@ class ConnectionTable:
         self._open.discard(slot)
         self._closing.discard(slot)
 
-    def waits(self, slot: Slot) -> None:
+    def waits(self, slot: Slot, *, is_spent: bool = False) -> None:
+        self.asks(slot)
         if slot not in self._open or slot in self._closing:
             return
-        group = self._waiting.setdefault(slot.owner, {})
-        if slot not in group:
-            group[slot] = None
-            self._num_waiting += 1
-            self._recount(slot.owner, before=len(group) - 1, now=len(group))
+        group = self._waiting.setdefault(slot.owner, _Group())
+        (group.spent if is_spent else group.waiting)[slot] = None
+        self._num_waiting += 1
+        self._recount(slot.owner, before=len(group) - 1, now=len(group))
 
     def asks(self, slot: Slot) -> None:
         group = self._waiting.get(slot.owner)
-        if group is not None and slot in group:
-            del group[slot]
-            self._num_waiting -= 1
-            self._recount(slot.owner, before=len(group) + 1, now=len(group))
+        if group is None:
+            return
+        for slots in (group.spent, group.waiting):
+            if slot in slots:
+                del slots[slot]
+                self._num_waiting -= 1
+                self._recount(slot.owner, before=len(group) + 1, now=len(group))
+                return
 
     def evict(self) -> bool:
-        """Ends the oldest waiting connection of the owner that has most of them; whether there was one."""
+        """Ends one without a request, of the owner that has most of them; whether there was one."""
         if not self._most:
             return False
         owner = next(iter(self._owners[self._most]))
-        slot = next(iter(self._waiting[owner]))
+        slot = self._waiting[owner].first()
         self.asks(slot)
         self._closing.add(slot)
         self.num_evicted += 1

@@ -191,7 +191,7 @@ class BoundedProtocol(HttpToolsProtocol):
         answered = self.cycle
         super().on_response_complete()
         if not self.pipeline and self.slot is not None:
-            self.slot.waits()
+            (self.slot.is_spent if answered.more_body else self.slot.waits)()
         if answered.more_body and self._body_deadline is None:
             self._body_deadline = self.loop.call_later(self.options.body_timeout_s, self.transport.abort)
         if self.transport.get_write_buffer_size() and self._unread_deadline is None:
@@ -205,7 +205,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._end_writer()
         self.transport.write(_plain_response(error))  # past ASGI: what is refused here is no request yet
         if self.slot is not None:
-            self.slot.waits()
+            self.slot.is_spent()
         self._close_when_read()
 
     def _close_when_read(self) -> None:
