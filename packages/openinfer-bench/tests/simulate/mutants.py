@@ -211,17 +211,3 @@ def impatient_drain(world: World) -> None:
         await drained(self)
 
     EngineLink.drained = at_once  # type: ignore[method-assign]
-
-
-@mutant
-def two_terminal_events(world: World) -> None:
-    """The ledger lets a second end pass, and the loop tells some twice."""
-    from openinfer_core.events import Finished
-    from openinfer_core.process.local import InProcessEngine
-
-    deliver = InProcessEngine._deliver
-
-    def twice(self: InProcessEngine, events: list[Any]) -> None:
-        deliver(self, [*events, *(event for event in events if type(event) is Finished)])
-
-    InProcessEngine._deliver = twice  # type: ignore[method-assign]
