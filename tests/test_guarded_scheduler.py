@@ -259,7 +259,7 @@ def test_abort_that_raises_ends_the_engine_naming_it(
     serve: Callable[..., ThreadedServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve("RaisingInAbort")
-    body = {"prompt": [300], "max_tokens": 100, "stream": True, "ignore_eos": True, "deadline_s": 0.001}
+    body = {"prompt": [300], "max_tokens": 100, "stream": True, "ignore_eos": True, "deadline_s": 1e-6}
     status, answer = call(server, "POST", "/v1/completions", body)
     assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
     assert server.join() == 1
