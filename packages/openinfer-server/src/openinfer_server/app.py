@@ -23,6 +23,7 @@ from openinfer_server.http.routes import Endpoints, Route
 from openinfer_server.http.writers import ClientDisconnected, Receive, Scope, Send
 from openinfer_server.limits.admission import AdmissionControl
 from openinfer_server.limits.budgets import Budgets
+from openinfer_server.observability.loop_lag import watch_loop
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.request_log import RequestLog, log_stats
 from openinfer_server.observability.tracing import Tracing
@@ -46,7 +47,7 @@ class App:
         self.service = service
         self.link_ended = asyncio.Event()  # set when the engine has ended
         self._link_task: asyncio.Task[None] | None = None
-        self._stats_task: asyncio.Task[None] | None = None
+        self._watch_tasks: list[asyncio.Task[None]] = []
         self._origins = Origins(service.options, service.access)
         routes = [route for api in (*BUILTIN, *endpoints) for route in api(service)]
         self.router = Router([*routes, document_route(routes, asks_for_keys=service.access.asks_for_keys)])
@@ -55,7 +56,7 @@ class App:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
-            http_request = HttpRequest(scope, receive, send, self.service.options, self.service.budgets.body_bytes)
+            http_request = HttpRequest(scope, receive, send, self.service.options, self.service.budgets)
             try:
                 await self._serve(http_request)
             finally:
@@ -63,12 +64,15 @@ class App:
 
     def start(self) -> None:
         self._link_task = asyncio.create_task(self._run_link(), name="openinfer-link")
-        self._stats_task = asyncio.create_task(log_stats(self.service.link), name="openinfer-stats")
+        self._watch_tasks = [
+            asyncio.create_task(log_stats(self.service.link), name="openinfer-stats"),
+            asyncio.create_task(watch_loop(self.service.metrics), name="openinfer-loop-lag"),
+        ]
 
     async def stop(self) -> None:
         """Lets background requests end, for `drain_deadline_s`; then ends what is open and takes no more events."""
-        if self._stats_task is not None:
-            self._stats_task.cancel()
+        for task in self._watch_tasks:
+            task.cancel()
         if self._link_task is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.service.options.drain_deadline_s):
@@ -78,6 +82,7 @@ class App:
         if self.service.link.tracing is not None:
             await self.service.link.tracing.close()
         self.service.tokenizer.close()
+        self.service.budgets.close()
 
     async def _run_link(self) -> None:
         try:

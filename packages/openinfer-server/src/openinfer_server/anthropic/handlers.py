@@ -63,12 +63,15 @@ class Messages:
         check_prompting(request)
         model = service.resolve_model(request.model)
         note_dropped_tools(service, http_request, request.tools)
-        prompt, available = await self._prompt(request)
+        prompt, available = await self._prompt(http_request, request)
         thinking = request.thinking
         budget = thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None
         parsers = OutputParsers.make(service, prompt, available, budget_tokens=budget, budget_field=BUDGET)
+        grammar = await http_request.aside(
+            lambda: chat_grammar(service, parsers.prompt, available, _constraint(request))
+        )
         plan, full_context = self._plan(request, parsers.prompt, http_request.tenant)
-        plan = constrained(plan, chat_grammar(service, parsers.prompt, available, _constraint(request)))
+        plan = constrained(plan, grammar)
         shows_thinking = getattr(thinking, "display", None) != "omitted"
         writer = http_request.stream(1) if request.stream else None
         message = MessageObject(id=f"msg_{secrets.token_hex(16)}", model=model)
@@ -82,11 +85,11 @@ class Messages:
         check_prompting(request)
         self._service.resolve_model(request.model)
         note_dropped_tools(self._service, http_request, request.tools)
-        prompt, _ = await self._prompt(request)
+        prompt, _ = await self._prompt(http_request, request)
         await http_request.send(200, msgspec.json.encode(TokenCount(input_tokens=len(prompt.token_ids))))
 
-    async def _prompt(self, request: Prompting) -> tuple[Prompt, AvailableTools]:
-        available = _available_tools(self._service, request)
+    async def _prompt(self, http_request: HttpRequest, request: Prompting) -> tuple[Prompt, AvailableTools]:
+        available = await http_request.aside(lambda: _available_tools(self._service, request))
         turns: list[Turn] = [] if request.system is None else [SystemTurn(content=_system(request.system))]
         turns += await read_conversation(request.messages, "messages", lambda: turns_of(request.messages))
         variables = {**thinking_variables(self._service, request), **available.variables}

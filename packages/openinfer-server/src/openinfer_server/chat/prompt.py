@@ -11,7 +11,7 @@ import msgspec
 
 from openinfer_server.chat.prefill import PrefillRefused, continued
 from openinfer_server.chat.template import ChatTemplate, RenderingRefused
-from openinfer_server.chat.turns import num_characters, template_turns
+from openinfer_server.chat.turns import TemplateTurn, num_characters, template_turns
 from openinfer_server.http.api_errors import ApiError, invalid, refused
 from openinfer_server.openai.types import AssistantTurn, Turn
 from openinfer_server.request.plan import Prompt, check_prompt_token_ids, too_long
@@ -103,23 +103,27 @@ async def _render(
     end: PromptEnd,
 ) -> tuple[str, str]:
     """The rendered chat, and what of its end is the beginning of the answer."""
-    rendered = template_turns(
-        turns,
-        developer_role="developer" if template.knows_developer_role else "system",
-        text_arguments=template.wants_text_arguments,
-        no_content_beside_calls=template.wants_no_content_beside_calls,
-    )
 
-    def render() -> tuple[str, str]:
+    def read() -> Sequence[TemplateTurn]:
+        return template_turns(
+            turns,
+            developer_role="developer" if template.knows_developer_role else "system",
+            text_arguments=template.wants_text_arguments,
+            no_content_beside_calls=template.wants_no_content_beside_calls,
+        )
+
+    def render(rendered: Sequence[TemplateTurn]) -> tuple[str, str]:
         if end is PromptEnd.IN_LAST_TURN:
             return continued(template, rendered, variables, service.parsers.reasoning_tags)
         return template.render(rendered, variables, add_generation_prompt=end is PromptEnd.NEW_TURN), ""
 
     try:
-        characters = num_characters(rendered) + len(msgspec.json.encode(variables))
-        if len(rendered) <= INLINE_TURNS and characters <= INLINE_CHARACTERS:
-            return render()
-        return await asyncio.to_thread(render)
+        if len(turns) > INLINE_TURNS:
+            return await asyncio.to_thread(lambda: render(read()))
+        rendered = read()
+        if num_characters(rendered) + len(msgspec.json.encode(variables)) <= INLINE_CHARACTERS:
+            return render(rendered)
+        return await asyncio.to_thread(render, rendered)
     except PrefillRefused as error:
         raise invalid("messages", str(error)) from error
     except RenderingRefused as error:

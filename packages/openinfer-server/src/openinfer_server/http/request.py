@@ -11,7 +11,7 @@ import msgspec
 
 from openinfer_server.http.api_errors import ApiError, ErrorBody, from_decode_error, invalid
 from openinfer_server.http.body_checks import check_elements, collector_paused
-from openinfer_server.http.nulls import without_nulls
+from openinfer_server.http.sliced_json import SLICE_BYTES, decode_body
 from openinfer_server.http.writers import (
     EVENT_STREAM,
     ClientDisconnected,
@@ -22,7 +22,8 @@ from openinfer_server.http.writers import (
     StreamWriter,
     stream_writer,
 )
-from openinfer_server.limits.shared_budget import SharedBudget, owner_of
+from openinfer_server.limits.budgets import Budgets
+from openinfer_server.limits.shared_budget import owner_of
 from openinfer_server.options import ServerOptions
 
 T = TypeVar("T")
@@ -49,9 +50,7 @@ class HttpRequest:
         request_id: the client's own (`x-request-id`) or one made here; in the response's head and in the log.
     """
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, options: ServerOptions, body_budget: SharedBudget
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, options: ServerOptions, budgets: Budgets) -> None:
         self.status = 0
         self.error: ErrorBody | None = None
         self.error_form: ErrorForm | None = None
@@ -59,7 +58,7 @@ class HttpRequest:
         self.tenant = ""
         self.options = options
         self.response_headers: tuple[tuple[bytes, bytes], ...] = ()
-        self._body_budget = body_budget
+        self._budgets = budgets
         self._held_bytes = 0
         self._scope = scope
         self._receive = receive
@@ -130,12 +129,22 @@ class HttpRequest:
         """
         self._check_content_type()
         body = await self._read_body()
-        check_elements(body, self.options.max_body_elements)
-        try:
+
+        def decode() -> T:
+            check_elements(body, self.options.max_body_elements)
             with collector_paused(len(body)):
-                return _decode(decoder, body)
+                return decode_body(decoder, body)
+
+        try:
+            return await self.aside(decode)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise from_decode_error(error) from error
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Does what takes as long as the body is large: of a large one in a thread, so that streams have their turn."""
+        if self._held_bytes <= SLICE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._budgets.threads, work)
 
     def _check_content_type(self) -> None:
         # a page of another origin can post other types to a local server without a preflight
@@ -166,13 +175,13 @@ class HttpRequest:
             raise ApiError(408, text, code="timeout", headers=((b"connection", b"close"),)) from error
 
     def _hold(self, part: bytes) -> None:
-        self._body_budget.take(self.owner, len(part))
+        self._budgets.body_bytes.take(self.owner, len(part))
         self._held_bytes += len(part)
 
     def close(self) -> None:
         """The request has been answered: its body no longer counts."""
         if self._held_bytes:
-            self._body_budget.give_back(self.owner, self._held_bytes)
+            self._budgets.body_bytes.give_back(self.owner, self._held_bytes)
             self._held_bytes = 0
 
     async def _send(self, message: Message) -> None:
@@ -219,12 +228,3 @@ class HttpRequest:
 
 def _body_too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body exceeds {limit} bytes", code="body_too_large")
-
-
-def _decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError:
-        if b"null" not in body:
-            raise
-        return msgspec.convert(without_nulls(msgspec.json.decode(body)), decoder.type)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Generator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,6 +12,7 @@ from openinfer_server.limits.shared_budget import SharedBudget
 from openinfer_server.observability.metrics_snapshot import BudgetUse
 from openinfer_server.options import ServerOptions
 
+READING_THREADS = 2  # more would only keep the interpreter from the event loop
 _UNBOUNDED = 2**62  # of a server that is not ours, or does not listen yet
 
 
@@ -22,11 +24,13 @@ class Budgets:
         connections: with a request, and without.
         requests: that are being answered, one per connection; how many is known when the server listens.
         body_bytes: of all requests that have not been answered.
+        threads: read large requests.
     """
 
     connections: ConnectionTable
     requests: SharedBudget
     body_bytes: SharedBudget
+    threads: Executor
 
     @classmethod
     def of(cls, options: ServerOptions) -> Self:
@@ -34,7 +38,12 @@ class Budgets:
             connections=ConnectionTable(_UNBOUNDED),
             requests=SharedBudget("requests", _UNBOUNDED, unit="requests"),
             body_bytes=SharedBudget("body_bytes", options.max_open_body_bytes, unit="bytes of requests"),
+            threads=ThreadPoolExecutor(max_workers=READING_THREADS, thread_name_prefix="openinfer-read"),
         )
+
+    def close(self) -> None:
+        """No further work is taken."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
     def uses(self) -> list[BudgetUse]:
         """What `/metrics` shows."""

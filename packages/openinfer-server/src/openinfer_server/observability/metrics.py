@@ -13,6 +13,7 @@ TOKEN_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
 )
+LAG_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 # Parts of a request's life: vLLM's bounds from 0.3 s on, and shorter ones.
 REQUEST_BOUNDS_S = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
@@ -38,6 +39,7 @@ class ServerMetrics:
         self.slow_clients = Counter()
         self.faults = Counter()
         self.parser_faults: Counts[str] = Counts()  # requests that failed because a parser raised, by the parser's kind
+        self.event_loop_lag_s = Histogram(LAG_BOUNDS_S)
         self.time_to_first_token_s = Histogram(TOKEN_BOUNDS_S)
         self.inter_token_s = Histogram(TOKEN_BOUNDS_S)
         self.time_per_output_token_s = Histogram(TOKEN_BOUNDS_S)

@@ -66,6 +66,7 @@ def _of_server(metrics: ServerMetrics, info: EngineInfo, model: Labels, open_req
     ):
         yield from render_family(name, "counter", text, [(model, counter.value)])
     for name, text, histogram in (
+        ("openinfer_event_loop_lag_seconds", "How late the event loop woke.", metrics.event_loop_lag_s),
         ("openinfer_time_to_first_token_seconds", "Submission to first token.", metrics.time_to_first_token_s),
         ("openinfer_inter_token_latency_seconds", "Between tokens of a request.", metrics.inter_token_s),
         ("openinfer_request_time_per_output_token_seconds", "Their mean.", metrics.time_per_output_token_s),

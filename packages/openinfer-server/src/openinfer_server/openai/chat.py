@@ -57,16 +57,21 @@ class ChatCompletions:
         service = self._service
         service.check_serving()
         request = await http_request.read_json(_decoder)
-        _check(request)
+        await http_request.aside(lambda: _check(request))
         if request.logprobs and request.include_reasoning is False and service.parsers.reasoning is not None:
             raise refused("include_reasoning", "log-probabilities show every token, those of the reasoning too")
         model = service.resolve_model(request.model)
         usage = check_stream_options(request)
         check_num_choices(request, 1, service.options)
         note_dropped_tools(service, http_request, request.tools)
-        available = chat_tools(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+        available = await http_request.aside(
+            lambda: chat_tools(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+        )
         prompt = await self._prompt(request, available)
         parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
+        grammar = await http_request.aside(
+            lambda: chat_grammar(service, parsers.prompt, available, output_constraint(request))
+        )
         plan = make_plan(
             service,
             request,
@@ -77,7 +82,7 @@ class ChatCompletions:
                 output=(request.top_logprobs or 0) if request.logprobs else None, prompt=prompt_alternatives(request)
             ),
         )
-        plan = constrained(plan, chat_grammar(service, parsers.prompt, available, output_constraint(request)))
+        plan = constrained(plan, grammar)
         generation = Generation(
             service=service,
             shape=self._shape,

@@ -61,7 +61,7 @@ class Completions:
             raise refused("best_of", "ask for n choices and choose yourself")
         model = service.resolve_model(request.model)
         usage = check_stream_options(request)
-        prompts = await self._prompts(request)
+        prompts = await self._prompts(http_request, request)
         plan = make_plan(
             service,
             request,
@@ -88,7 +88,7 @@ class Completions:
         )
         await generation.deliver(http_request)
 
-    async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
+    async def _prompts(self, http_request: HttpRequest, request: CompletionRequest) -> list[Prompt]:
         """A prompt is text or a list of token ids; several are a list of either."""
         given = request.prompt
         if given is None:
@@ -104,10 +104,10 @@ class Completions:
         if len(given) > self._service.options.max_choices:
             raise invalid("prompt", f"{len(given)} prompts exceed {self._service.options.max_choices} choices")
         check_num_choices(request, len(given), self._service.options)
-        several = cast("list[str | list[int]]", given)
-        return [
-            await self._text_prompt(p, request) if isinstance(p, str) else self._id_prompt(p, request) for p in several
-        ]
+        if kinds == {str}:
+            return [await self._text_prompt(text, request) for text in cast("list[str]", given)]
+        several = cast("list[list[int]]", given)
+        return await http_request.aside(lambda: [self._id_prompt(token_ids, request) for token_ids in several])
 
     async def _text_prompt(self, text: str, request: CompletionRequest) -> Prompt:
         tokenizer, info = self._service.tokenizer, self._service.info

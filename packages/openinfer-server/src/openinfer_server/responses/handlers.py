@@ -77,11 +77,14 @@ class Responses:
         items = await conversation_items(request, self._previous(http_request, request))
         note_dropped_tools(service, http_request, request.tools)
         offered = read_tools(request.tools)
-        available = conversation_tools(service, request, offered)
+        available = await http_request.aside(lambda: conversation_tools(service, request, offered))
         prompt = await conversation_prompt(service, request, items, available)
         parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
+        grammar = await http_request.aside(
+            lambda: chat_grammar(service, parsers.prompt, available, response_constraint(request))
+        )
         plan = response_plan(service, request, parsers.prompt, tenant=http_request.tenant)
-        plan = constrained(plan, chat_grammar(service, parsers.prompt, available, response_constraint(request)))
+        plan = constrained(plan, grammar)
         run = ResponseRun(
             service.link,
             new_response(request, model, service.sampling_defaults),

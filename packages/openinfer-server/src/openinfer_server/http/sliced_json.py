@@ -1,0 +1,158 @@
+"""A large body's JSON, decoded in slices.
+
+The decoder holds the interpreter for as long as it works, also in a thread: a megabyte of small values takes it 20 ms,
+and every stream waits. Here one pass in Python, which gives the interpreter up, cuts the text between values into
+slices that are decoded one by one. A container becomes a list or dict of its own as soon as a slice of it is full, and
+with it all that it stands in; smaller ones are decoded with their neighbours.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from openinfer_server.http.nulls import without_nulls
+
+T = TypeVar("T")
+
+SLICE_BYTES = 32 * 2**10  # a slice is less than twice as long, but for long texts in it: 2 ms of decoding
+_TEXT = rb'"[^"\\]{0,4096}+(?:\\.[^"\\]{0,64}+){0,64}+"'
+# Some values that are no containers, with the commas after them; another one of them, or a name; a bracket; a long text
+# begins. All are short work, since a match holds the interpreter, too.
+_MARKS = re.compile(rb'(?:(?:[^"\[\]{},]|%b)*+,){1,64}|%b|[\[\]{}"]' % (_TEXT, _TEXT), re.DOTALL)
+_PART_OF_TEXT = re.compile(rb'[^"\\]{0,65536}+(?:\\.[^"\\]{0,64}+){0,4096}+', re.DOTALL)
+_QUOTE = ord('"')
+_COMMA, _OBJECT, _ARRAY, _CLOSING = ord(","), ord("{"), ord("["), b"]}"
+
+Decode = Callable[[bytes], Any]
+
+
+def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes, *, decode: Decode = msgspec.json.decode) -> T:
+    """The body as the decoder's type; fields that are null and unknown to it are absent.
+
+    Args:
+        decoder: of the route's type.
+        body: JSON.
+        decode: decodes a slice.
+
+    Raises:
+        msgspec.MsgspecError, UnicodeDecodeError, RecursionError: it is no JSON, or not of the type.
+    """
+    if len(body) <= SLICE_BYTES:
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError:
+            if b"null" not in body:
+                raise
+    value = decode_in_slices(body, decode)
+    try:
+        return msgspec.convert(value, decoder.type)
+    except msgspec.ValidationError:
+        if b"null" not in body:
+            raise
+        return msgspec.convert(without_nulls(value), decoder.type)
+
+
+def decode_in_slices(body: bytes, decode: Decode = msgspec.json.decode) -> Any:
+    """The value of a JSON text; raises as `msgspec.json.decode`."""
+    text = bytes(msgspec.json.decode(body, type=msgspec.Raw))  # well-formed, and without white space around it
+    if len(text) <= SLICE_BYTES or text[0] not in (_OBJECT, _ARRAY):
+        return decode(text)
+    return _Cutter(text, decode).value()
+
+
+@dataclass(slots=True)
+class _Container:
+    """An object or array that has begun and not ended."""
+
+    begin: int  # of its first value
+    chunk_begin: int  # of what has not been decoded yet
+    value_begin: int  # of the value, and of its name in an object, that is not over yet
+    is_object: bool
+    decoded: "dict[str, Any] | list[Any] | None" = None  # what has been; None while nothing was cut
+    name: str = ""  # in an object, of the value that was cut
+    is_cut_value: bool = False  # whether its last value was cut, and is decoded
+
+
+class _Cutter:
+    """One pass over a text."""
+
+    def __init__(self, text: bytes, decode: Decode) -> None:
+        self._text = text
+        self._decode = decode
+        self._open: list[_Container] = []
+        self._root: Any = None
+
+    def value(self) -> Any:
+        after = 0
+        while mark := _MARKS.search(self._text, after):
+            after = mark.end()
+            at, kind = after - 1, self._text[after - 1]
+            if kind == _COMMA:
+                self._next(self._open[-1], at)
+            elif kind in (_OBJECT, _ARRAY):
+                self._open.append(_Container(at + 1, at + 1, at + 1, kind == _OBJECT))
+            elif kind in _CLOSING:
+                self._close(at)
+            elif mark.start() == at:
+                after = self._end_of_text(after)
+        return self._root
+
+    def _end_of_text(self, after: int) -> int:
+        while self._text[after] != _QUOTE:
+            after = cast("re.Match[bytes]", _PART_OF_TEXT.match(self._text, after)).end()
+        return after + 1
+
+    def _next(self, container: _Container, at: int) -> None:
+        """A value is over, or several, and another one comes."""
+        if container.is_cut_value:  # then the first comma is all that is left of it
+            container.is_cut_value = False
+            container.chunk_begin = self._text.index(b",", container.chunk_begin) + 1
+        if at - container.chunk_begin >= SLICE_BYTES:
+            self._cut()
+            self._take(container, at)
+        container.value_begin = at + 1
+
+    def _close(self, at: int) -> None:
+        container = self._open[-1]
+        is_root = len(self._open) == 1
+        if container.decoded is not None or is_root or at - container.chunk_begin >= SLICE_BYTES:
+            self._cut()
+            if not container.is_cut_value:
+                self._take(container, at)
+        self._open.pop()
+        if is_root:
+            self._root = container.decoded
+        elif container.decoded is not None:
+            parent = self._open[-1]
+            if parent.is_object:
+                cast("dict[str, Any]", parent.decoded)[parent.name] = container.decoded
+            else:
+                cast("list[Any]", parent.decoded).append(container.decoded)
+            parent.is_cut_value, parent.chunk_begin = True, at + 1
+
+    def _cut(self) -> None:
+        """The innermost container is decoded by itself from here on, and so is all that it stands in."""
+        for place, container in enumerate(self._open):
+            is_new = container.decoded is None
+            if is_new:
+                container.decoded = {} if container.is_object else []
+            inner = self._open[place + 1] if place + 1 < len(self._open) else None
+            if inner is not None and inner.decoded is None:
+                self._take(container, container.value_begin - 1)
+                if container.is_object:
+                    name = self._text[container.value_begin : inner.begin - 1].rstrip()
+                    container.name = self._decode(name[:-1])
+
+    def _take(self, container: _Container, end: int) -> None:
+        """Decodes what there is of a container up to a comma or its end."""
+        chunk = self._text[container.chunk_begin : end]
+        container.chunk_begin = end + 1
+        if not chunk.strip():
+            return
+        if container.is_object:
+            cast("dict[str, Any]", container.decoded).update(self._decode(b"{" + chunk + b"}"))
+        else:
+            cast("list[Any]", container.decoded).extend(self._decode(b"[" + chunk + b"]"))
