@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -303,9 +304,15 @@ def test_small_writes_are_sent_at_once(start, info, way):
 
 def test_one_write_carries_all_choices_of_a_wake_up(start, info, tokenizer):
     """Tokens of one wake-up leave in one chunk: the flush is per stream, not per token."""
-    server = start(ParrotLoop(info, tokens_per_event=8))
+    loop = ParrotLoop(info, tokens_per_event=8)
+    loop.hold()  # until all four are there: a step between two of them would be a wake-up of its own
+    server = start(loop)
     body = json.dumps({"prompt": "stone", "n": 4, "max_tokens": 16, "stream": True}).encode()
-    data = talk(server, request(body, b"connection: close")).partition(b"\r\n\r\n")[2]
+    with ThreadPoolExecutor(1) as client:
+        talking = client.submit(talk, server, request(body, b"connection: close"))
+        wait_until(lambda: loop.stats().running == 4, "four rows")
+        loop.go()
+        data = talking.result().partition(b"\r\n\r\n")[2]
     chunks = []
     while data:
         length, _, rest = data.partition(b"\r\n")
