@@ -75,7 +75,8 @@ def test_event_of_an_earlier_release_without_optional_fields_is_decoded() -> Non
 
 def test_reasons_and_kinds_keep_their_words() -> None:
     assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort"]
-    assert [str(kind) for kind in FailureKind] == ["invalid", "overloaded", "deadline", "internal", "shutdown"]
+    kinds = ["invalid", "overloaded", "deadline", "internal", "shutdown", "unavailable"]
+    assert [str(kind) for kind in FailureKind] == kinds
 
 
 def test_event_with_an_unknown_tag_is_refused() -> None:

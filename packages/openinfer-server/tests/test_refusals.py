@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from openinfer_core import Failed, FailureKind
 from openinfer_core.engine import EngineInfo
 from openinfer_server import ServerOptions
 from openinfer_server.openai.types import ChatRequest, CompletionRequest
@@ -286,6 +287,20 @@ def test_full_queue_is_429_with_retry_after(start, call, info: EngineInfo):
         assert b"rate_limit_error" in answer
     status, _, _ = call(server, "POST", COMPLETIONS, {"prompt": "a", "n": 2})
     assert status == 200
+
+
+class Faulty(ParrotLoop):
+    """Something that its requests need is not there at the moment."""
+
+    def submit(self, request):
+        return [Failed(request.request_id, FailureKind.UNAVAILABLE, "it was not there; try again")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_fault_that_passes_is_503_with_retry_after(stream, start, call, info):
+    status, headers, answer = call(start(Faulty(info)), "POST", COMPLETIONS, {"prompt": "a", "stream": stream})
+    assert (status, json.loads(answer)["error"]["type"]) == (503, "server_error")
+    assert int(headers["retry-after"]) >= 1
 
 
 def test_model_without_a_chat_template_refuses_chats(start, call, info, model_dir, tmp_path):

@@ -19,6 +19,7 @@ from openinfer_core.errors import (
     PluginError,
     PluginFault,
     Refused,
+    Unavailable,
     UnclaimedModel,
     UnknownPlugin,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "TokenEvent",
     "TokenLogprobs",
     "Tokens",
+    "Unavailable",
     "UnclaimedModel",
     "UnknownPlugin",
     "claim",

@@ -75,6 +75,22 @@ class KvTierStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     wrong with one."""
 
 
+class GrammarStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a grammar compiler keeps at this moment, and what it has used since the engine began."""
+
+    kept: int = 0
+    """Grammars, and refusals of some, that are there at once when they come again."""
+    kept_bytes: int = 0
+    """Their memory, about."""
+    max_kept_bytes: int = 0
+    waiting: int = 0
+    """Requests whose grammar waits for the compiler's thread."""
+    compile_s: float = 0.0
+    """Seconds of that thread."""
+    guard_faults: int = 0
+    """Times that a process that checks grammars was killed, stalled or could not be started."""
+
+
 class PluginFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How often a plug-in broke its contract, since the engine began."""
 
@@ -139,6 +155,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Times a KV tier raised where it may not; it is not used after that."""
     kv_tiers: tuple[KvTierStats, ...] = ()
     """One for each KV tier, fastest first."""
+    grammars: GrammarStats | None = None
+    """None without a grammar compiler, or with one that does not say."""
     plugin_faults: tuple[PluginFaults, ...] = ()
     """One for each plug-in that is guarded."""
     slow_call: SlowCall | None = None

@@ -1,10 +1,14 @@
 """The exception tree of the contract.
 
+Whose fault it is says its type: the client's (`InvalidRequest`, `Refused`: 4xx), no one's and of the moment
+(`Unavailable`: 503, worth trying again), ours (all else: 5xx). Only the first is ever remembered against a request.
+
 OpenInferError
 ├── InvalidRequest        a caller's value is out of range; names the field (also a ValueError)
 ├── Refused               something valid that this composition cannot do
 │   ├── UnclaimedModel    no installed family, or more than one, claims a config
 │   └── InvalidCheckpoint a model folder is incomplete or contradicts its config
+├── Unavailable           what serving a request needs is not to be had at the moment
 ├── PluginError           discovery of entry points
 │   ├── UnknownPlugin     no installed package offers the name
 │   ├── AmbiguousPlugin   two packages offer the same name
@@ -54,6 +58,10 @@ class UnclaimedModel(Refused):
 
 class InvalidCheckpoint(Refused):
     """A model folder lacks files or tensors, or they contradict its `config.json`."""
+
+
+class Unavailable(OpenInferError):
+    """A fault that passes: a process was killed or stalled, memory or descriptors were short; another try may work."""
 
 
 class PluginError(OpenInferError):

@@ -40,6 +40,8 @@ class FailureKind(StrEnum):
     """A fault inside this request (numbers, plug-in); others live on."""
     SHUTDOWN = "shutdown"
     """The engine is closing or died."""
+    UNAVAILABLE = "unavailable"
+    """What it needs is not to be had at the moment, such as a process that was killed; try later."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

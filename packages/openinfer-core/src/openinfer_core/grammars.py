@@ -15,11 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from openinfer_core.engine import GrammarStats
 from openinfer_core.request import GenerateRequest
 
 MaskWords: TypeAlias = NDArray[np.uint32]
@@ -73,13 +74,23 @@ class GrammarCompiler(Protocol):
         """Begins to compile `request.sampling.grammar`.
 
         The future gives a matcher, or raises `InvalidRequest` with a message for the client (no such notation, too
-        large, too slow: a deadline is the compiler's to keep). Any other exception is a fault: the request fails with
-        `INTERNAL`. It may be cancelled, when the request is aborted.
+        large, too slow: a deadline is the compiler's to keep), or `Unavailable` (a fault that passes, with a message,
+        too). Any other exception is a fault: the request fails with `INTERNAL`. It may be cancelled, when the request
+        is aborted.
         """
         ...
 
     def close(self) -> None:
         """Frees everything. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class CountsGrammars(Protocol):
+    """A compiler that says what it keeps and uses, for `/metrics`."""
+
+    def stats(self) -> GrammarStats:
+        """Its numbers at this moment; called from the engine's thread."""
         ...
 
 

@@ -213,7 +213,9 @@ class StepLoop:
             return self._guard.apply(step.plan, result)
 
     def stats(self) -> EngineStats:
-        stats = msgspec.structs.replace(self._guard.stats(), drafter_faults=self._drafter_faults.count)
+        stats = msgspec.structs.replace(
+            self._guard.stats(), drafter_faults=self._drafter_faults.count, grammars=self._masked.stats()
+        )
         if self._drafts is not None:
             stats = self._drafts.told_in(stats)
         if self._port is None:

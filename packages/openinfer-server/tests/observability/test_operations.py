@@ -10,7 +10,7 @@ import anthropic
 import msgspec
 import pytest
 
-from openinfer_core.engine import EngineCapability, EngineStats, KvTierStats, PluginFaults, SlowCall
+from openinfer_core.engine import EngineCapability, EngineStats, GrammarStats, KvTierStats, PluginFaults, SlowCall
 from openinfer_core.errors import Refused
 from openinfer_server import ServerOptions
 from openinfer_server.observability.metrics import ServerMetrics
@@ -184,23 +184,25 @@ def test_metrics_count_what_happened(start, info, call):
 def test_metrics_show_every_number_of_the_engine(info):
     """A number the engine offers is on the page under some name."""
     per_pos = "spec_decode_num_accepted_tokens_per_pos"
-    others = ("kv_tiers", "plugin_faults", "slow_call", per_pos)
+    others = ("kv_tiers", "grammars", "plugin_faults", "slow_call", per_pos)
     names = [name for name in EngineStats.__struct_fields__ if name not in others]
     of_tier = [name for name in KvTierStats.__struct_fields__ if name not in ("tier", "failures", "condition")]
     numbers = {name: 1000 + i for i, name in enumerate(names)}
     tier_numbers = {name: 2000 + i for i, name in enumerate(of_tier)}
+    grammar_numbers = {name: 7000 + i for i, name in enumerate(GrammarStats.__struct_fields__)}
     tier = msgspec.convert(tier_numbers | {"tier": "host", "failures": {"timeout": 3000}}, KvTierStats)
     faults = PluginFaults(group="openinfer.schedulers", plugin="mine (my-package 1.0)", counts={"lost_request": 4000})
     stats = msgspec.structs.replace(
         msgspec.convert(numbers, EngineStats),
         kv_tiers=(tier,),
+        grammars=msgspec.convert(grammar_numbers, GrammarStats, strict=False),
         plugin_faults=(faults,),
         slow_call=SlowCall(plugin="mine (my-package 1.0)", call="plan", age_s=5000.0),
         **{per_pos: (6000, 6001)},
     )
     metrics = ServerMetrics(max_model_tokens=info.max_model_tokens)
     page = metrics_page(metrics, info, stats, model_name="parrot", open_requests=0).decode()
-    for number in (*numbers.values(), *tier_numbers.values(), 3000, 4000, 5000):
+    for number in (*numbers.values(), *tier_numbers.values(), *grammar_numbers.values(), 3000, 4000, 5000):
         assert re.search(rf" {number}(\.0)?$", page, re.M), number
     for position in (0, 1):
         labels = f'{{model_name="parrot",position="{position}"}}'

@@ -3,25 +3,24 @@
 import hashlib
 import logging
 import re
-import threading
-from collections import OrderedDict
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cached_property
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from openinfer_core import GenerateRequest, Grammar, InvalidRequest, Preamble, Refused
+from openinfer_core.engine import GrammarStats
 from openinfer_core.grammars import TokenMatcher, Vocabulary, mask_words
 from openinfer_core.tokenizer_files import read_tokenizer
+from openinfer_engine.grammars.compile_queue import CompileQueue
 from openinfer_engine.grammars.guard import LIMITS, GrammarGuard, refused
+from openinfer_engine.grammars.kept import KeptGrammars
 from openinfer_engine.grammars.matcher import LlguidanceMatcher
 
 logger = logging.getLogger("openinfer.engine")
-
-MAX_KEPT = 128  # grammars, the refused ones too; the least recently used makes room
-
 
 # Bounded, as between the parts of JSON (`guard_process.WHITESPACE`): a model cannot go on with it forever.
 _SPACES = r"SPACES: /[ \n]{0,32}/"
@@ -37,14 +36,20 @@ class LlguidanceCompiler:
         Refused: the model folder has no tokenizer.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, guard: GrammarGuard | None = None) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        guard: GrammarGuard | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if read_tokenizer(vocabulary.model_dir) is None:
             raise Refused(f"{vocabulary.model_dir} has no tokenizer, which grammars need")
         self._vocabulary = vocabulary
         self._guard = guard or GrammarGuard()
-        self._kept = _Kept()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="openinfer-grammars")
-        self._worker.submit(self._read_tokenizer)
+        self._kept = KeptGrammars(clock=clock)
+        self._queue = CompileQueue("openinfer-grammars")
+        self._queue.submit("", self._read_tokenizer)
 
     def compile(self, request: GenerateRequest) -> "Future[TokenMatcher]":
         grammar = request.sampling.grammar
@@ -55,11 +60,22 @@ class LlguidanceCompiler:
         known = self._kept.get(key)
         if known is not None:
             return _done(lambda: self._matcher(known, request))
-        return self._worker.submit(self._compile, key, grammar, request)
+        return self._queue.submit(request.tenant, lambda: self._compile(key, grammar, request))
+
+    def stats(self) -> GrammarStats:
+        """What it keeps, and what it has used."""
+        return GrammarStats(
+            kept=len(self._kept),
+            kept_bytes=self._kept.num_bytes,
+            max_kept_bytes=self._kept.max_bytes,
+            waiting=self._queue.num_waiting,
+            compile_s=self._queue.used_s,
+            guard_faults=self._guard.num_faults,
+        )
 
     def close(self) -> None:
         self._guard.close()
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._queue.close()
 
     def _compile(self, key: bytes, grammar: Grammar, request: GenerateRequest) -> TokenMatcher:
         known = self._kept.get(key)
@@ -68,7 +84,7 @@ class LlguidanceCompiler:
                 known = self._first(grammar)
             except InvalidRequest as refusal:
                 known = refusal
-            self._kept.put(key, known)
+            self._kept.put(key, grammar, known)
         return self._matcher(known, request)
 
     def _first(self, grammar: Grammar) -> LLMatcher:
@@ -112,27 +128,6 @@ class LlguidanceCompiler:
         if mask_words(tokenizer.vocab_size) != mask_words(vocabulary.num_token_ids):
             raise InvalidRequest("grammars are not possible: the tokenizer is of another size", field="grammar")
         return tokenizer
-
-
-class _Kept:
-    """Recent grammars by digest, for the engine's thread and the worker."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, LLMatcher | InvalidRequest] = OrderedDict()
-
-    def get(self, key: bytes) -> "LLMatcher | InvalidRequest | None":
-        with self._lock:
-            found = self._entries.get(key)
-            if found is not None:
-                self._entries.move_to_end(key)
-            return found
-
-    def put(self, key: bytes, value: "LLMatcher | InvalidRequest") -> None:
-        with self._lock:
-            self._entries[key] = value
-            while len(self._entries) > MAX_KEPT:
-                self._entries.popitem(last=False)
 
 
 def _done(make: Callable[[], TokenMatcher]) -> "Future[TokenMatcher]":

@@ -1,20 +1,32 @@
-"""`GrammarGuard`: the engine's side of the guard process."""
+"""`GrammarGuard`: the engine's side of the guard process, and whose fault it is when that process ends.
+
+asked ──► answered: a grammar that compiles, or what is wrong with it
+  ├──► ended by a limit of ours ──► asked again alone in a fresh process ──► again: the client's (`GrammarTooCostly`)
+  └──► killed, stalled, not started ──► once more in a fresh process ──► again: of the moment (`Unavailable`)
+"""
 
 import contextlib
 import json
+import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from openinfer_core import Grammar, InvalidRequest
+from openinfer_core import Grammar, InvalidRequest, Unavailable
+
+logger = logging.getLogger("openinfer.engine")
 
 CPU_S = 1.0  # processor time that one grammar may take; common ones take 1 to 40 ms
-DEADLINE_S = 20.0  # of the clock, for a machine so busy that processor time hardly passes
+STALL_S = 5.0  # of the clock, after which a process is taken for one that stalls, and another is asked
+DEADLINE_S = 20.0  # that the other has, for a machine so busy that processor time hardly passes
 MAX_MESSAGE = 300  # characters of llguidance's message that a client is shown
 # llguidance's own, below its defaults: a mask of a hostile grammar takes tens of milliseconds, not seconds
 LIMITS: dict[str, Any] = {
@@ -26,25 +38,94 @@ LIMITS: dict[str, Any] = {
 }
 _PROCESS = Path(__file__).with_name("guard_process.py")
 _TOO_MUCH = "it is too large, too deep or too slow to check"
+# What ends a process that exceeds a limit: of processor time; of the stack, or of memory, which Rust cannot bear.
+_BY_A_LIMIT = frozenset({signal.SIGPROF, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT})
+_END_GRACE_S = 5.0  # in which a process that closed its pipe ends
+
+
+class GrammarTooCostly(InvalidRequest):
+    """A grammar exceeded a limit of ours, alone in a fresh process; on another day, with other limits, it may not."""
+
+
+class _Ended(Exception):
+    """The guard process did not answer."""
+
+    def __init__(self, why: str, *, by_a_limit: bool = False) -> None:
+        super().__init__(why)
+        self.by_a_limit = by_a_limit
+
+
+@dataclass(slots=True)
+class _Process:
+    """A guard process."""
+
+    popen: subprocess.Popen[bytes]
+    is_fresh: bool = True  # it has seen no grammar yet
+
+    def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        stdin, stdout = self.popen.stdin, self.popen.stdout
+        if stdin is None or stdout is None:
+            raise RuntimeError("the guard process has no pipes")
+        return stdin, stdout
+
+    def end(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+        for pipe in self.pipes():
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def how_it_ended(self) -> _Ended:
+        """Of one that has closed its pipe."""
+        try:
+            code = self.popen.wait(_END_GRACE_S)
+        except subprocess.TimeoutExpired:
+            return _Ended("it closed its pipe and goes on")
+        if code >= 0:
+            return _Ended(f"it ended with code {code}")
+        return _Ended(f"it was ended by {signal.Signals(-code).name}", by_a_limit=-code in _BY_A_LIMIT)
+
+
+def start_process() -> subprocess.Popen[bytes]:
+    """Raises `OSError` where the system has no room for one."""
+    # by its path: only llguidance is loaded; -P: its folder is not on the import path
+    return subprocess.Popen(  # noqa: S603 - our own interpreter and file
+        [sys.executable, "-P", str(_PROCESS)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # Rust's last words about a stack that overflowed
+    )
 
 
 class GrammarGuard:
-    """Starts its process when it is first asked, and again when a grammar has ended it.
+    """Starts its process when it is first asked, and again when that has ended.
 
     One thread asks; any may close.
+
+    Attributes:
+        num_faults: how often a process was killed, stalled or could not be started.
     """
 
-    def __init__(self, *, cpu_s: float = CPU_S, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        *,
+        cpu_s: float = CPU_S,
+        stall_s: float = STALL_S,
+        deadline_s: float = DEADLINE_S,
+        start: Callable[[], subprocess.Popen[bytes]] = start_process,
+    ) -> None:
+        self.num_faults = 0
         self._cpu_s = cpu_s
-        self._deadline_s = deadline_s
+        self._times_s = (stall_s, deadline_s)  # of each try
+        self._start = start
         self._is_closed = False
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Process | None = None
 
     @property
     def pid(self) -> int | None:
         process = self._process
-        return None if process is None else process.pid
+        return None if process is None else process.popen.pid
 
     def check(self, grammar: Grammar, head: str | None) -> str:
         """A grammar in llguidance's notation, which compiles within the bounds.
@@ -54,8 +135,8 @@ class GrammarGuard:
             head: Lark that is put before it and refers to it as `@body`.
 
         Raises:
-            InvalidRequest: it is malformed, not supported or too expensive.
-            RuntimeError: the process cannot be started, or this is closed.
+            InvalidRequest: it is malformed or not supported; as `GrammarTooCostly`, too expensive.
+            Unavailable: no process could tell; the same grammar may be asked for again.
         """
         asked = {
             "kind": str(grammar.kind),
@@ -64,11 +145,7 @@ class GrammarGuard:
             "limits": LIMITS,
             "cpu_s": self._cpu_s,
         }
-        reply = self._ask(json.dumps(asked).encode() + b"\n")
-        if reply is None:
-            self._end()
-            raise refused(grammar, _TOO_MUCH)
-        answered: dict[str, str] = json.loads(reply)
+        answered = json.loads(self._answer(grammar, json.dumps(asked).encode() + b"\n"))
         if "error" in answered:
             raise refused(grammar, answered["error"])
         return answered["grammar"]
@@ -79,52 +156,63 @@ class GrammarGuard:
             self._is_closed = True
         self._end()
 
+    def _answer(self, grammar: Grammar, line: bytes) -> bytes:
+        for place, time_s in enumerate(self._times_s, 1):
+            was_fresh, is_last = True, place == len(self._times_s)
+            try:
+                process = self._ready_process(time_s)
+                was_fresh, process.is_fresh = process.is_fresh, False
+                return self._ask(process, line, time_s)
+            except _Ended as end:
+                self._end()
+                if end.by_a_limit and was_fresh:
+                    raise GrammarTooCostly(str(refused(grammar, _TOO_MUCH)), field="grammar") from end
+                if not end.by_a_limit:
+                    self.num_faults += 1
+                    logger.warning("the guard process of grammars: %s%s", end, "" if is_last else "; once more")
+                if is_last:
+                    raise Unavailable("the process that checks grammars was not there; try again") from end
+        raise AssertionError("the last try returns or raises")
+
+    def _ask(self, process: _Process, line: bytes, time_s: float) -> bytes:
+        stdin, stdout = process.pipes()
+        deadline_s = time.monotonic() + time_s
+        try:
+            _write(stdin.fileno(), line, deadline_s)
+            reply = _read_line(stdout.fileno(), deadline_s)
+        except TimeoutError as error:
+            raise _Ended(f"it did not answer within {time_s:g} s") from error
+        except (OSError, ValueError):  # it died of the request, or was closed meanwhile
+            reply = None
+        if reply is None:
+            raise process.how_it_ended()
+        return reply
+
+    def _ready_process(self, time_s: float) -> _Process:
+        if self._process is not None and self._process.popen.poll() is not None:
+            self._end()
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable("the engine is closing")
+            if self._process is not None:
+                return self._process
+            try:
+                process = self._process = _Process(self._start())
+            except OSError as error:
+                raise _Ended(f"it cannot be started: {error.strerror}") from error
+        try:
+            ready = _read_line(process.pipes()[1].fileno(), time.monotonic() + time_s)
+        except (OSError, ValueError):  # TimeoutError among them
+            ready = None
+        if ready is None:
+            raise _Ended(f"it did not start; python -P {_PROCESS} shows why")
+        return process
+
     def _end(self) -> None:
         with self._lock:
             process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-    def _ask(self, line: bytes) -> bytes | None:
-        """The answer to a request; None if the process died of it or exceeded the deadline."""
-        stdin, stdout = self._pipes()
-        try:
-            stdin.write(line)
-            stdin.flush()
-            return _read_line(stdout.fileno(), time.monotonic() + self._deadline_s)
-        except (BrokenPipeError, ValueError):  # it died of the request, or was closed meanwhile
-            return None
-
-    def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        if self._process is not None and self._process.poll() is not None:
-            self._end()
-        started = self._process is None
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError("the grammar guard is closed")
-            process = self._process = self._process or _start()
-        if process.stdin is None or process.stdout is None:
-            raise RuntimeError("the guard process has no pipes")
-        if started and _read_line(process.stdout.fileno(), time.monotonic() + self._deadline_s) is None:
-            self._end()
-            raise RuntimeError(f"the guard process did not start; python -P {_PROCESS} shows why")
-        return process.stdin, process.stdout
-
-
-def _start() -> subprocess.Popen[bytes]:
-    # by its path: only llguidance is loaded; -P: its folder is not on the import path
-    return subprocess.Popen(  # noqa: S603 - our own interpreter and file
-        [sys.executable, "-P", str(_PROCESS)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # Rust's last words about a stack that overflowed
-    )
+        if process is not None:
+            process.end()
 
 
 def refused(grammar: Grammar, why: str) -> InvalidRequest:
@@ -133,13 +221,30 @@ def refused(grammar: Grammar, why: str) -> InvalidRequest:
     return InvalidRequest(f"the grammar ({grammar.kind}) cannot be used: {shown}", field="grammar")
 
 
+def _write(target: int, line: bytes, deadline_s: float) -> None:
+    """Raises `TimeoutError`, for a process that does not read, and `BrokenPipeError`."""
+    os.set_blocking(target, False)
+    left = memoryview(line)
+    while left:
+        _await(target, select.POLLOUT, deadline_s)
+        with contextlib.suppress(BlockingIOError):
+            left = left[os.write(target, left) :]
+
+
 def _read_line(source: int, deadline_s: float) -> bytes | None:
+    """None if the other side has closed; raises `TimeoutError`."""
     parts: list[bytes] = []
     while not parts or not parts[-1].endswith(b"\n"):
-        left_s = deadline_s - time.monotonic()
-        readable: tuple[Any, ...] = select.select([source], [], [], max(0.0, left_s))
-        data = os.read(source, 2**16) if readable[0] else b""
+        _await(source, select.POLLIN, deadline_s)
+        data = os.read(source, 2**16)
         if not data:
             return None
         parts.append(data)
     return b"".join(parts)
+
+
+def _await(descriptor: int, event: int, deadline_s: float) -> None:
+    poll = select.poll()  # `select` knows descriptors up to 1023 alone
+    poll.register(descriptor, event)
+    if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+        raise TimeoutError

@@ -5,6 +5,7 @@ grammar that exhausts a bound, or the stack, ends the process; `guard.py` says s
 """
 
 import json
+import os
 import resource
 import signal
 import sys
@@ -67,6 +68,8 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
         grammar = translate(request)
     except RecursionError:
         return {"error": "it is nested too deeply"}
+    except MemoryError:
+        os.abort()  # as llguidance does where it has no memory: what this process has left says nothing any more
     except (ValueError, TypeError, KeyError) as error:
         return {"error": str(error)}
     failed, messages = LLMatcher.validate_grammar_with_warnings(

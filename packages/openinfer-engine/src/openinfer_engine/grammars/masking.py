@@ -25,8 +25,10 @@ from openinfer_core import (
     RequestId,
     TokenEvent,
     Tokens,
+    Unavailable,
 )
-from openinfer_core.grammars import GrammarCompiler, MaskWords, TokenMatcher, mask_words
+from openinfer_core.engine import GrammarStats
+from openinfer_core.grammars import CountsGrammars, GrammarCompiler, MaskWords, TokenMatcher, mask_words
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.grammars.restrictions import RestrictedMatcher
 from openinfer_engine.grammars.row_masks import row_masks
@@ -76,6 +78,9 @@ class MaskedRequests:
     def takes_grammars(self) -> bool:
         return self._compiler is not None
 
+    def stats(self) -> GrammarStats | None:
+        return self._compiler.stats() if isinstance(self._compiler, CountsGrammars) else None
+
     @property
     def num_compiling(self) -> int:
         return len(self._compiling)
@@ -123,6 +128,8 @@ class MaskedRequests:
             self._running[request.request_id] = _Running(matcher, stop_token_ids)
         except InvalidRequest as refusal:
             failure = Failed(request.request_id, FailureKind.INVALID, str(refusal))
+        except Unavailable as fault:
+            failure = Failed(request.request_id, FailureKind.UNAVAILABLE, str(fault))
         except Exception:
             logger.exception("the grammar of request %d could not be compiled", request.request_id)
             failure = Failed(request.request_id, FailureKind.INTERNAL, _COMPILER_FAULT)

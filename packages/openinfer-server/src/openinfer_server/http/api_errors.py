@@ -155,6 +155,8 @@ def from_failed(failed: Failed) -> ApiError:
             return ApiError(400, failed.message, code="invalid_value")
         case FailureKind.OVERLOADED:
             return overloaded(failed.message)
+        case FailureKind.UNAVAILABLE:
+            return busy(failed.message)
         case FailureKind.DEADLINE:
             # The same request again would be as late: OpenAI's and Anthropic's clients heed this header.
             no_retry = ((b"x-should-retry", b"false"),)

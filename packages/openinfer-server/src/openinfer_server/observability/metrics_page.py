@@ -7,7 +7,7 @@ Every name begins with `openinfer_`; where vLLM has a metric of the same meaning
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 
-from openinfer_core.engine import EngineInfo, EngineStats
+from openinfer_core.engine import EngineInfo, EngineStats, GrammarStats
 from openinfer_server.observability.exposition import Sample, render_family, render_histogram
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.metrics_snapshot import BudgetUse
@@ -134,9 +134,22 @@ def _of_engine(stats: EngineStats, model: Labels) -> Iterator[str]:
         ("openinfer_engine_failed_requests_total", "counter", "Requests that failed.", stats.failed_requests),
     ):
         yield from render_family(name, kind, text, [((), value)])
+    yield from _grammar_lines(stats.grammars or GrammarStats())
     yield from _plugin_lines(stats)
     yield from _of_drafts(stats, model)
     yield from tier_lines(stats)
+
+
+def _grammar_lines(stats: GrammarStats) -> Iterator[str]:
+    for name, kind, text, value in (
+        ("openinfer_grammars_kept", "gauge", "Grammars that are there at once.", stats.kept),
+        ("openinfer_grammar_bytes", "gauge", "Their memory, about.", stats.kept_bytes),
+        ("openinfer_grammar_bytes_limit", "gauge", "What it may be.", stats.max_kept_bytes),
+        ("openinfer_grammars_waiting", "gauge", "Requests whose grammar is not compiled.", stats.waiting),
+        ("openinfer_grammar_compile_seconds_total", "counter", "Of the compiler's thread.", stats.compile_s),
+        ("openinfer_grammar_guard_faults_total", "counter", "Times its process was not there.", stats.guard_faults),
+    ):
+        yield from render_family(name, kind, text, [((), value)])
 
 
 def _plugin_lines(stats: EngineStats) -> Iterator[str]:
