@@ -38,10 +38,10 @@ HELP = {
     "plot": "matplotlib, for bench serve --plot",
 }
 LOCKS = HERE / "locks"
-_PINNED = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)((?:.*\\\n)*.*)$", re.MULTILINE)  # a lock's entry, to its last hash
-_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
+PINNED = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)((?:.*\\\n)*.*)$", re.MULTILINE)  # a lock's entry, to its last hash
+HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 _NAME = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?")
-_OF_EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
+OF_EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def from_wheel(wheel: Path) -> Ours:
         metadata = email.message_from_bytes(archive.read(name))
     requires: dict[str, list[str]] = {extra: [] for extra in ["", *metadata.get_all("Provides-Extra", [])]}
     for line in metadata.get_all("Requires-Dist", []):
-        of_extra = _OF_EXTRA.search(line)
-        requires[of_extra.group(1) if of_extra else ""].append(_OF_EXTRA.sub("python_version > '3'", line))
+        of_extra = OF_EXTRA.search(line)
+        requires[of_extra.group(1) if of_extra else ""].append(OF_EXTRA.sub("python_version > '3'", line))
     return Ours(metadata["Name"], wheel, requires)
 
 
@@ -249,7 +249,7 @@ def with_pip(pip: list[str], constraints: Path, wishes: list[str], *, lock: Path
 
 def with_hashes(lock: str, report: dict[str, list[dict[str, dict[str, str]]]]) -> Iterator[str]:
     """Yield those of a lock's entries that pip's report is about; what no lock has, a package of yours asks for."""
-    entries = {(found.group(1), found.group(2)): _HASH.findall(found.group(3)) for found in _PINNED.finditer(lock)}
+    entries = {(found.group(1), found.group(2)): HASH.findall(found.group(3)) for found in PINNED.finditer(lock)}
     for each in report["install"]:
         metadata = each["metadata"]
         pinned = (re.sub(r"[-_.]+", "-", metadata["name"]).lower(), metadata["version"])

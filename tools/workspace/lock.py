@@ -9,7 +9,7 @@ locks/uv.txt          uv alone, for machines that have none
 
 Each is right for every platform and every Python from 3.11 on, and names no index. `./run`, `./run install` and
 `./run alone` hand them to uv as constraints, which refuses a file of another hash; tests/test_locks.py says when a
-requirement has no place in them.
+requirement has no place in them. `./run licences` follows: what they say of themselves, third_party.py.
 """
 
 import argparse

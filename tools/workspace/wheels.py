@@ -3,7 +3,8 @@
     ./run wheels [--out dist]
     python3 dist/install.py --into ~/openinfer [--cuda13] ...      # there: Python 3.11 and an index for third parties
 
-Each is built as an index would get it: the source archive first, then the wheel from that. `SHA256SUMS` has them all.
+Each is built as an index would get it: the source archive first, then the wheel from that, and its SBOM beside it.
+`SHA256SUMS` has them all.
 """
 
 import argparse
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import alone
 import lock
+import sbom
+import third_party
 
 INSTALLER = Path(__file__).with_name("install.py")
 
@@ -25,6 +28,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     packages = [package for package in alone.find_packages() if package.folder.parent.name == "packages"]
     alone.build_wheels(packages, folder)
+    sbom.write_sboms(folder)
     shutil.copy(INSTALLER, folder)
     shutil.copytree(lock.LOCKS, folder / lock.LOCKS.name, dirs_exist_ok=True)
     write_sums(folder)
@@ -35,7 +39,8 @@ def main() -> int:
 
 def write_sums(folder: Path) -> None:
     """Write what `sha256sum --check SHA256SUMS` checks."""
-    files = sorted(file for pattern in ("*.whl", "*.tar.gz", "*.py", "locks/*.txt") for file in folder.glob(pattern))
+    patterns = ("*.whl", "*.cdx.json", "*.tar.gz", "*.py", "locks/*.txt")
+    files = sorted(file for pattern in patterns for file in folder.glob(pattern))
     lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder)}\n" for file in files]
     (folder / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
 
@@ -43,5 +48,5 @@ def write_sums(folder: Path) -> None:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except alone.Failure as failure:
+    except (alone.Failure, third_party.Failure) as failure:
         sys.exit(f"FAILED: {failure}")
