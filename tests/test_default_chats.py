@@ -21,6 +21,7 @@ from openinfer_engine.cuda.named_gpus import NAMED_GPUS, NamedGpuBackend
 from openinfer_engine.engine_plan import EnginePlan, resolve
 from openinfer_engine.options import DeviceKind, LoadFormat
 from openinfer_server import ServerOptions
+from openinfer_server.limits.budgets import Budgets
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.output.engine_link import EngineLink
 from openinfer_server.request.generation_fields import GenerationFields
@@ -53,7 +54,15 @@ def plans(config: dict[str, Any], folder: Path) -> Iterator[tuple[str, EnginePla
 def server_of(plan: EnginePlan) -> Service:
     handle: Any = SimpleNamespace(info=plan.info)
     metrics = ServerMetrics(max_model_tokens=plan.info.max_model_tokens)
-    return Service(ServerOptions(), EngineLink(handle, metrics), metrics, tokenizer=None, template=None)  # type: ignore[arg-type]
+    options = ServerOptions()
+    return Service(
+        options,
+        EngineLink(handle, metrics),
+        metrics,
+        tokenizer=None,  # type: ignore[arg-type] # no text is asked about
+        template=None,
+        budgets=Budgets.of(options),
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape["name"])
