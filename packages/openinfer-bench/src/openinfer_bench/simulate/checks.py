@@ -82,7 +82,8 @@ class AnswerChecks:
             asked = ask.body["token_ids" if ask.api is Api.TOKENS else "prompt"]
             if any(list(request.prompt_token_ids) != asked for request in requests.values()):
                 raise self._wrong(ask, answer, "the engine got another prompt")
-        said, error = _said(ask, answer)
+        events = answer.events() if ask.is_stream else _whole(answer)
+        said, error = _said(ask, events)
         is_cut = answer.has_left or not answer.is_whole or error is not None
         for index, outcome in enumerate(expected):
             right: Any = [*outcome.token_ids] if ask.api is Api.TOKENS else self._text_of(outcome.token_ids)
@@ -91,7 +92,7 @@ class AnswerChecks:
                 raise self._wrong(ask, answer, f"choice {index} says {got!r}; the model said {right!r}")
         if not is_cut:
             self._check_time(ask, answer)
-            self._check_usage(ask, answer, requests, expected)
+            self._check_usage(ask, answer, events, requests, expected)
             return "answered"
         if answer.has_left:
             return "left"
@@ -111,9 +112,13 @@ class AnswerChecks:
             raise self._wrong(ask, answer, f"it was answered after {took_s:.2f} s; its deadline was {ask.deadline_s} s")
 
     def _check_usage(
-        self, ask: Ask, answer: Answer, requests: Mapping[int, GenerateRequest], expected: list[Any]
+        self,
+        ask: Ask,
+        answer: Answer,
+        events: list[Any],
+        requests: Mapping[int, GenerateRequest],
+        expected: list[Any],
     ) -> None:
-        events = answer.events() if ask.is_stream else [_whole(answer)]
         usages = [event["usage"] for event in events if event.get("usage")]
         if not usages:
             if ask.is_stream and ask.api is Api.TOKENS:
@@ -141,13 +146,13 @@ class TextOf:
         return b"".join(self._raw[token_id] for token_id in token_ids).decode("utf-8", "replace")
 
 
-def _whole(answer: Answer) -> Any:
-    return json.loads(bytes(answer.body))
+def _whole(answer: Answer) -> list[Any]:
+    """The body of an answer that is no stream, if all of it came."""
+    return [json.loads(bytes(answer.body))] if answer.is_whole else []
 
 
-def _said(ask: Ask, answer: Answer) -> tuple[dict[int, Any], str | None]:
+def _said(ask: Ask, events: list[Any]) -> tuple[dict[int, Any], str | None]:
     """What each choice says, and the error that ended the answer."""
-    events = answer.events() if ask.is_stream else ([_whole(answer)] if answer.is_whole else [])
     said: dict[int, Any] = {}
     for event in events:
         if "error" in event:

@@ -11,21 +11,23 @@ import logging
 import random
 import threading
 from collections import Counter
+from collections.abc import Coroutine
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from openinfer.models import find_model_dir
 from openinfer_bench.simulate.checks import AnswerChecks, Circumstances, TextOf, Violation
 from openinfer_bench.simulate.clients import HttpConnection
 from openinfer_bench.simulate.faults import Fault, FaultSchedule, disk_faults
 from openinfer_bench.simulate.stack import Engine, Server, SlowDisk, StackOptionsOfRun, folder_of
 from openinfer_bench.simulate.traffic import Ask, Traffic
-from openinfer_core.request import GenerateRequest
 from openinfer_core.testing.simulation.event_loop import VirtualEventLoop
 from openinfer_core.testing.simulation.world import World
 from openinfer_kv_cache.testing.tier_faults import FaultInjector
+from openinfer_server import Tokenizer
 from openinfer_server.options import ServerOptions
 
 RESTART_S = 3.0
@@ -75,12 +77,12 @@ class Run:
         self._lives = 0
         self._stopping = asyncio.Event()
         self._ports = 40000
-        self._checks: AnswerChecks | None = None
         self._outcomes: Counter[str] = Counter()
         self._num_tokens = 0
         self._latest_s = 0.0
         self._steps = Counter[str]()
         draw = random.Random(world.seed ^ 0x1F123BB5)  # noqa: S311 - no secrets here
+        self._checks = AnswerChecks(TextOf(_token_bytes()), max_model_tokens=size.max_model_tokens)
         self._traffic = Traffic(draw, max_model_tokens=size.max_model_tokens)
         self._draw = random.Random(world.seed ^ 0x5851F42D)  # noqa: S311
         self._faults = FaultSchedule(
@@ -137,15 +139,14 @@ class Run:
     async def _live(self, done: asyncio.Event, clients: threading.Thread) -> None:
         """One life of engine and server: until the engine dies, or all is done."""
         engine = Engine(self._world, self._stack_options, self._tier_faults, self._disk)
-        server = Server(self._world, engine, self._server_options, self._server_loop, self._stack_options.cpu)
-        checks = self._checks_of(server)
-        submit = engine.handle.submit
-
-        def noted(request: GenerateRequest) -> None:
-            checks.note(request)
-            submit(request)
-
-        engine.handle.submit = noted  # type: ignore[method-assign] # pyright: ignore[reportAttributeAccessIssue]
+        server = Server(
+            self._world,
+            engine,
+            self._server_options,
+            self._server_loop,
+            cpu=self._stack_options.cpu,
+            note=self._checks.note,
+        )
         self._engine, self._server = engine, server
         self._world.note("life", self._lives)
         if not clients.is_alive():
@@ -167,25 +168,13 @@ class Run:
         if engine.unexpected_death is not None:
             raise Violation("the engine died of itself") from engine.unexpected_death
 
-    def _checks_of(self, server: Server) -> AnswerChecks:
-        if self._checks is None:
-            table = server.app.service.tokenizer.table
-            if table is None:
-                raise Violation("the tiny model's tokenizer has no table of bytes")
-            self._checks = AnswerChecks(TextOf(table.raw), max_model_tokens=self._stack_options.max_model_tokens)
-        return self._checks
-
     def _count(self, engine: Engine) -> None:
         stats = engine.loop.stats()
         for name in ("steps", "prompt_tokens", "cached_tokens", "tier_tokens", "generated_tokens", "preemptions"):
             self._steps[name] += getattr(stats, name)
         for tier in stats.kv_tiers:
-            self._steps[f"{tier.tier}_loaded_blocks"] += tier.loaded_blocks
-            self._steps[f"{tier.tier}_saved_blocks"] += tier.saved_blocks
-            self._steps[f"{tier.tier}_hit_blocks"] += tier.hit_blocks
-            self._steps[f"{tier.tier}_missed_blocks"] += tier.missed_blocks
-            self._steps[f"{tier.tier}_evicted_blocks"] += tier.evicted_blocks
-            self._steps[f"{tier.tier}_corrupt_blocks"] += tier.corrupt_blocks
+            for name in ("loaded", "saved", "hit", "missed", "evicted", "corrupt"):
+                self._steps[f"{tier.tier}_{name}_blocks"] += getattr(tier, f"{name}_blocks")
             for reason, count in tier.failures.items():
                 if count:
                     self._steps[f"{tier.tier}_{reason}"] += count
@@ -224,9 +213,12 @@ class Run:
     def _begin_wave(self, num_requests: int, *, within_s: float = 0.5) -> None:
         for _ in range(num_requests):
             delay_s = self._draw.expovariate(1 / within_s)
-            task = asyncio.get_running_loop().create_task(self._ask(self._traffic.next(), delay_s))
-            self._open.add(task)
-            task.add_done_callback(self._ended)
+            self._start(self._ask(self._traffic.next(), delay_s))
+
+    def _start(self, client: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(client)
+        self._open.add(task)
+        task.add_done_callback(self._ended)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._open.discard(task)
@@ -236,11 +228,10 @@ class Run:
     async def _ask(self, ask: Ask, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         server, engine = self._server, self._engine
-        if server is None or engine is None or server.has_ended or self._checks is None:
+        if server is None or engine is None or server.has_ended:
             self._outcomes["refused"] += 1  # nothing listens: the process is being started again
             return
-        self._ports = 1024 + (self._ports + 1) % 60000
-        connection = HttpConnection.open(server.connector(self._client_loop, self._ports), lambda: self._world.now_s)
+        connection = self._connect(server)
         answer = await connection.request("POST", ask.api, ask.encoded, manners=ask.manners)
         connection.close()
         # The requests of a dying engine are told first, then its server.
@@ -253,6 +244,10 @@ class Run:
         self._latest_s = max(self._latest_s, answer.ended_s - answer.sent_s)
         content = hashlib.blake2b(bytes(answer.body), digest_size=6).hexdigest()
         self._world.note("answer", ask.number, outcome, answer.status, content)
+
+    def _connect(self, server: Server) -> HttpConnection:
+        self._ports = 1024 + (self._ports + 1) % 60000
+        return HttpConnection.open(server.connector(self._client_loop, self._ports), lambda: self._world.now_s)
 
     async def _find_idle(self) -> None:
         """After a wave: everything that was asked is answered, and nothing of it is left behind."""
@@ -306,19 +301,23 @@ class Run:
         self._world.wall_offset_s += self._draw.choice((-3600.0, -1.0, 1.0, 86400.0))
 
     def _send_garbage(self) -> None:
-        task = asyncio.get_running_loop().create_task(self._be_garbage())
-        self._open.add(task)
-        task.add_done_callback(self._ended)
+        self._start(self._be_garbage())
 
     async def _be_garbage(self) -> None:
         server = self._server
         if server is None:
             return
-        self._ports = 1024 + (self._ports + 1) % 60000
-        connection = HttpConnection.open(server.connector(self._client_loop, self._ports), lambda: self._world.now_s)
+        connection = self._connect(server)
         body = self._draw.choice((b"{", b"\xff\xfe", b'{"token_ids": [1e400]}', b"[" * 5000, b'{"prompt": null}'))
         path = self._draw.choice(("/inference/v1/generate", "/v1/completions", "/v1/nothing", "/v1/chat/completions"))
         answer = await connection.request("POST", path, body)
         connection.close()
         if self._server is server and not server.has_ended and answer.status not in (400, 404, 429, 503):
             raise Violation(f"{body[:40]!r} to {path} was answered with {answer.status}")
+
+
+def _token_bytes() -> list[bytes]:
+    table = Tokenizer.load(find_model_dir("tiny")).table
+    if table is None:
+        raise Violation("the tiny model's tokenizer has no table of bytes")
+    return table.raw

@@ -6,7 +6,7 @@ scheduler, pool) ──► fake device        tiers' threads ──► memory an
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +18,11 @@ from uvicorn.server import ServerState
 from openinfer.models import find_model_dir
 from openinfer_bench.simulate.clients import Connect
 from openinfer_bench.simulate.device import GpuLost, SimulatedRunner, StepTimes, layout_of
-from openinfer_core.engine import EngineInfo
+from openinfer_core.engine import EngineHandle, EngineInfo
 from openinfer_core.events import FailureKind
 from openinfer_core.process.local import InProcessEngine
 from openinfer_core.queue_policies import FairShare
+from openinfer_core.request import GenerateRequest
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing.simulation.event_loop import VirtualEventLoop
 from openinfer_core.testing.simulation.network import connect
@@ -42,6 +43,7 @@ from openinfer_kv_offload.transfer.queue import QueueOptions
 from openinfer_server.app import App, load_app
 from openinfer_server.http.protocol import bounded_protocol
 from openinfer_server.options import ServerOptions
+from openinfer_server.testing import RecordingEngine
 
 SERVER_ADDRESS = ("127.0.0.1", 8000)
 _NUM_TOKEN_IDS = 2048  # of the tiny model's tokenizer; the fake model says the first 64 alone
@@ -84,44 +86,38 @@ class StackOptionsOfRun:
 
 
 class TimedMedium:
-    """A medium that takes its time."""
+    """A medium that takes its time: `charge` is called with the bytes of each operation before it."""
 
-    def __init__(self, medium: Medium, world: World, *, bytes_per_s: float, operation_s: float) -> None:
+    def __init__(self, medium: Medium, charge: Callable[[int], None]) -> None:
         self._medium = medium
-        self._world = world
-        self._bytes_per_s = bytes_per_s
-        self._operation_s = operation_s
+        self._charge = charge
 
     def write(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
-        self._world.charge(self._operation_s + sum(part.nbytes for part in parts) / self._bytes_per_s)
+        self._charge(sum(part.nbytes for part in parts))
         self._medium.write(offset_bytes, parts)
 
     def read(self, offset_bytes: int, into: memoryview) -> None:
-        self._world.charge(self._operation_s + into.nbytes / self._bytes_per_s)
+        self._charge(into.nbytes)
         self._medium.read(offset_bytes, into)
 
 
+@dataclass(slots=True)
 class SlowDisk:
-    """How much slower than it should be the disk is at this moment, for all its operations."""
+    """How much slower than it should be the disk is at this moment, for each of its operations."""
 
-    def __init__(self) -> None:
-        self.extra_s = 0.0
-
-    def wrap(self, medium: Medium, world: World) -> Medium:
-        return _Slowed(medium, world, self)
+    extra_s: float = 0.0
 
 
-class _Slowed:
-    def __init__(self, medium: Medium, world: World, disk: SlowDisk) -> None:
-        self._medium, self._world, self._disk = medium, world, disk
+class NotingEngine(RecordingEngine):
+    """An engine's handle that tells what it is asked."""
 
-    def write(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
-        self._world.charge(self._disk.extra_s)
-        self._medium.write(offset_bytes, parts)
+    def __init__(self, inner: EngineHandle, note: Callable[[GenerateRequest], None]) -> None:
+        super().__init__(inner)
+        self._note = note
 
-    def read(self, offset_bytes: int, into: memoryview) -> None:
-        self._world.charge(self._disk.extra_s)
-        self._medium.read(offset_bytes, into)
+    def submit(self, request: GenerateRequest) -> None:
+        self._note(request)
+        super().submit(request)
 
 
 class Engine:
@@ -184,11 +180,13 @@ class Engine:
         queue = QueueOptions(num_threads=2, breaker_cooldown_s=5.0)
 
         def in_memory(medium: Medium) -> Medium:
-            return TimedMedium(medium, world, bytes_per_s=cpu.memory_bytes_per_s, operation_s=1e-6)
+            return TimedMedium(medium, lambda size: world.charge(1e-6 + size / cpu.memory_bytes_per_s))
 
         def on_disk(medium: Medium) -> Medium:
-            timed = TimedMedium(medium, world, bytes_per_s=cpu.disk_bytes_per_s, operation_s=cpu.disk_operation_s)
-            return faults.wrap(disk.wrap(timed, world))
+            def charge(size: int) -> None:
+                world.charge(cpu.disk_operation_s + size / cpu.disk_bytes_per_s + disk.extra_s)
+
+            return faults.wrap(TimedMedium(medium, charge))
 
         def opened(tiers: list[KvTier]) -> KvTier | None:
             return TierStack(tiers, StackOptions(write=WriteMode.BEHIND)) if len(tiers) > 1 else next(iter(tiers), None)
@@ -212,11 +210,18 @@ class Server:
     """One life of the HTTP server, in the running event loop."""
 
     def __init__(
-        self, world: World, engine: Engine, options: ServerOptions, loop: VirtualEventLoop, cpu: CpuTimes
+        self,
+        world: World,
+        engine: Engine,
+        options: ServerOptions,
+        loop: VirtualEventLoop,
+        *,
+        cpu: CpuTimes,
+        note: Callable[[GenerateRequest], None],
     ) -> None:
         self._world = world
         self._loop = loop
-        self.app: App = load_app(engine.handle, find_model_dir("tiny"), options)
+        self.app: App = load_app(NotingEngine(engine.handle, note), find_model_dir("tiny"), options)
         self._charge_for_encoding(cpu)
         self._protocol = _charged(bounded_protocol(options), world, cpu)
         self._config = Config(

@@ -71,7 +71,6 @@ class World:
         self.num_switches = 0
         self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self.contexts: list[TaskContext] = []
-        self.watcher: Callable[[], None] = lambda: None
         self._digest = hashlib.blake2b(digest_size=16)
         # Its draws leave those of `random` as they are.
         self._scheduling = random.Random(seed ^ 0x5DEECE66D)  # noqa: S311
@@ -113,7 +112,6 @@ class World:
         first = self.spawn(lambda: result.append(main()), name="main")
         while not first.greenlet.dead:
             self._resume(self._next())
-            self.watcher()
             if self._failure is not None:
                 raise self._failure
         return result[0]
