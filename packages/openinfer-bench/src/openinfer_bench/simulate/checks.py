@@ -35,11 +35,15 @@ class AnswerChecks:
     Args:
         text_of: the text of token ids, as the server's tokenizer has it.
         max_model_tokens: the engine's.
+
+    Attributes:
+        num_tokens: of whole answers so far, compared one by one.
     """
 
     def __init__(self, text_of: "TextOf", *, max_model_tokens: int) -> None:
         self._text_of = text_of
         self._max_model_tokens = max_model_tokens
+        self.num_tokens = 0
         self.submitted: dict[int, dict[int, GenerateRequest]] = {}
 
     def note(self, request: GenerateRequest) -> None:
@@ -93,6 +97,7 @@ class AnswerChecks:
         if not is_cut:
             self._check_time(ask, answer)
             self._check_usage(ask, answer, events, requests, expected)
+            self.num_tokens += sum(len(outcome.token_ids) for outcome in expected)
             return "answered"
         if answer.has_left:
             return "left"

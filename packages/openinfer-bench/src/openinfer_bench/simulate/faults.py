@@ -23,15 +23,18 @@ class Fault(StrEnum):
 
 
 class FaultSchedule:
-    """Draws faults; what each does is told by `actions`."""
+    """Draws faults, each kind as often as every other; what each does is told by `actions`."""
 
     def __init__(self, draw: random.Random, actions: dict[Fault, Callable[[], None]]) -> None:
         self._draw = draw
         self._actions = actions
+        self._deck: list[Fault] = []
         self.counts: Counter[Fault] = Counter()
 
     def strike(self) -> Fault:
-        fault = self._draw.choice([*Fault])
+        if not self._deck:
+            self._deck = self._draw.sample([*Fault], len(Fault))
+        fault = self._deck.pop()
         self.counts[fault] += 1
         self._actions[fault]()
         return fault

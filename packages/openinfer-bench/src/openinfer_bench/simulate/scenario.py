@@ -33,6 +33,7 @@ from openinfer_server.options import ServerOptions
 RESTART_S = 3.0
 _IDLE_WAIT_S = 60.0  # what the last aborted requests and transfers get to end
 _COLLECT_S = 300.0
+_STORM_REQUESTS = 100  # more than can run and wait
 _MOST_DESCRIPTORS = 64  # standard streams, the tokenizer's files, and the disk tier's 16 segments
 
 
@@ -42,14 +43,16 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     hours: float = 1.0
     wave_s: float = 60.0
     """Virtual seconds from one wave of requests to the next."""
-    wave_requests: int = 28
+    wave_requests: int = 20
     faults_per_hour: float = 80.0
     tiers: bool = True
 
 
 def main(world: World, **options: Any) -> dict[str, Any]:
     """Runs a simulation and returns its report."""
-    logging.getLogger("openinfer").propagate = False  # what goes wrong is injected; what is wrong is raised
+    log = logging.getLogger("openinfer")  # what goes wrong is injected; what is wrong is raised
+    log.propagate = False
+    log.addHandler(logging.NullHandler())
     gc.disable()  # it would run at moments that differ between processes; `_collect` runs it at virtual ones
     with ExitStack() as stack:
         run = Run(world, msgspec.convert(options, RunOptions), stack)
@@ -78,7 +81,6 @@ class Run:
         self._stopping = asyncio.Event()
         self._ports = 40000
         self._outcomes: Counter[str] = Counter()
-        self._num_tokens = 0
         self._latest_s = 0.0
         self._steps = Counter[str]()
         draw = random.Random(world.seed ^ 0x1F123BB5)  # noqa: S311 - no secrets here
@@ -94,7 +96,7 @@ class Run:
                 Fault.SLOW_DISK: self._slow_disk,
                 Fault.DISK_ERROR: self._fail_disk,
                 Fault.CLOCK_STEP: self._step_clock,
-                Fault.STORM: lambda: self._begin_wave(120, within_s=0.1),
+                Fault.STORM: lambda: self._begin_wave(_STORM_REQUESTS, within_s=0.1),
                 Fault.GARBAGE: self._send_garbage,
             },
         )
@@ -115,7 +117,7 @@ class Run:
             "virtual_hours": round(self._world.now_s / 3600, 3),
             "requests": sum(self._outcomes.values()),
             "outcomes": dict(sorted(self._outcomes.items())),
-            "tokens": self._num_tokens,
+            "tokens": self._checks.num_tokens,
             "faults": {str(fault): count for fault, count in sorted(self._faults.counts.items())},
             "slowest_s": round(self._latest_s, 3),
             "longest_turn_ms": round(self._server_loop.longest_turn_s * 1e3, 3),
@@ -210,7 +212,7 @@ class Run:
             await asyncio.sleep(self._draw.expovariate(2.0))
             self._world.note("fault", self._faults.strike())
 
-    def _begin_wave(self, num_requests: int, *, within_s: float = 0.5) -> None:
+    def _begin_wave(self, num_requests: int, *, within_s: float = 0.25) -> None:
         for _ in range(num_requests):
             delay_s = self._draw.expovariate(1 / within_s)
             self._start(self._ask(self._traffic.next(), delay_s))
@@ -240,7 +242,6 @@ class Run:
         )
         outcome = self._checks.check(ask, answer, circumstances)
         self._outcomes[outcome] += 1
-        self._num_tokens += len(answer.event_times_s) if ask.is_stream else 0
         self._latest_s = max(self._latest_s, answer.ended_s - answer.sent_s)
         content = hashlib.blake2b(bytes(answer.body), digest_size=6).hexdigest()
         self._world.note("answer", ask.number, outcome, answer.status, content)

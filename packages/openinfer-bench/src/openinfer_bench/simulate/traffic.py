@@ -65,7 +65,7 @@ class Traffic:
         draw = self._draw
         self._number += 1
         index = draw.randrange(len(self._conversations))
-        max_tokens = draw.choice((1, 4, 16, 24, 32, 64))
+        max_tokens = draw.choice((1, 4, 16, 32, 48, 72))
         api = draw.choice((Api.TOKENS, Api.TOKENS, Api.COMPLETIONS, Api.CHAT))
         conversation = self._conversations[index] = self._grown(self._conversations[index], max_tokens)
         deadline_s = draw.choice((None, None, None, None, 2.0))

@@ -106,26 +106,29 @@ class FakeDevice:
 
     def _check_columns(self, plan: StepPlan) -> None:
         config = self._config
-        require(plan.step == self.steps, f"step {plan.step} was planned; the next one is {self.steps}")
+        require(plan.step == self.steps, lambda: f"step {plan.step} was planned; the next one is {self.steps}")
         _check_column(plan, "token_ids", np.int32)
         _check_column(plan, "new_blocks", np.int32)
         num_rows = len(plan.slots)
         require(num_rows > 0, "a plan without rows; return None")
         for name, dtype in _ROW_COLUMNS.items():
             _check_column(plan, name, dtype)
-            require(len(getattr(plan, name)) == num_rows, f"{name} has {len(getattr(plan, name))} of {num_rows} rows")
+            length = len(getattr(plan, name))
+            if length != num_rows:
+                raise ConformanceError(f"{name} has {length} of {num_rows} rows")
         for name in ("new_block_counts", "void_block_counts"):
             _check_column(plan, name, np.int32, num_axes=2)
             shape, right = getattr(plan, name).shape, (len(config.table_windows), num_rows)
-            require(shape == right, f"{name} is of shape {shape}; [tables, rows] are {right}")
-        require(num_rows <= config.max_num_seqs, f"{num_rows} rows; max_num_seqs is {config.max_num_seqs}")
+            if shape != right:
+                raise ConformanceError(f"{name} is of shape {shape}; [tables, rows] are {right}")
+        require(num_rows <= config.max_num_seqs, lambda: f"{num_rows} rows; max_num_seqs is {config.max_num_seqs}")
         require(
             plan.num_tokens <= config.max_step_tokens,
-            f"{plan.num_tokens} tokens in one step; max_step_tokens is {config.max_step_tokens}",
+            lambda: f"{plan.num_tokens} tokens in one step; max_step_tokens is {config.max_step_tokens}",
         )
         slots = plan.slots.tolist()
-        require(len(set(slots)) == num_rows, f"a slot has two rows in one step: {slots}")
-        require(all(0 <= slot < config.max_num_seqs for slot in slots), f"slots {slots} beyond max_num_seqs")
+        require(len(set(slots)) == num_rows, lambda: f"a slot has two rows in one step: {slots}")
+        require(all(0 <= slot < config.max_num_seqs for slot in slots), lambda: f"slots {slots} beyond max_num_seqs")
         require(plan.num_host_tokens.sum() == len(plan.token_ids), "token_ids is not as long as num_host_tokens say")
         require(plan.new_block_counts.sum() == len(plan.new_blocks), "new_blocks is not as long as its counts say")
         require((plan.new_block_counts >= 0).all(), "new_block_counts has negative ones")
@@ -134,13 +137,15 @@ class FakeDevice:
 
     def _start(self, start: SlotStart, plan: StepPlan) -> None:
         request = start.request
-        require(start.slot in plan.slots, f"slot {start.slot} is started without a row in the step")
+        require(start.slot in plan.slots, lambda: f"slot {start.slot} is started without a row in the step")
         owner = self._slots.get(start.slot)
-        require(owner is None, f"slot {start.slot} is started; {owner and owner.what} was not released from it")
+        require(owner is None, lambda: f"slot {start.slot} is started; {owner and owner.what} was not released from it")
         right = fake_model.outcome(request, max_model_tokens=self._config.max_model_tokens).token_ids
         outputs = start.output_token_ids
         what = f"request {request.request_id}"
-        require(outputs == right[: len(outputs)], f"{what} starts with outputs {outputs}; the model gave {right}")
+        require(
+            outputs == right[: len(outputs)], lambda: f"{what} starts with outputs {outputs}; the model gave {right}"
+        )
         self._check_seed(start)
         token_ids = [*request.prompt_token_ids, *outputs]
         self._tables[start.slot] = [FakeTable() for _ in self._config.table_windows]
@@ -150,29 +155,33 @@ class FakeDevice:
         request = start.request
         asked = request.sampling.seed
         seed = self._seeds.setdefault(request.request_id, start.seed if asked is None else asked)
-        require(0 <= start.seed < 2**64, f"seed {start.seed} is no unsigned 64-bit number")
-        require(start.seed == seed, f"request {request.request_id} starts with seed {start.seed}; it has {seed}")
+        require(0 <= start.seed < 2**64, lambda: f"seed {start.seed} is no unsigned 64-bit number")
+        require(
+            start.seed == seed, lambda: f"request {request.request_id} starts with seed {start.seed}; it has {seed}"
+        )
 
     def _read_rows(self, plan: StepPlan, num_applied: int) -> list[FakeRow]:
         rows: list[FakeRow] = []
         token_ids, num_ids = plan.token_ids.tolist(), 0
         new_blocks, void = self._pool.new_blocks(plan), plan.void_block_counts.T.tolist()
-        for index, slot_index in enumerate(plan.slots.tolist()):
+        columns = (plan.slots, plan.starts, plan.counts, plan.num_host_tokens, plan.draft_counts, plan.max_new)
+        for index, (slot_index, start, count, num_given, draft_count, max_new) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        ):
             slot = self._slots.get(slot_index)
             if slot is None:
                 raise ConformanceError(f"slot {slot_index} has a row and was never started")
-            given = token_ids[num_ids : num_ids + int(plan.num_host_tokens[index])]
+            given = token_ids[num_ids : num_ids + num_given]
             num_ids += len(given)
             slot.rejected = {step: count for step, count in slot.rejected.items() if step >= num_applied}
-            start = int(plan.starts[index])
             row = FakeRow(
                 slot,
                 planned_start=start,
                 start=start - sum(slot.rejected.values()),
-                count=int(plan.counts[index]),
+                count=count,
                 host_ids=given,
-                draft_count=int(plan.draft_counts[index]),
-                max_new=int(plan.max_new[index]),
+                draft_count=draft_count,
+                max_new=max_new,
                 kv=[],
             )
             self._pool.advance(row, self._tables[slot_index], void[index], new_blocks[index])
@@ -215,7 +224,7 @@ class FakeDevice:
             self._states.begin(plan)
         else:
             copies = len(plan.state_restores) + len(plan.state_snapshots)
-            require(not copies, f"{copies} copies of states; num_snapshots is 0")
+            require(not copies, lambda: f"{copies} copies of states; num_snapshots is 0")
 
     def _advance_states(self, plan: StepPlan, rows: list[FakeRow]) -> None:
         if self._states is None:

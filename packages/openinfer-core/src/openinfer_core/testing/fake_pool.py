@@ -5,7 +5,7 @@ whose layers wrote it. So a row that reads a block which was overwritten, was ne
 or another table, reads another state than it must.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from openinfer_core.scheduling import SchedulerConfig, StepPlan
@@ -23,11 +23,14 @@ class FakeTable:
     blocks: list[int] = field(default_factory=list[int])
     num_void: int = 0
 
-    def advance(self, num_void: int, new_blocks: Sequence[int], *, what: str) -> None:
-        require(num_void >= self.num_void, f"{what}: {num_void} blocks are void, and {self.num_void} were before")
-        self.num_void = num_void
-        self.blocks += [_VOID] * (num_void - len(self.blocks))
-        self.blocks[:num_void] = [_VOID] * num_void
+    def advance(self, num_void: int, new_blocks: Sequence[int], *, what: Callable[[], str]) -> None:
+        require(
+            num_void >= self.num_void, lambda: f"{what()}: {num_void} blocks are void, and {self.num_void} were before"
+        )
+        if num_void:
+            self.num_void = num_void
+            self.blocks += [_VOID] * (num_void - len(self.blocks))
+            self.blocks[:num_void] = [_VOID] * num_void
         self.blocks += new_blocks
 
 
@@ -67,18 +70,23 @@ class FakePool:
     def advance(self, row: FakeRow, tables: Sequence[FakeTable], void: list[int], new: list[list[int]]) -> None:
         """Takes what a plan says of a row's tables: void blocks first, then new ones."""
         for index, table in enumerate(tables):
-            table.advance(void[index], new[index], what=f"{row.what}, table {index}")
-            first_read = self._first_read(index, row.start)
-            require(
-                void[index] * self._size <= first_read,
-                f"{row.what}: its first {void[index]} blocks of table {index} are void, and it reads that table from "
-                f"position {first_read} on",
-            )
-            room = len(table.blocks) * self._size
-            require(
-                row.planned_start + row.count <= room,
-                f"{row.what}: its {len(table.blocks)} blocks have room for {room} tokens in table {index}",
-            )
+            self._advance_table(row, index, table, void[index], new[index])
+
+    def _advance_table(self, row: FakeRow, index: int, table: FakeTable, void: int, new: list[int]) -> None:
+        table.advance(void, new, what=lambda: f"{row.what}, table {index}")
+        first_read = self._first_read(index, row.start)
+        require(
+            void * self._size <= first_read,
+            lambda: (
+                f"{row.what}: its first {void} blocks of table {index} are void, and it reads that table from "
+                f"position {first_read} on"
+            ),
+        )
+        room = len(table.blocks) * self._size
+        require(
+            row.planned_start + row.count <= room,
+            lambda: f"{row.what}: its {len(table.blocks)} blocks have room for {room} tokens in table {index}",
+        )
 
     def _first_read(self, table: int, position: int) -> int:
         window = self._windows[table]

@@ -64,40 +64,46 @@ class FakeRow:
 
 def check_row(row: FakeRow, config: SchedulerConfig) -> None:
     """What a row must be, given what its slot has been through."""
-    slot, what = row.slot, row.what
+    slot = row.slot
     known, planned_end = len(slot.token_ids), row.planned_start + row.count
     if slot.end is None:
-        require(row.start >= 0, f"{what}: begins before the sequence")
+        require(row.start >= 0, lambda: f"{row.what}: begins before the sequence")
     else:
         bound = slot.end + sum(slot.rejected.values())
-        require(row.start == slot.end, f"{what}: its last row ended at {bound}, drafts in flight included")
-    require(row.count > 0, f"{what}: no tokens")
+        require(row.start == slot.end, lambda: f"{row.what}: its last row ended at {bound}, drafts in flight included")
+    require(row.count > 0, lambda: f"{row.what}: no tokens")
     _check_drafts(row, config)
-    require(row.known_end <= known, f"{what}: only {known} ids are there")
+    require(row.known_end <= known, lambda: f"{row.what}: only {known} ids are there")
     from_device = row.count - len(row.host_ids) - row.draft_count
-    require(from_device in (0, 1), f"{what}: {from_device} ids are to come from the device, at most 1 can")
+    require(from_device in (0, 1), lambda: f"{row.what}: {from_device} ids are to come from the device, at most 1 can")
     if from_device:
         is_there = slot.num_sampled > 0 and row.start == known - 1
-        require(is_there, f"{what}: no id of that position was sampled in the slot")
+        require(is_there, lambda: f"{row.what}: no id of that position was sampled in the slot")
     right = slot.token_ids[row.start + from_device : row.known_end]
     given = row.host_ids[: row.known_end - row.start - from_device]
-    require(given == right, f"{what}: ids {given} are given; its ids are {right}")
+    require(given == right, lambda: f"{row.what}: ids {given} are given; its ids are {right}")
     if row.max_new:
-        require(row.known_end == known, f"{what}: samples position {row.known_end}, whose id is known")
-    require(planned_end <= config.max_model_tokens, f"{what}: beyond max_model_tokens")
+        require(row.known_end == known, lambda: f"{row.what}: samples position {row.known_end}, whose id is known")
+    require(planned_end <= config.max_model_tokens, lambda: f"{row.what}: beyond max_model_tokens")
 
 
 def _check_drafts(row: FakeRow, config: SchedulerConfig) -> None:
-    what, most = row.what, config.max_drafts
-    require(row.max_new >= 0, f"{what}: max_new is {row.max_new}")
-    require(row.num_drafts <= most, f"{what}: {row.num_drafts} drafts; max_drafts is {most}")
+    most = config.max_drafts
+    require(row.max_new >= 0, lambda: f"{row.what}: max_new is {row.max_new}")
+    require(row.num_drafts <= most, lambda: f"{row.what}: {row.num_drafts} drafts; max_drafts is {most}")
     require(
         0 <= row.draft_count <= row.num_drafts,
-        f"{what}: {row.draft_count} drafts of the device, and max_new of {row.max_new} leaves {row.num_drafts}",
+        lambda: (
+            f"{row.what}: {row.draft_count} drafts of the device, and max_new of {row.max_new} leaves {row.num_drafts}"
+        ),
     )
     host_drafts = row.num_drafts - row.draft_count
-    require(host_drafts <= len(row.host_ids), f"{what}: {host_drafts} drafts and {len(row.host_ids)} ids given")
-    require(row.known_end > row.start, f"{what}: all of its positions are drafts")
+    require(
+        host_drafts <= len(row.host_ids), lambda: f"{row.what}: {host_drafts} drafts and {len(row.host_ids)} ids given"
+    )
+    require(row.known_end > row.start, lambda: f"{row.what}: all of its positions are drafts")
     is_exact = not any(row.slot.rejected.values())
     from_device = row.count - len(row.host_ids) - row.draft_count
-    require(is_exact or from_device, f"{what}: drafts are in flight, and it does not begin with the last id")
+    require(
+        is_exact or from_device, lambda: f"{row.what}: drafts are in flight, and it does not begin with the last id"
+    )

@@ -144,6 +144,9 @@ class World:
     def sleep(self, duration_s: float) -> None:
         """The running task does nothing for so long; nothing cuts it short."""
         due_s = self.now_s + duration_s
+        if self._is_alone_until(due_s):
+            self.now_s = due_s
+            return
         self.park(duration_s)
         while self.now_s < due_s:
             self.park(due_s - self.now_s)
@@ -173,6 +176,10 @@ class World:
             where = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else "  runs\n"
             parts.append(f"--- {task.name}{' (daemon)' if task.daemon else ''}\n{where}")
         return "".join(parts)
+
+    def _is_alone_until(self, due_s: float) -> bool:
+        """Whether no other task can run before then, so that switching to the hub and back would change nothing."""
+        return self._current is not None and not self._ready and not (self._timers and self._timers[0][0] <= due_s)
 
     def _require_current(self) -> Task:
         if self._current is None:
