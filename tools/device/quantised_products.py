@@ -36,11 +36,12 @@ from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, GroupedGemm  # no
 from openinfer_kernels.cuda.gemm.library_products import LibraryProducts  # noqa: E402
 from openinfer_kernels.cuda.gemm.linear import Linear  # noqa: E402
 from openinfer_kernels.cuda.gemm.quantised import Quantised  # noqa: E402
+from openinfer_kernels.weights.quantised import FP8_BLOCK_128, INT4_GROUP_32, MXFP4  # noqa: E402
 
 TOKENS = (8, 16, 32, 64, 128, 256, 512)
 MOST_TILES = 16
 """Of tokens, where a way is still measured."""
-FP8, INT4, FP4 = WeightFormat.FP8_BLOCKS, WeightFormat.INT4_GROUPS, WeightFormat.FP4_GROUPS
+FP8, INT4, FP4 = FP8_BLOCK_128, INT4_GROUP_32, MXFP4
 BYTES = {FP8: 1.0, INT4: 0.5625, FP4: 0.53125}
 
 

@@ -13,7 +13,7 @@ from openinfer_core.simulated import SimulatedOptions
 from openinfer_deepseek_v4 import DeepseekV4
 from openinfer_deepseek_v4.config import LayerKind, RouterKind
 from openinfer_deepseek_v4.family import DeepseekV4Definition
-from openinfer_kernels import WeightFormat
+from openinfer_kernels.weights.quantised import FP8_BLOCK_128, MXFP4
 from openinfer_kv_cache import KvDtype, KvLayout
 
 definition = DeepseekV4Definition()
@@ -30,7 +30,7 @@ def test_published_config_says_what_transformers_says_of_it(published: dict[str,
     assert config.layer_types[:4] == (*[LayerKind.SLIDING] * 2, LayerKind.SPARSE, LayerKind.HEAVY)
     assert config.mlp_layer_types.index(RouterKind.SCORE) == 3
     assert (config.sparse_ratio, config.heavy_ratio) == (4, 128)
-    assert (config.storage.linears, config.storage.experts) == (WeightFormat.FP8_BLOCKS, WeightFormat.FP4_GROUPS)
+    assert (config.storage.linears, config.storage.experts) == (FP8_BLOCK_128, MXFP4)
     main, compress = config.ropes
     assert (main.theta, main.yarn) == (10000.0, None)
     assert compress.theta == 160000.0

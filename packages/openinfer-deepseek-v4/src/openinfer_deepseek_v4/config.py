@@ -7,6 +7,7 @@ from typing import Annotated, Any, cast
 import msgspec
 
 from openinfer_kernels import RopeParameters, Routing, Scoring, WeightFormat
+from openinfer_kernels.weights.quantised import FP8_BLOCK_128, MXFP4
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
@@ -202,7 +203,7 @@ def _storage(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     fp4 = config.get("expert_dtype") == "fp4"
     return {
-        "linears": WeightFormat.FP8_BLOCKS,
-        "output_a": WeightFormat.FP8_BLOCKS,
-        "experts": WeightFormat.FP4_GROUPS if fp4 else WeightFormat.FP8_BLOCKS,
+        "linears": FP8_BLOCK_128,
+        "output_a": FP8_BLOCK_128,
+        "experts": MXFP4 if fp4 else FP8_BLOCK_128,
     }

@@ -31,6 +31,7 @@ from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix
 from openinfer_engine.weights.safetensors_file import TensorInfo
 from openinfer_engine.weights.stored_tensor import RandomIds, StoredTensor, TensorSpec
 from openinfer_kernels import Array, HyperWeights, LinearWeight, Ops, WeightFormat, WeightPart
+from openinfer_kernels.weights.quantised import FP8_BLOCK_128, MXFP4
 
 # --- tensors of a checkpoint --------------------------------------------------------------------------------
 
@@ -115,10 +116,10 @@ def as_stored(config: DeepseekV4Config, found: Mapping[str, TensorInfo]) -> Deep
 
 
 _FORMAT_OF_DTYPE = {
-    "F8_E4M3": WeightFormat.FP8_BLOCKS,
-    "I8": WeightFormat.FP4_GROUPS,
-    "U8": WeightFormat.FP4_GROUPS,
-    "F4": WeightFormat.FP4_GROUPS,
+    "F8_E4M3": FP8_BLOCK_128,
+    "I8": MXFP4,
+    "U8": MXFP4,
+    "F4": MXFP4,
 }
 
 

@@ -17,11 +17,11 @@ from openinfer_engine.weights.dummy import DeviceDummyWeights, DummyWeights
 from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix, read_quantised
 from openinfer_engine.weights.safetensors_file import SafetensorsFile
 from openinfer_engine.weights.stored_tensor import RandomIds, StoredTensor
-from openinfer_kernels import WeightFormat
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.testing.paged import make_batch
+from openinfer_kernels.weights.quantised import FP8_BLOCK_128, INT4_GROUP_32, MXFP4
 
-FP8, INT4, FP4 = WeightFormat.FP8_BLOCKS, WeightFormat.INT4_GROUPS, WeightFormat.FP4_GROUPS
+FP8, INT4, FP4 = FP8_BLOCK_128, INT4_GROUP_32, MXFP4
 SHAPE = (96, 128)
 Tensors = Mapping[str, tuple[str, tuple[int, ...], NDArray[Any]]]
 """Name -> dtype and shape of the header, and the data."""

@@ -39,7 +39,7 @@ from openinfer_kernels.ops import (
 )
 from openinfer_kernels.rope import RopeParameters, YarnScaling, attention_factor, rope_table, softmax_factor
 from openinfer_kernels.weights.plain import RandomWeight, WeightPart
-from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, WeightFormat
+from openinfer_kernels.weights.quantised import Code, QuantisedPart, RandomCodes, ScaleType, WeightFormat
 
 __all__ = [
     "Array",
@@ -47,6 +47,7 @@ __all__ = [
     "AttentionBatch",
     "Bias",
     "CacheFormat",
+    "Code",
     "CompressedEntries",
     "CudaCallError",
     "DeviceUnavailableError",
@@ -72,6 +73,7 @@ __all__ = [
     "RopeParameters",
     "Routing",
     "SamplingBatch",
+    "ScaleType",
     "Scoring",
     "TokenMask",
     "WeightDtypeError",

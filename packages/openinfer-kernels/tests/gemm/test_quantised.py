@@ -1,18 +1,30 @@
 """Quantised weights: bit layouts against packers of another make, cuts at every place, and what is refused."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from openinfer_kernels import QuantisedPart, RandomCodes, WeightDtypeError, WeightFormat
+from openinfer_kernels import (
+    ArrayMismatchError,
+    Code,
+    QuantisedPart,
+    RandomCodes,
+    ScaleType,
+    WeightDtypeError,
+    WeightFormat,
+)
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.cpu.gemm.quantised import dequantised
+from openinfer_kernels.testing.expert_cases import FORMATS, random_part
 from openinfer_kernels.testing.paged import make_batch
+from openinfer_kernels.weights.quantised import FP8_BLOCK_128, INT4_GROUP_32, MXFP4
 
 BATCH = make_batch(1)
 """Products do not look at it."""
 
-FP8, INT4, FP4 = WeightFormat.FP8_BLOCKS, WeightFormat.INT4_GROUPS, WeightFormat.FP4_GROUPS
+FP8, INT4, FP4 = FP8_BLOCK_128, INT4_GROUP_32, MXFP4
 
 
 def expand(scales: np.ndarray, rows: int, columns: int, block: tuple[int, int]) -> np.ndarray:
@@ -66,7 +78,7 @@ def cut(part: QuantisedPart, rows: slice, columns: slice, *, keep_scales: bool =
     )
 
 
-@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 32), (64, 96), (576, 256), (130, 160)])
 def test_values_equal_those_of_other_packers(weight_format, rows, columns):
     part, values = make_part(weight_format, rows, columns)
@@ -80,7 +92,11 @@ def test_every_code_has_its_value():
     one = np.ones((1, 2), np.float32)
     fp8 = CpuOps().upload_quantised(QuantisedPart(format=FP8, codes=codes[None], scales=one))
     np.testing.assert_array_equal(dequantised(fp8)[0], codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
-    powers = QuantisedPart(format=FP8, codes=np.full((256 * 128, 1), 0x38, np.uint8), scales=codes[:, None])
+    powers = QuantisedPart(
+        format=replace(FP8, scales=ScaleType.E8M0),
+        codes=np.full((256 * 128, 1), 0x38, np.uint8),
+        scales=codes[:, None],
+    )
     found = dequantised(CpuOps().upload_quantised(powers))[::128, 0]
     np.testing.assert_array_equal(found, codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
     low_first = QuantisedPart(format=FP4, codes=np.repeat(np.array([[0x21]], np.uint8), 16, axis=1),
@@ -88,7 +104,89 @@ def test_every_code_has_its_value():
     assert dequantised(CpuOps().upload_quantised(low_first))[0, :2].tolist() == [0.5, 1.0]
 
 
-@pytest.mark.parametrize("weight_format", list(WeightFormat))
+def of_code(code: Code, nibble_pairs: np.ndarray, columns: int) -> np.ndarray:
+    """The integer or float of every code, in float64, by arithmetic over bytes."""
+    if code is Code.E4M3:
+        return nibble_pairs.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    if code is Code.INT8:
+        return nibble_pairs.astype(np.float64)
+    halves = np.empty((len(nibble_pairs), columns), np.uint8)
+    halves[:, 0::2], halves[:, 1::2] = nibble_pairs % 16, nibble_pairs // 16
+    return halves.view(ml_dtypes.float4_e2m1fn).astype(np.float64) if code is Code.E2M1 else halves.astype(np.float64)
+
+
+DESCRIBED = [
+    WeightFormat(code=Code.E4M3, group_rows=1, group_columns=None, scales=ScaleType.BF16),
+    WeightFormat(code=Code.E4M3, group_rows=None, group_columns=None, scales=ScaleType.F32),
+    WeightFormat(code=Code.E4M3, group_rows=128, group_columns=128, scales=ScaleType.F16),
+    WeightFormat(code=Code.INT4, group_rows=1, group_columns=128, scales=ScaleType.F16),
+    WeightFormat(code=Code.INT4, group_rows=1, group_columns=64, scales=ScaleType.F16, zero_points=True),
+    WeightFormat(code=Code.INT4, group_rows=1, group_columns=32, scales=ScaleType.F16, minimums=True),
+    WeightFormat(code=Code.INT8, group_rows=1, group_columns=None, scales=ScaleType.BF16),
+    WeightFormat(code=Code.INT8, group_rows=1, group_columns=32, scales=ScaleType.F32, zero_points=True),
+    WeightFormat(code=Code.E2M1, group_rows=1, group_columns=16, scales=ScaleType.E4M3, global_scale=True),
+]
+
+
+def described_values(part: QuantisedPart) -> np.ndarray:
+    """By the definition in `WeightFormat`, value by value in float64, with float32 scales."""
+    made, (rows, columns) = part.format, part.shape
+    dtype = {ScaleType.BF16: ml_dtypes.bfloat16, ScaleType.E4M3: ml_dtypes.float8_e4m3fn}.get(made.scales)
+    scales = (part.scales if dtype is None else part.scales.view(dtype)).astype(np.float64)
+    if made.global_scale:
+        scales = (scales * part.global_scale).astype(np.float32).astype(np.float64)
+    block = (made.group_rows or rows, made.group_columns or columns)
+    q = of_code(made.code, part.codes, columns)
+    if part.minimums is not None:
+        product = (q * expand(scales, rows, columns, block)).astype(np.float32)
+        return product + expand(part.minimums, rows, columns, block)
+    zeros = {Code.INT4: 8.0, Code.INT8: 128.0}.get(made.code, 0.0)
+    q = q - (zeros if part.zero_points is None else expand(part.zero_points.astype(float), rows, columns, block))
+    return q * expand(scales, rows, columns, block)
+
+
+@pytest.mark.parametrize("described", DESCRIBED, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(64, 128), (130, 384)])
+def test_values_of_a_described_format_are_those_of_its_definition(described, rows, columns):
+    part = random_part(np.random.default_rng(rows), described, rows, columns)
+    expected = described_values(part).astype(np.float32)
+    np.testing.assert_array_equal(dequantised(CpuOps().upload_quantised(part)), expected)
+    assert 0.3 < expected.std() * columns**0.5 < 3
+    np.testing.assert_array_equal(CpuOps().upload_dequantised(part, part)[rows:], expected)
+
+
+def test_parts_of_one_scale_each_keep_their_own():
+    whole = WeightFormat(code=Code.E4M3, group_rows=None, group_columns=None, scales=ScaleType.F32)
+    one, other = (random_part(np.random.default_rng(seed), whole, rows, 64) for seed, rows in ((0, 48), (1, 16)))
+    stacked = np.concatenate([described_values(one), described_values(other)]).astype(np.float32)
+    np.testing.assert_array_equal(dequantised(CpuOps().upload_quantised(one, other)), stacked)
+    share = replace(one, codes=one.codes[24:], first_row=24)  # a rank's rows
+    np.testing.assert_array_equal(dequantised(CpuOps().upload_quantised(share)), stacked[24:48])
+
+
+def has_kernels(described: WeightFormat) -> bool:
+    """What a GPU serves by scales that are repeated, or as it is."""
+    plain = not (described.zero_points or described.minimums or described.global_scale)
+    return plain and (described.code is Code.E4M3 or described in FORMATS)
+
+
+@pytest.mark.parametrize("described", DESCRIBED, ids=str)
+def test_gpu_multiplies_a_described_format_or_refuses_it_by_name(ops, activation, host, described):
+    """What has no kernel there is never taken for what has one."""
+    part = random_part(np.random.default_rng(5), described, 64, 128)
+    x = activation(np.random.default_rng(6).normal(size=(5, 128)).astype(np.float32))
+    if ops.name == "cuda" and not has_kernels(described):
+        with pytest.raises(ArrayMismatchError, match=r"weights of .* have no kernel on a GPU"):
+            ops.upload_quantised(part)
+        return
+    weight = ops.upload_quantised(part)
+    expected = host(x).astype(np.float64) @ described_values(part).T
+    got = host(ops.linear(x, weight, BATCH))
+    error = np.abs(got - expected).max() / np.sqrt((expected**2).mean())
+    assert error < (1e-5 if ops.name == "cpu" else 2.0**-5)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
 @pytest.mark.parametrize("keep_scales", [True, False])
 def test_pieces_equal_the_same_piece_of_the_whole(ops, activation, host, weight_format, keep_scales):
     """Rows and columns as ranks cut them, also inside a block."""
@@ -103,7 +201,7 @@ def test_pieces_equal_the_same_piece_of_the_whole(ops, activation, host, weight_
         assert error < (1e-5 if ops.name == "cpu" else 2.0**-5), (rows, columns)
 
 
-@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
 @pytest.mark.parametrize("tokens", [1, 9, 70, 200])
 def test_product_equals_float64(ops, activation, host, weight_format, tokens):
     part, values = make_part(weight_format, 192, 512)
@@ -114,7 +212,7 @@ def test_product_equals_float64(ops, activation, host, weight_format, tokens):
     assert error < (1e-5 if ops.name == "cpu" else 2.0**-5)
 
 
-@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
 def test_parts_lie_below_each_other_and_make_matrices(weight_format):
     (one, first), (other, second) = make_part(weight_format, 64, 96), make_part(weight_format, 32, 96)
     stacked = np.concatenate([first, second, first, second]).astype(np.float32)
@@ -141,12 +239,20 @@ def test_random_codes_of_a_piece_are_those_of_the_whole_in_its_place():
 def test_parts_that_do_not_fit_are_refused(ops):
     part, _ = make_part(FP8, 64, 96)
     other, _ = make_part(FP8, 64, 128)
-    with pytest.raises(WeightDtypeError, match=r"codes of dtype int32 .* possible are codes in uint8"):
-        ops.upload_quantised(QuantisedPart(format=FP8, codes=np.zeros((4, 4), np.int32), scales=part.scales))
+    with pytest.raises(WeightDtypeError, match=r"codes of dtype float32 .* possible are codes of integers"):
+        ops.upload_quantised(QuantisedPart(format=FP8, codes=np.zeros((4, 4), np.float32), scales=part.scales))
     with pytest.raises(WeightDtypeError, match="scales of dtype float64"):
         ops.upload_quantised(QuantisedPart(format=FP8, codes=part.codes, scales=part.scales.astype(np.float64)))
-    with pytest.raises(ValueError, match=r"given was fp8_blocks \[64, 96\], fp8_blocks \[64, 128\]"):
+    with pytest.raises(ValueError, match=r"given was e4m3 in groups of 128 x 128 .*: \[64, 96\], e4m3 .*: \[64, 128\]"):
         ops.upload_quantised(part, other)
+    described = WeightFormat(code=Code.INT4, group_rows=1, group_columns=64, scales=ScaleType.F16, zero_points=True)
+    with_zeros = random_part(np.random.default_rng(0), described, 64, 128)
+    with pytest.raises(ValueError, match="takes zero points as its scales; given was none"):
+        CpuOps().upload_quantised(replace(with_zeros, zero_points=None))
+    with pytest.raises(ValueError, match=r"given was \[64, 1\]"):
+        CpuOps().upload_quantised(replace(with_zeros, zero_points=with_zeros.zero_points[:, :1]))
+    with pytest.raises(ValueError, match="takes zero points never"):
+        CpuOps().upload_quantised(replace(with_zeros, format=replace(described, zero_points=False)))
     with pytest.raises(ValueError, match="given was nothing"):
         ops.upload_quantised()
     with pytest.raises(ValueError, match="64 rows cannot be 3 matrices"):
@@ -156,7 +262,7 @@ def test_parts_that_do_not_fit_are_refused(ops):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
 @pytest.mark.parametrize("tile_tokens", [8, 32, 128])
 def test_every_tile_multiplies_alike(ops, activation, host, weight_format, tile_tokens):
     """Tiles of any size for any number of tokens, which the operators choose by what is faster."""
@@ -173,7 +279,7 @@ def test_every_tile_multiplies_alike(ops, activation, host, weight_format, tile_
     assert np.abs(host(out) - expected).max() / np.sqrt((expected**2).mean()) < 2.0**-5
 
 
-@pytest.mark.parametrize("weight_format", [None, *WeightFormat])
+@pytest.mark.parametrize("weight_format", [None, *FORMATS], ids=str)
 @pytest.mark.parametrize(("tokens", "groups"), [(1, 3), (9, 2), (32, 8), (70, 3), (5, 1), (70, 1)])
 def test_products_of_groups_equal_float64(ops, activation, host, weight_format, tokens, groups):
     rng = np.random.default_rng(tokens)
@@ -240,7 +346,7 @@ def test_products_wait_for_the_dequantised_copies_that_they_multiply(ops, activa
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
 @pytest.mark.parametrize("tokens", [33, 600])
 def test_many_tokens_multiply_a_dequantised_copy(ops, activation, host, weight_format, tokens):
     part, values = make_part(weight_format, 72, 96)
@@ -250,7 +356,7 @@ def test_many_tokens_multiply_a_dequantised_copy(ops, activation, host, weight_f
     assert np.abs(got - expected).max() / np.sqrt((expected**2).mean()) < 2.0**-5
 
 
-@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
 def test_codes_that_are_loaded_beside_each_other_are_those_loaded_alone(ops, activation, host, weight_format):
     """By threads on a GPU; a matrix and a piece of it that is not contiguous."""
     part, _ = make_part(weight_format, 256, 256)
@@ -267,7 +373,7 @@ def test_codes_that_are_loaded_beside_each_other_are_those_loaded_alone(ops, act
         assert sum(told) >= sum(weight.codes.nbytes for weight in weights)
 
 
-@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
 def test_dequantised_weight_may_be_read_while_others_are_loaded(ops, rounded, host, weight_format):
     (part, values), (other, _) = make_part(weight_format, 40, 96), make_part(weight_format, 24, 96)
     with ops.loading():

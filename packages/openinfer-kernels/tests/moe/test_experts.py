@@ -1,11 +1,15 @@
 """Experts against float64 loops over one token: dense, quantised, limited, cut across ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from openinfer_kernels import ExpertChoice, Ops, QuantisedPart, WeightFormat
+from openinfer_kernels import ExpertChoice, Ops, QuantisedPart, ScaleType
 from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
+from openinfer_kernels.testing.expert_cases import FORMATS
 from openinfer_kernels.testing.paged import make_batch
+from openinfer_kernels.weights.quantised import FP8_BLOCK_128, INT4_GROUP_32, MXFP4
 
 BATCH = make_batch(1)
 """Products do not look at it."""
@@ -137,20 +141,20 @@ def test_swiglu_equals_float64_rounded_once(ops, activation, host, rounded, roun
     rounded_once(out, naive_swiglu(values[:, :width], values[:, width:], limit))
 
 
-@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
 def test_quantised_experts_equal_those_of_their_values(ops, weight_format):
     rng = np.random.default_rng(9)
-    codes_per_entry = {WeightFormat.FP8_BLOCKS: 1, WeightFormat.INT4_GROUPS: 2, WeightFormat.FP4_GROUPS: 2}
-    scale_shape = {WeightFormat.FP8_BLOCKS: lambda o, i: (-(-o // 128), -(-i // 128))}
+    codes_per_entry = {FP8_BLOCK_128: 1, INT4_GROUP_32: 2, MXFP4: 2}
+    scale_shape = {FP8_BLOCK_128: lambda o, i: (-(-o // 128), -(-i // 128))}
     experts, width, h = 4, 64, 96
 
     def part(rows: int, columns: int) -> QuantisedPart:
         codes = rng.integers(0, 0x40, (rows, columns // codes_per_entry[weight_format])).astype(np.uint8)
         shape = scale_shape.get(weight_format, lambda o, i: (o, i // 32))(rows, columns)
         scales = rng.integers(118, 122, shape).astype(np.uint8)
-        if weight_format is WeightFormat.INT4_GROUPS:
+        if weight_format is INT4_GROUP_32:
             return QuantisedPart(format=weight_format, codes=codes.view(np.int32), scales=scales.astype(np.uint16) << 7)
-        return QuantisedPart(format=weight_format, codes=codes, scales=scales)
+        return QuantisedPart(format=replace(weight_format, scales=ScaleType.E8M0), codes=codes, scales=scales)
 
     stacks = [[part(*shape) for _ in range(experts)] for shape in ((2 * width, h), (h, width))]
     values = [

@@ -13,18 +13,24 @@ import numpy as np
 from openinfer_bench.kernels.cases import Call, Case, Filler
 from openinfer_kernels.ops import ExpertChoice, HostArray, LinearWeight, Ops, Routing, Scoring
 from openinfer_kernels.weights.plain import RandomWeight
-from openinfer_kernels.weights.quantised import BLOCKS, CODES_PER_ENTRY, QuantisedPart, RandomCodes, WeightFormat
+from openinfer_kernels.weights.quantised import (
+    FP8_BLOCK_128,
+    INT4_GROUP_32,
+    MXFP4,
+    QuantisedPart,
+    RandomCodes,
+    WeightFormat,
+)
 
 _CHOICES = 6
 _BF16_BYTES, _FLOAT32_BYTES = 2, 4
-_ITEMSIZES = {WeightFormat.FP8_BLOCKS: 1, WeightFormat.INT4_GROUPS: 4, WeightFormat.FP4_GROUPS: 1}
 _SCALES = {
-    WeightFormat.FP8_BLOCKS: np.float32(0.02),
-    WeightFormat.INT4_GROUPS: np.uint16(0x3B80),
-    WeightFormat.FP4_GROUPS: np.uint8(119),
+    FP8_BLOCK_128: np.float32(0.02),
+    INT4_GROUP_32: np.uint16(0x3B80),
+    MXFP4: np.uint8(119),
 }
 """Of any size: 0.02, 2^-8 in BF16, 2^-8 in E8M0."""
-_BITS = {None: 16.0, WeightFormat.FP8_BLOCKS: 8.0, WeightFormat.INT4_GROUPS: 4.5, WeightFormat.FP4_GROUPS: 4.25}
+_BITS = {None: 16.0, FP8_BLOCK_128: 8.0, INT4_GROUP_32: 4.5, MXFP4: 4.25}
 """Of a weight, with its part of a scale."""
 
 
@@ -54,7 +60,7 @@ SHAPES = (
         num_experts=384,
         num_local=48,
         per_token=8,
-        weight_format=WeightFormat.INT4_GROUPS,
+        weight_format=INT4_GROUP_32,
     ),
     ExpertShape(
         model="K2 FP8, 1/8",
@@ -63,7 +69,7 @@ SHAPES = (
         num_experts=384,
         num_local=48,
         per_token=8,
-        weight_format=WeightFormat.FP8_BLOCKS,
+        weight_format=FP8_BLOCK_128,
     ),
     ExpertShape(
         model="V4 FP4, 1/8",
@@ -72,7 +78,7 @@ SHAPES = (
         num_experts=256,
         num_local=32,
         per_token=6,
-        weight_format=WeightFormat.FP4_GROUPS,
+        weight_format=MXFP4,
     ),
 )
 
@@ -148,10 +154,9 @@ def random_matrices(ops: Ops, weight_format: WeightFormat | None, shape: tuple[i
     if weight_format is None:
         recipe = RandomWeight.whole((count * rows, columns), seed=1, mean=0.0, spread=columns**-0.5)
         return ops.upload_weight(recipe).reshape(shape)
-    block_rows, block_columns = BLOCKS[weight_format]
-    scales = np.full((-(-rows // block_rows), -(-columns // block_columns)), _SCALES[weight_format])
-    codes = RandomCodes.whole(
-        (rows, columns // CODES_PER_ENTRY[weight_format]), seed=1, mask=0xBF, itemsize=_ITEMSIZES[weight_format]
-    )
+    block_rows, block_columns = weight_format.groups
+    grid = -(-rows // (block_rows or rows)), -(-columns // (block_columns or columns))
+    codes = RandomCodes.whole((rows, columns * weight_format.code.bits // 8), seed=1, mask=0xBF, itemsize=1)
+    scales = np.full(grid, _SCALES[weight_format])
     part = QuantisedPart(format=weight_format, codes=codes, scales=scales)
     return ops.upload_quantised(*[part] * count, num_matrices=count)

@@ -10,31 +10,36 @@ cut across ranks; scales are read whole, as blocks of them may be cut in the mid
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from openinfer_core import InvalidCheckpoint
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.checkpoint import share_of_rank
+from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
 from openinfer_engine.weights.stored_tensor import RandomBytes, Repeated, StoredTensor, TensorSpec
-from openinfer_kernels import QuantisedPart, WeightFormat
-from openinfer_kernels.weights.quantised import BLOCKS, CODES_PER_ENTRY
+from openinfer_kernels import Code, QuantisedPart, ScaleType, WeightFormat
+from openinfer_kernels.weights.quantised import FP8_BLOCK_128, INT4_GROUP_32
 
-_CODE_DTYPES = {
-    WeightFormat.FP8_BLOCKS: ("F8_E4M3",),
-    WeightFormat.INT4_GROUPS: ("I32",),
-    WeightFormat.FP4_GROUPS: ("I8", "U8", "F4"),
-}
+# what the codes' tensors may have for a dtype; the values of a row are in whole numbers of it, or in pairs
+_CODE_DTYPES = {Code.E4M3: ("F8_E4M3",), Code.INT4: ("I32",), Code.E2M1: ("I8", "U8", "F4")}
 _SCALE_DTYPES = {
-    WeightFormat.FP8_BLOCKS: ("F32", "F8_E8M0"),
-    WeightFormat.INT4_GROUPS: ("BF16",),
-    WeightFormat.FP4_GROUPS: ("F8_E8M0",),
+    Code.E4M3: ("F32", "F8_E8M0", "BF16", "F16"),
+    Code.INT4: ("BF16", "F16", "F32"),
+    Code.E2M1: ("F8_E8M0",),
+}
+# dtype of an array of scales -> what it holds
+_SCALE_TYPES = {
+    "float32": ScaleType.F32,
+    "float16": ScaleType.F16,
+    "uint16": ScaleType.BF16,
+    "uint8": ScaleType.E8M0,
 }
 # of dummy codes: E4M3 below 2, so that none is NaN
-_MASKS = {WeightFormat.FP8_BLOCKS: 0xBF, WeightFormat.INT4_GROUPS: 0xFF, WeightFormat.FP4_GROUPS: 0xFF}
+_MASKS = {Code.E4M3: 0xBF, Code.INT4: 0xFF, Code.INT8: 0xFF, Code.E2M1: 0xFF}
 # root of the mean square of what these dummy codes stand for
-_TYPICAL_CODES = {WeightFormat.FP8_BLOCKS: 0.598, WeightFormat.INT4_GROUPS: 4.637, WeightFormat.FP4_GROUPS: 2.926}
+_TYPICAL_CODES = {Code.E4M3: 0.598, Code.INT4: 4.637, Code.INT8: 73.9, Code.E2M1: 2.926}
 _MATRIX_GAIN = 2.0  # as of other dummy matrices: what a product with a normed vector spreads by
 
 
@@ -49,10 +54,10 @@ class StoredFormat:
 
 
 # DeepSeek-V3's: `quant_method` `fp8` with `weight_block_size` [128, 128]
-FP8_BLOCKS = StoredFormat(format=WeightFormat.FP8_BLOCKS, scales="weight_scale_inv")
+FP8_BLOCKS = StoredFormat(format=FP8_BLOCK_128, scales="weight_scale_inv")
 # `pack-quantized` of compressed-tensors, in groups of 32
 PACKED_INT4 = StoredFormat(
-    format=WeightFormat.INT4_GROUPS, codes="weight_packed", scales="weight_scale", declared_shape="weight_shape"
+    format=INT4_GROUP_32, codes="weight_packed", scales="weight_scale", declared_shape="weight_shape"
 )
 
 _FP8_FIELDS = {"fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
@@ -111,17 +116,18 @@ class StoredMatrix:
         stored, (rows, columns) = self.format, self.shape
         if stored is None:
             return {f"{self.name}.weight": self.shape}
-        block_rows, block_columns = BLOCKS[stored.format]
-        scale = _MATRIX_GAIN / math.sqrt(columns) / _TYPICAL_CODES[stored.format]
+        code, (group_rows, group_columns) = stored.format.code, stored.format.groups
+        scale = _MATRIX_GAIN / math.sqrt(columns) / _TYPICAL_CODES[code]
+        itemsize_bytes = NUMPY_DTYPES[_CODE_DTYPES[code][0]].itemsize
         found: dict[str, TensorSpec] = {
             f"{self.name}.{stored.codes}": StoredTensor(
-                shape=(rows, columns // CODES_PER_ENTRY[stored.format]),
-                dtypes=_CODE_DTYPES[stored.format],
-                dummy=RandomBytes(mask=_MASKS[stored.format]),
+                shape=(rows, columns * code.bits // 8 // itemsize_bytes),
+                dtypes=_CODE_DTYPES[code],
+                dummy=RandomBytes(mask=_MASKS[code]),
             ),
             f"{self.name}.{stored.scales}": StoredTensor(
-                shape=(-(-rows // block_rows), -(-columns // block_columns)),
-                dtypes=_SCALE_DTYPES[stored.format],
+                shape=(-(-rows // (group_rows or rows)), -(-columns // (group_columns or columns))),
+                dtypes=_SCALE_DTYPES[code],
                 dummy=Repeated(values=(scale,)),
             ),
         }
@@ -143,10 +149,11 @@ def read_quantised(
         if tuple(int(size) for size in shape) != matrix.shape:
             raise InvalidCheckpoint(f"{declared} says {shape.tolist()}, and {codes} is read as {list(matrix.shape)}")
     begin, _ = share_of_rank(matrix.shape, codes, shard, rank=communicator.rank, size=communicator.size)
+    scales = weights.read_stored(f"{matrix.name}.{stored.scales}")
     return QuantisedPart(
-        format=stored.format,
+        format=replace(stored.format, scales=_SCALE_TYPES[str(scales.dtype)]),
         codes=weights.read_stored(codes, shard),
-        scales=weights.read_stored(f"{matrix.name}.{stored.scales}"),
+        scales=scales,
         first_row=begin if shard is Shard.COLUMN_PARALLEL else 0,
         first_column=begin if shard is Shard.ROW_PARALLEL else 0,
     )

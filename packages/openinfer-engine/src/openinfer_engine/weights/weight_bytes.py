@@ -20,7 +20,6 @@ from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
 from openinfer_engine.weights.stored_tensor import Repeated, StoredTensor, TensorSpec, spec_bytes
 from openinfer_kernels import HostArray, Ops, QuantisedPart, QuantisedWeight, WeightPart
 from openinfer_kernels.weights.plain import stacked_shape
-from openinfer_kernels.weights.quantised import BLOCKS
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -99,8 +98,10 @@ class _CountingOps:
 
     def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
         rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        block_rows, block_columns = BLOCKS[parts[0].format]
-        scales = -(-rows // block_rows) * -(-columns // block_columns)
+        group_rows, group_columns = (
+            each or size for each, size in zip(parts[0].format.groups, (rows, columns), strict=True)
+        )
+        scales = -(-rows // group_rows) * -(-columns // group_columns)
         code_bytes = sum(math.prod(part.codes.shape) * part.codes.itemsize for part in parts)
         self.num_bytes += code_bytes + scales * parts[0].scales.itemsize
         shape = (rows, columns) if num_matrices is None else (num_matrices, rows // num_matrices, columns)
@@ -110,8 +111,8 @@ class _CountingOps:
             shape=shape,
             codes=nothing,
             scales=nothing,
-            block_rows=block_rows,
-            block_columns=block_columns,
+            block_rows=group_rows,
+            block_columns=group_columns,
         )
 
     def upload_dequantised(self, *parts: QuantisedPart) -> HostArray:

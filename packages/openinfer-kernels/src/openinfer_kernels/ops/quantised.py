@@ -11,8 +11,9 @@ from openinfer_kernels.weights.quantised import WeightFormat
 class QuantisedWeight:
     """A quantised weight on a device, made by `Ops.upload_quantised`.
 
-    The value of row `o` and column `i` is `code[o, i] * scale[o // block_rows, i // block_columns]`. How codes and
-    scales lie in memory is the device's own; models read `format` and `shape` alone.
+    The value of row `o` and column `i` is that of `code[o, i]`, as `WeightFormat` says, with
+    `scale[o // block_rows, i // block_columns]` and the zero point or minimum in the same place. How codes and scales
+    lie in memory is the device's own; models read `format` and `shape` alone.
     """
 
     format: WeightFormat
@@ -24,6 +25,8 @@ class QuantisedWeight:
     """Rows that share a scale."""
     block_columns: int
     """Columns that share a scale."""
+    zero_points: Array | None = None
+    minimums: Array | None = None
 
 
 LinearWeight: TypeAlias = Array | QuantisedWeight

@@ -9,10 +9,22 @@ import numpy as np
 from openinfer_kernels.ops import ExpertChoice, HostArray, Ops, QuantisedWeight
 from openinfer_kernels.testing.case import Case
 from openinfer_kernels.testing.paged import make_batch
-from openinfer_kernels.weights.quantised import QuantisedPart, WeightFormat
+from openinfer_kernels.weights.quantised import (
+    FP8_BLOCK_128,
+    INT4_GROUP_32,
+    MXFP4,
+    Code,
+    QuantisedPart,
+    ScaleType,
+    WeightFormat,
+)
 
-_CODE_MASKS = {WeightFormat.FP8_BLOCKS: 0xBF, WeightFormat.INT4_GROUPS: 0xFF, WeightFormat.FP4_GROUPS: 0xFF}
-"""Codes that are numbers, and none too large."""
+FORMATS = (FP8_BLOCK_128, INT4_GROUP_32, MXFP4)
+"""What every implementation of the operators serves."""
+_E4M3_MASK = 0xBF
+"""Leaves numbers below 2, hence no NaN."""
+_SPREADS = {Code.E4M3: 0.6, Code.INT8: 74.0, Code.INT4: 4.6, Code.E2M1: 2.9}
+"""Root of the mean square of what random codes stand for."""
 _EXPERTS: Mapping[str, Any] = {"exact": ("1.weights",), "in_float32": (0,), "rounded_inside": True}
 
 
@@ -28,23 +40,41 @@ class HostQuantised:
 
 
 def random_part(rng: np.random.Generator, weight_format: WeightFormat, rows: int, columns: int) -> QuantisedPart:
-    """Codes and scales as a checkpoint has them, of values that spread by about `columns ** -0.5`."""
-    codes = rng.integers(0, 256, (rows, columns)).astype(np.uint8) & np.uint8(_CODE_MASKS[weight_format])
-    blocks = (-(-rows // 128), -(-columns // 128))
-    groups = (rows, columns // 32)
-    spread = float(columns) ** -0.5
-    match weight_format:
-        case WeightFormat.FP8_BLOCKS:
-            scales = (spread * rng.uniform(0.5, 2, blocks)).astype(np.float32)
-        case WeightFormat.INT4_GROUPS:
-            codes = np.ascontiguousarray(codes[:, : columns // 2]).view(np.int32)
-            values = (spread / 4 * rng.uniform(0.5, 2, groups)).astype(np.float32)
-            scales = (values.view(np.uint32) >> 16).astype(np.uint16)
-        case WeightFormat.FP4_GROUPS:
-            codes = codes[:, : columns // 2]
-            scales = rng.integers(-2, 1, groups).astype(np.int32) + 127 + int(np.log2(spread))
-            scales = scales.astype(np.uint8)
-    return QuantisedPart(format=weight_format, codes=codes, scales=scales)
+    """Codes and scales as readers bring them, of values that spread by about `columns ** -0.5`."""
+    code = weight_format.code
+    codes = rng.integers(0, 256, (rows, columns * code.bits // 8)).astype(np.uint8)
+    if code is Code.E4M3:
+        codes &= np.uint8(_E4M3_MASK)
+    grid = tuple(
+        1 if group is None else -(-size // group)
+        for size, group in zip((rows, columns), weight_format.groups, strict=True)
+    )
+    spread = float(columns) ** -0.5 / _SPREADS[code]
+    sizes = (spread * rng.uniform(0.5, 2, grid)).astype(np.float32)
+    highest = (1 << code.bits) - 1
+    return QuantisedPart(
+        format=weight_format,
+        codes=codes,
+        scales=_stored_scales(rng, weight_format.scales, sizes),
+        zero_points=rng.integers(0, highest + 1, grid).astype(np.uint8) if weight_format.zero_points else None,
+        minimums=-highest / 2 * sizes if weight_format.minimums else None,
+        global_scale=spread if weight_format.global_scale else 1.0,
+    )
+
+
+def _stored_scales(rng: np.random.Generator, stored: ScaleType, sizes: HostArray) -> HostArray:
+    """Scales of about such sizes; of E4M3, from 0.5 to 2, for a global scale to multiply."""
+    match stored:
+        case ScaleType.F32:
+            return sizes
+        case ScaleType.F16:
+            return sizes.astype(np.float16)
+        case ScaleType.BF16:
+            return (sizes.view(np.uint32) >> 16).astype(np.uint16)
+        case ScaleType.E8M0:
+            return (np.rint(np.log2(sizes)) + 127).astype(np.uint8)
+        case ScaleType.E4M3:
+            return rng.integers(0x30, 0x41, sizes.shape).astype(np.uint8)
 
 
 def _random_choice(rng: np.random.Generator, tokens: int, experts: int, per_token: int) -> ExpertChoice:
@@ -74,7 +104,7 @@ def _experts(rng: np.random.Generator) -> Iterable[Case]:
             keywords=keywords,
             **_EXPERTS,
         )
-    for weight_format in WeightFormat:
+    for weight_format in FORMATS:
         quantised = [_stack(rng, weight_format, 4, *shape) for shape in ((2 * 128, 256), (256, 128))]
         choice = _random_choice(rng, 19, 4, 2)
         x = _floats(rng, 19, 256)
@@ -83,7 +113,7 @@ def _experts(rng: np.random.Generator) -> Iterable[Case]:
 
 def quantised_linear_cases(rng: np.random.Generator) -> Iterable[Case]:
     """Whole and partial blocks."""
-    for weight_format in WeightFormat:
+    for weight_format in FORMATS:
         for tokens, inner, outer in ((1, 256, 64), (7, 128, 192), (130, 64, 72)):
             weight = HostQuantised(parts=(random_part(rng, weight_format, outer, inner),))
             x = _with_nan(_floats(rng, tokens, inner))
@@ -96,7 +126,7 @@ def quantised_linear_cases(rng: np.random.Generator) -> Iterable[Case]:
 
 def quantised_gated_cases(rng: np.random.Generator) -> Iterable[Case]:
     """Few tokens, and more than multiply codes on a GPU."""
-    for weight_format in WeightFormat:
+    for weight_format in FORMATS:
         for tokens in (5, 70):
             gate_up = HostQuantised(parts=tuple(random_part(rng, weight_format, 64, 128) for _ in range(2)))
             name = f"{weight_format}, {tokens} x 128 -> 64"

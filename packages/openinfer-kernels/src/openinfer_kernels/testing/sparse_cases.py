@@ -16,7 +16,7 @@ from openinfer_kernels.rope import RopeParameters, rope_table
 from openinfer_kernels.testing.case import Case
 from openinfer_kernels.testing.expert_cases import HostQuantised, random_part
 from openinfer_kernels.testing.paged import make_paged_case
-from openinfer_kernels.weights.quantised import WeightFormat
+from openinfer_kernels.weights.quantised import FP8_BLOCK_128
 
 _ROWS = ((1, 1), (37, 1), (50, 17), (16, 16), (90, 3), (160, 150))
 """Context and query tokens: the first token of all, decoding, chunks, a whole prompt, many windows in one step."""
@@ -184,7 +184,7 @@ def _grouped_linear(rng: np.random.Generator) -> Iterable[Case]:
         name = f"{tokens} x {groups} x {inner} -> {outer}"
         x, weight = _floats(rng, tokens, groups * inner), _floats(rng, groups, outer, inner)
         yield Case(name=name, positional=(x, weight), keywords={})
-        part = random_part(rng, WeightFormat.FP8_BLOCKS, groups * outer, inner)
+        part = random_part(rng, FP8_BLOCK_128, groups * outer, inner)
         yield Case(name=f"{name}, FP8", positional=(x, HostQuantised(parts=(part,), num_matrices=groups)), keywords={})
 
 

@@ -12,20 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_kernels.errors import WeightDtypeError
-from openinfer_kernels.weights.quantised import BLOCKS, QuantisedPart, WeightFormat
+from openinfer_kernels.weights.code_values import E4M3_VALUES, E8M0_VALUES
+from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, ScaleType
 
-_CODE_DTYPES = {
-    WeightFormat.FP8_BLOCKS: ("uint8",),
-    WeightFormat.INT4_GROUPS: ("int32", "uint32"),
-    WeightFormat.FP4_GROUPS: ("uint8", "int8"),
-}
 _SCALE_DTYPES = {
-    WeightFormat.FP8_BLOCKS: ("float32", "uint8"),
-    WeightFormat.INT4_GROUPS: ("uint16",),
-    WeightFormat.FP4_GROUPS: ("uint8",),
+    ScaleType.F32: np.dtype(np.float32),
+    ScaleType.F16: np.dtype(np.float16),
+    ScaleType.BF16: np.dtype(np.uint16),
+    ScaleType.E8M0: np.dtype(np.uint8),
+    ScaleType.E4M3: np.dtype(np.uint8),
 }
-_E8M0_NAN = 255
-_E8M0_BIAS = 127
 
 
 def stacked_shape(parts: Sequence[QuantisedPart], num_matrices: int | None) -> tuple[int, ...]:
@@ -39,7 +35,7 @@ def stacked_shape(parts: Sequence[QuantisedPart], num_matrices: int | None) -> t
         _require_readable(part)
     kinds = {(part.format, part.shape[1]) for part in parts}
     if len(kinds) != 1:
-        listed = ", ".join(f"{part.format} {list(part.shape)}" for part in parts) or "nothing"
+        listed = ", ".join(f"{part.format}: {list(part.shape)}" for part in parts) or "nothing"
         raise ValueError(f"parts of one quantised weight must have one format and as many columns; given was {listed}")
     rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
     if num_matrices is None:
@@ -51,58 +47,85 @@ def stacked_shape(parts: Sequence[QuantisedPart], num_matrices: int | None) -> t
 
 def common_block(parts: Sequence[QuantisedPart], shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of the largest block that no scale of any part changes within."""
-    block_rows, block_columns = BLOCKS[parts[0].format]
-    rows = math.gcd(block_rows, shape[-2], *(size for part in parts for size in (part.first_row, part.shape[0])))
-    return rows, math.gcd(block_columns, shape[-1], *(part.first_column for part in parts))
+    group_rows, group_columns = parts[0].format.groups
+    heights = (part.shape[0] for part in parts)
+    # A group of all rows or columns begins anywhere: gcd(0, n) is n.
+    rows = math.gcd(0, shape[-2], *heights)
+    if group_rows is not None:
+        rows = math.gcd(group_rows, rows, *(part.first_row for part in parts))
+    if group_columns is None:
+        return rows, shape[-1]
+    return rows, math.gcd(group_columns, shape[-1], *(part.first_column for part in parts))
 
 
-def scales_of(part: QuantisedPart, block: tuple[int, int]) -> NDArray[Any]:
-    """The scale of each `block` of a part, `[rows / block rows, columns / block columns]`, as it is stored."""
+def of_blocks(part: QuantisedPart, grid: NDArray[Any], block: tuple[int, int]) -> NDArray[Any]:
+    """What `grid`, the scales of a part or an array like them, has for each `block` of the part, as it is stored.
+
+    `[rows / block rows, columns / block columns]`.
+    """
     rows, columns = _block_indices(part, block)
-    return part.scales[rows[:, None], columns]
+    return grid[rows[:, None], columns]
 
 
-def float32_scales(scales: NDArray[Any]) -> NDArray[np.float32]:
-    """Scales as float32: which holds BF16 (uint16 bits) and E8M0 (uint8) exactly."""
-    if scales.dtype == np.float32:
-        return scales
-    if scales.dtype == np.uint16:
-        return (scales.astype(np.uint32) << 16).view(np.float32)
-    powers = np.ldexp(np.float32(1), np.minimum(scales, _E8M0_NAN - 1).astype(np.int32) - _E8M0_BIAS)
-    return np.where(scales == _E8M0_NAN, np.float32(np.nan), powers).astype(np.float32)
+def float32_scales(part: QuantisedPart, block: tuple[int, int]) -> NDArray[np.float32]:
+    """The scale of each `block` as float32, which holds every type exactly; a global scale is in it, rounded once."""
+    scales = of_blocks(part, part.scales, block)
+    match part.format.scales:
+        case ScaleType.F32 | ScaleType.F16:
+            found = scales.astype(np.float32, copy=False)
+        case ScaleType.BF16:
+            found = (scales.astype(np.uint32) << 16).view(np.float32)
+        case ScaleType.E8M0:
+            found = E8M0_VALUES[scales]
+        case ScaleType.E4M3:
+            found = E4M3_VALUES[scales]
+    if part.format.global_scale:
+        found = (found.astype(np.float64) * part.global_scale).astype(np.float32)
+    return found
 
 
 def _block_indices(part: QuantisedPart, block: tuple[int, int]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Rows and columns in the grid of `part.scales` of each block."""
-    places = (
-        (first + np.arange(0, size, step)) // stored
-        for first, size, step, stored in zip(
-            (part.first_row, part.first_column), part.shape, block, BLOCKS[part.format], strict=True
+    places = [
+        np.zeros(size // step, np.intp) if group is None else (first + np.arange(0, size, step)) // group
+        for first, size, step, group in zip(
+            (part.first_row, part.first_column), part.shape, block, part.format.groups, strict=True
         )
-    )
-    rows, columns = places
-    return rows, columns
+    ]
+    return places[0], places[1]
 
 
 def _require_readable(part: QuantisedPart) -> None:
-    codes, scales = _code_dtype(part), str(part.scales.dtype)
-    if codes not in _CODE_DTYPES[part.format] or scales not in _SCALE_DTYPES[part.format]:
+    codes, scales, wanted = _code_dtype(part), part.scales.dtype, _SCALE_DTYPES[part.format.scales]
+    if codes.kind not in "iu" or scales != wanted:
         raise WeightDtypeError(
-            f"{part.format} codes of dtype {codes} with scales of dtype {scales} were uploaded; possible are codes in "
-            f"{' or '.join(_CODE_DTYPES[part.format])} with scales in {' or '.join(_SCALE_DTYPES[part.format])}"
+            f"codes of dtype {codes} with scales of dtype {scales} were uploaded as {part.format}; possible are codes "
+            f"of integers with scales of dtype {wanted}"
         )
     needed = tuple(
-        -(-(first + size) // block)
-        for first, size, block in zip((part.first_row, part.first_column), part.shape, BLOCKS[part.format], strict=True)
+        1 if group is None else -(-(first + size) // group)
+        for first, size, group in zip((part.first_row, part.first_column), part.shape, part.format.groups, strict=True)
     )
     if any(have < need for have, need in zip(part.scales.shape, needed, strict=True)):
         raise ValueError(
-            f"scales {list(part.scales.shape)} do not cover {part.format} codes of {list(part.shape)} values that "
+            f"scales {list(part.scales.shape)} do not cover codes of {list(part.shape)} values, {part.format}, that "
             f"begin at row {part.first_row} and column {part.first_column}: {list(needed)} are needed"
         )
+    _require_companions(part)
 
 
-def _code_dtype(part: QuantisedPart) -> str:
-    itemsize = getattr(part.codes, "itemsize", 0)
-    found = getattr(part.codes, "dtype", None)
-    return str(found) if found is not None else {1: "uint8", 4: "int32"}.get(itemsize, "unknown")
+def _require_companions(part: QuantisedPart) -> None:
+    """Zero points and minimums are there where the format has them, one per scale."""
+    for name, grid, wanted, kinds in (
+        ("zero points", part.zero_points, part.format.zero_points, "u"),
+        ("minimums", part.minimums, part.format.minimums, "f"),
+    ):
+        if (grid is not None) != wanted or (grid is not None and grid.shape != part.scales.shape):
+            found = "none" if grid is None else str(list(grid.shape))
+            raise ValueError(f"{part.format} takes {name} {'as its scales' if wanted else 'never'}; given was {found}")
+        if grid is not None and grid.dtype.kind not in kinds:
+            raise WeightDtypeError(f"{name} of dtype {grid.dtype} were uploaded")
+
+
+def _code_dtype(part: QuantisedPart) -> np.dtype[Any]:
+    return np.dtype(np.uint8) if isinstance(part.codes, RandomCodes) else part.codes.dtype

@@ -9,26 +9,29 @@ from openinfer_kernels.cpu.common.random_weight import random_codes
 from openinfer_kernels.cpu.gemm.linear import Multiply, geglu, linear, swiglu
 from openinfer_kernels.ops.batch import AttentionBatch
 from openinfer_kernels.ops.quantised import LinearWeight, QuantisedWeight
-from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, WeightFormat
-from openinfer_kernels.weights.scale_blocks import common_block, float32_scales, scales_of, stacked_shape
-
-_E4M3_NAN = 0x7F
-_E4M3_BIAS = 7
-_INT4_ZERO = 8
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+from openinfer_kernels.weights.code_values import E2M1_VALUES, E4M3_VALUES, pairs
+from openinfer_kernels.weights.quantised import Code, QuantisedPart, RandomCodes, WeightFormat
+from openinfer_kernels.weights.scale_blocks import common_block, float32_scales, of_blocks, stacked_shape
 
 
 def upload_quantised(*parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
-    """The bytes of the codes `[..., out, bytes of a row]` and float32 scales."""
+    """The bytes of the codes `[..., out, bytes of a row]`, and float32 scales, zero points and minimums."""
     shape = stacked_shape(parts, num_matrices)
-    block_rows, block_columns = common_block(parts, shape)
-    scales = np.concatenate([float32_scales(scales_of(part, (block_rows, block_columns))) for part in parts])
+    block = block_rows, block_columns = common_block(parts, shape)
+    grid = *shape[:-2], shape[-2] // block_rows, -1
+
+    def of_parts(grids: list[NDArray[Any] | None]) -> NDArray[np.float32] | None:
+        found = [of_blocks(part, each, block) for part, each in zip(parts, grids, strict=True) if each is not None]
+        return np.concatenate(found).astype(np.float32).reshape(grid) if found else None
+
     codes = np.concatenate([_bytes_of(part) for part in parts])
     return QuantisedWeight(
         format=parts[0].format,
         shape=shape,
         codes=codes.reshape(*shape[:-1], -1),
-        scales=scales.reshape(*shape[:-2], shape[-2] // block_rows, -1),
+        scales=np.concatenate([float32_scales(part, block) for part in parts]).reshape(grid),
+        zero_points=of_parts([part.zero_points for part in parts]),
+        minimums=of_parts([part.minimums for part in parts]),
         block_rows=block_rows,
         block_columns=block_columns,
     )
@@ -76,12 +79,20 @@ def grouped_linear(x: NDArray[Any], weight: LinearWeight, *, multiply: Multiply 
 
 
 def dequantised(weight: QuantisedWeight, matrix: int | None = None) -> NDArray[np.float32]:
-    """The values of a weight `[out, in]`, or of one matrix of several."""
-    codes = weight.codes if matrix is None else weight.codes[matrix]
-    scales = weight.scales if matrix is None else weight.scales[matrix]
-    values = _TABLES[weight.format][codes].reshape(*weight.shape[-2:])
-    blocks = values.reshape(scales.shape[0], weight.block_rows, scales.shape[1], weight.block_columns)
-    return (blocks * scales[:, None, :, None]).reshape(values.shape)
+    """The values of a weight `[out, in]`, or of one matrix of several; in float32, in the order `WeightFormat` says."""
+
+    def grid_of(grid: NDArray[Any]) -> NDArray[Any]:
+        return (grid if matrix is None else grid[matrix])[:, None, :, None]
+
+    codes, scales = weight.codes if matrix is None else weight.codes[matrix], grid_of(weight.scales)
+    shape = (scales.shape[0], weight.block_rows, scales.shape[2], weight.block_columns)
+    blocks = _table_of(weight.format)[codes].reshape(shape)
+    if weight.zero_points is not None:
+        blocks = blocks - grid_of(weight.zero_points)
+    blocks = blocks * scales
+    if weight.minimums is not None:
+        blocks = blocks + grid_of(weight.minimums)
+    return blocks.reshape(*weight.shape[-2:])
 
 
 def matrix_of(weight: LinearWeight, index: int) -> NDArray[Any]:
@@ -97,26 +108,17 @@ def _bytes_of(part: QuantisedPart) -> NDArray[np.uint8]:
     return codes.astype(codes.dtype.newbyteorder("<"), copy=False).view(np.uint8)
 
 
-def _e4m3_values() -> NDArray[np.float32]:
-    """All 256 values: sign, 4 bits of exponent, 3 of fraction; no infinities (Micikevicius et al. 2022, table 1)."""
-    codes = np.arange(256)
-    exponents, fractions = codes >> 3 & 15, (codes & 7) / 8
-    sizes = np.where(
-        exponents == 0, np.ldexp(fractions, 1 - _E4M3_BIAS), np.ldexp(1 + fractions, exponents - _E4M3_BIAS)
-    )
-    sizes[codes & 0x7F == _E4M3_NAN] = np.nan
-    return np.where(codes & 0x80, -sizes, sizes).astype(np.float32)
+def _table_of(weight_format: WeightFormat) -> NDArray[np.float32]:
+    """What each byte of codes stands for."""
+    centred = not (weight_format.zero_points or weight_format.minimums)
+    return _CENTRED[weight_format.code] if centred else _RAW[weight_format.code]
 
 
-def _pairs(values: NDArray[Any]) -> NDArray[np.float32]:
-    """The two values of each byte `[256, 2]`, the low nibble first."""
-    codes = np.arange(256)
-    return values[np.stack([codes & 15, codes >> 4], axis=1)].astype(np.float32)
-
-
-_TABLES = {
-    WeightFormat.FP8_BLOCKS: _e4m3_values(),
-    WeightFormat.INT4_GROUPS: _pairs(np.arange(16) - _INT4_ZERO),
-    WeightFormat.FP4_GROUPS: _pairs(np.concatenate([_E2M1, -_E2M1])),
+_RAW = {
+    Code.E4M3: E4M3_VALUES,
+    Code.E2M1: pairs(E2M1_VALUES),
+    Code.INT8: np.arange(256, dtype=np.float32),
+    Code.INT4: pairs(np.arange(16)),
 }
-"""What each byte of codes stands for."""
+_CENTRED = _RAW | {Code.INT8: _RAW[Code.INT8] - 128, Code.INT4: _RAW[Code.INT4] - 8}
+"""Integers without their zero point."""

@@ -9,17 +9,15 @@ the sizes of published models.
 
 from collections.abc import Mapping
 
-from openinfer_kernels.weights.quantised import WeightFormat
-
-MOST_TOKENS: Mapping[WeightFormat | None, Mapping[int, int]] = {
-    WeightFormat.FP8_BLOCKS: {8: 32},
-    WeightFormat.INT4_GROUPS: {8: 32},
-    WeightFormat.FP4_GROUPS: {8: 32},
-    None: {8: 8, 32: 32},
+MOST_TOKENS: Mapping[str, Mapping[int, int]] = {
+    "fp8": {8: 32},
+    "int4": {8: 32},
+    "fp4": {8: 32},
+    "bf16": {8: 8, 32: 32},
 }
-"""By format, None being BF16, of which groups alone come here: tokens of a tile -> the most tokens it multiplies."""
+"""By the name of kernels, BF16's being for groups alone: tokens of a tile -> the most tokens it multiplies."""
 
 
-def tile_of(weight_format: WeightFormat | None, num_tokens: int) -> int | None:
+def tile_of(kernels: str, num_tokens: int) -> int | None:
     """Tokens of the tile that multiplies so many; None: by another kernel, a quantised matrix in BF16."""
-    return next((tile for tile, most in MOST_TOKENS[weight_format].items() if num_tokens <= most), None)
+    return next((tile for tile, most in MOST_TOKENS[kernels].items() if num_tokens <= most), None)

@@ -7,21 +7,17 @@ from enum import StrEnum
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
+from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, LinearWeight, QuantisedWeight
-from openinfer_kernels.weights.quantised import WeightFormat
+from openinfer_kernels.weights.quantised import Code, ScaleType, WeightFormat
 
 _THREADS = 128
 _FEW_BLOCKS = 2
 """Of each multiprocessor: with fewer, tiles of fewer rows are faster."""
 _BF16_BYTES = 2
-_BF16 = "bf16"
-NAMES = {
-    None: _BF16,
-    WeightFormat.FP8_BLOCKS: "fp8",
-    WeightFormat.INT4_GROUPS: "int4",
-    WeightFormat.FP4_GROUPS: "fp4",
-}
-"""Of the sources and kernels, by format; None is BF16."""
+BF16 = "bf16"
+NAMES = ("fp8", "int4", "fp4")
+"""Of the sources and kernels of quantised weights."""
 TILE_TOKENS = (8, 32, 128)
 """Tokens of a tile, of which each kernel has one."""
 _MOST_TOKENS = {8: 8, 32: 40}
@@ -67,6 +63,30 @@ _SIZES["fp4"] = _SIZES["int4"]
 _PARTS = {"bf16": 1, "fp8": 2, "int4": 4, "fp4": 4}
 """Of eight values, in 16 bytes of codes."""
 _SCALE_BYTES = {"bf16": 0, "fp8": 4, "int4": 2, "fp4": 1}
+
+
+def kernels_of(weight: LinearWeight) -> str:
+    """The name of the sources and kernels that multiply a weight; see `kernels_of_format`."""
+    return kernels_of_format(weight.format) if isinstance(weight, QuantisedWeight) else BF16
+
+
+def kernels_of_format(weight_format: WeightFormat) -> str:
+    """The name of the sources and kernels of a format.
+
+    Raises:
+        ArrayMismatchError: there are none.
+    """
+    scales = weight_format.scales
+    plain = not (weight_format.zero_points or weight_format.minimums or weight_format.global_scale)
+    match weight_format.code:
+        case Code.E4M3 if plain:
+            return "fp8"
+        case Code.INT4 if plain and scales is ScaleType.BF16:
+            return "int4"
+        case Code.E2M1 if plain and scales is ScaleType.E8M0:
+            return "fp4"
+        case _:
+            raise ArrayMismatchError(f"weights of {weight_format} have no kernel on a GPU; run with --device cpu")
 
 
 class Epilogue(StrEnum):
@@ -149,7 +169,7 @@ class GroupedGemm:
             limit: of the gate.
         """
         rows, k = weight.shape[-2:]
-        name = NAMES[weight.format if isinstance(weight, QuantisedWeight) else None]
+        name = kernels_of(weight)
         if plan is not None:
             tokens = plan.tile_tokens
         elif tile_tokens is None or not self.chooses:

@@ -3,7 +3,7 @@
 from openinfer_kernels.cuda.common.arrays import require
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.gemm.dispatch import tile_of
-from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, GroupedGemm
+from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, GroupedGemm, kernels_of
 from openinfer_kernels.cuda.gemm.linear import Linear
 from openinfer_kernels.cuda.gemm.quantised import Quantised
 from openinfer_kernels.cuda.moe.experts import check_weight
@@ -26,7 +26,7 @@ class GroupedLinear:
         if x.shape[1] != groups * columns:
             raise ArrayMismatchError(f"x {x.shape} has no {groups} pieces for the weights {list(weight.shape)}")
         quantised = isinstance(weight, QuantisedWeight)
-        tile_tokens = tile_of(weight.format if quantised else None, len(x))
+        tile_tokens = tile_of(kernels_of(weight), len(x))
         if self._gemm.chooses and (tile_tokens is None or (groups == 1 and not quantised)):
             dense = self._quantised.dequantised(weight) if quantised else weight
             return self._linear.grouped_linear(x, dense, weights_first=not quantised)

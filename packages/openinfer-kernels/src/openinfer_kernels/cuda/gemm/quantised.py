@@ -16,13 +16,13 @@ from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.memory import Memory
 from openinfer_kernels.cuda.common.uploads import Convert
 from openinfer_kernels.cuda.gemm.dispatch import tile_of
-from openinfer_kernels.cuda.gemm.grouped_gemm import NAMES, Epilogue, GroupedGemm
+from openinfer_kernels.cuda.gemm.grouped_gemm import NAMES, Epilogue, GroupedGemm, kernels_of_format
 from openinfer_kernels.cuda.gemm.linear import Linear
 from openinfer_kernels.cuda.moe.experts import check_weight
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, HostArray, QuantisedWeight
-from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, WeightFormat
-from openinfer_kernels.weights.scale_blocks import common_block, float32_scales, scales_of, stacked_shape
+from openinfer_kernels.weights.quantised import Code, QuantisedPart, RandomCodes
+from openinfer_kernels.weights.scale_blocks import common_block, float32_scales, of_blocks, stacked_shape
 
 _THREADS = 128
 _UNIT_BYTES = 16
@@ -32,7 +32,6 @@ _GROUP = 32
 """Columns of a scale on the device, whatever shares it in the checkpoint."""
 _PITCH = 16
 """Scales in a row are a multiple of this, zeros after the last, so that a chunk of them is always there."""
-_CODES_PER_BYTE = {WeightFormat.FP8_BLOCKS: 1, WeightFormat.INT4_GROUPS: 2, WeightFormat.FP4_GROUPS: 2}
 
 _Bring: TypeAlias = Callable[[HostArray, Array, Convert], None]
 """Copies codes to the device and converts them into their place."""
@@ -45,9 +44,9 @@ class Quantised:
         self._gemm = gemm
         self._memory = memory
         self._linear = linear
-        self._dequantise = {each: device.kernel("quantised", f"dequantise_{NAMES[each]}") for each in WeightFormat}
+        self._dequantise = {each: device.kernel("quantised", f"dequantise_{each}") for each in NAMES}
         self._random = device.kernel("quantised", "random_codes")
-        self._arrangements = {each: device.kernel("quantised", f"arrange_{NAMES[each]}") for each in WeightFormat}
+        self._arrangements = {each: device.kernel("quantised", f"arrange_{each}") for each in NAMES}
 
     def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
         """A code of NaN (E4M3 0x7F, 0xFF) is taken for 480. Scales that change inside 32 columns are refused."""
@@ -58,11 +57,12 @@ class Quantised:
 
     def _upload(self, parts: tuple[QuantisedPart, ...], num_matrices: int | None, bring: _Bring) -> QuantisedWeight:
         shape = stacked_shape(parts, num_matrices)
+        kernels_of_format(parts[0].format)  # refuses what has none
         block = common_block(parts, shape)
         if block[1] % _GROUP:
             raise ArrayMismatchError(
-                f"{parts[0].format} scales that change inside of {_GROUP} columns have no kernel on a GPU: this piece "
-                f"has blocks of {block[1]} columns; cut it elsewhere, or run with --device cpu"
+                f"weights of {parts[0].format} have no kernel on a GPU where scales change inside of {_GROUP} columns: "
+                f"this piece has blocks of {block[1]} columns; cut it elsewhere, or run with --device cpu"
             )
         weight = QuantisedWeight(
             format=parts[0].format,
@@ -80,7 +80,7 @@ class Quantised:
         check_weight(weight, ndim=2, what="the weight")
         if x.shape[1] != weight.shape[1]:
             raise ArrayMismatchError(f"x {x.shape} and the weight {weight.shape} do not agree on the inner size")
-        tile_tokens = tile_of(weight.format, len(x))
+        tile_tokens = tile_of(kernels_of_format(weight.format), len(x))
         if self._gemm.chooses and tile_tokens is None:
             # The copy is made by the kernel just ahead: a product that reads its weight early would read it unfinished.
             return self._linear.linear(x, self.dequantised(weight), weights_first=False)
@@ -97,30 +97,32 @@ class Quantised:
         sizes = k, row_bytes, weight.block_rows, weight.scales.strides[-2]
         grid = (-(-row_bytes // (_UNIT_BYTES * _THREADS)), rows, 1)
         arguments = [weight.codes, weight.scales, out, *map(ctypes.c_int, sizes)]
-        self._dequantise[weight.format](grid, (_THREADS, 1, 1), arguments, overlap=True)
+        self._dequantise[kernels_of_format(weight.format)](grid, (_THREADS, 1, 1), arguments, overlap=True)
         return out
 
     def _upload_codes(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], bring: _Bring) -> Array:
         """`[matrices.., out, bytes of a row]`, in the kernels' order."""
-        row_bytes = shape[-1] // _CODES_PER_BYTE[parts[0].format]
+        row_bytes = shape[-1] * parts[0].format.code.bits // 8
         padded_bytes = -(-row_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
         out = cupy.empty((sum(part.shape[0] for part in parts), padded_bytes), np.uint8)
+        arrangement = self._arrangements[kernels_of_format(parts[0].format)]
         begin = 0
         for part in parts:
             piece = out[begin : begin + part.shape[0]].view(np.uint32)
             begin += part.shape[0]
             if isinstance(part.codes, RandomCodes) and padded_bytes == row_bytes:
-                self._fill(part.codes, piece, self._arrangements[part.format])
+                self._fill(part.codes, piece, arrangement)
             else:
                 words = _words_of(part, padding_bytes=padded_bytes - row_bytes)
-                bring(words, piece, _Arrange(self._arrangements[part.format]))
+                bring(words, piece, _Arrange(arrangement))
         return out.reshape(*shape[:-1], padded_bytes)
 
     def _upload_scales(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], block: tuple[int, int]) -> Array:
         """`[matrices.., out / block rows, 32 columns each]`: as they are stored, but float32 for FP8."""
-        scales = np.concatenate([scales_of(part, block) for part in parts])
-        if parts[0].format is WeightFormat.FP8_BLOCKS:
-            scales = float32_scales(scales)
+        if parts[0].format.code is Code.E4M3:
+            scales = np.concatenate([float32_scales(part, block) for part in parts])
+        else:
+            scales = np.concatenate([of_blocks(part, part.scales, block) for part in parts])
         if block[1] > _GROUP:
             # Kernels know one width of a block: the scales of wider ones are repeated.
             scales = np.repeat(scales, block[1] // _GROUP, axis=1)
