@@ -210,5 +210,5 @@ def test_family_refuses_options_of_another_family(fixtures: Path) -> None:
 def test_public_names_are_sorted_and_there() -> None:
     import openinfer_qwen3
 
-    assert openinfer_qwen3.__all__ == ["Qwen3"]
+    assert openinfer_qwen3.__all__ == ["Qwen3", "Qwen3Moe"]
     assert openinfer_qwen3.Qwen3 is Qwen3

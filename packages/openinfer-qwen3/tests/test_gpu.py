@@ -7,14 +7,16 @@ import json
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from openinfer_core import GenerateRequest, RequestId, SamplingParams
+from openinfer_core import GenerateRequest, RequestId, SamplingParams, read_config
 from openinfer_core.errors import Refused
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
+from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.testing import (
     Answer,
@@ -24,7 +26,7 @@ from openinfer_engine.testing import (
     random_weights,
     run_at_once,
 )
-from openinfer_qwen3.family import Qwen3
+from openinfer_qwen3.family import Qwen3, Qwen3Moe
 
 pytestmark = pytest.mark.gpu
 CONFIG = {
@@ -44,23 +46,39 @@ CONFIG = {
     "tie_word_embeddings": True,
     "vocab_size": 1024,
 }
+MIXTURE = CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "mlp_only_layers": [1],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+    "num_experts": 21,
+    "num_experts_per_tok": 4,
+}
+MODELS = {"qwen3": (Qwen3, CONFIG), "qwen3_moe": (Qwen3Moe, MIXTURE)}
 BF16_LOGPROB = 0.15
 """How far a log-probability may be from the CPU's in float32, with three layers of random weights."""
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=MODELS)
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights that BF16 holds exactly, so that both devices compute with the same ones."""
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    save_file(random_weights(Qwen3().definition, CONFIG), folder / "model.safetensors")
+    family, config = MODELS[request.param]
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(family().definition, config), folder / "model.safetensors")
     return folder
+
+
+def definition_of(model_dir: Path) -> ModelDefinition[Any]:
+    family, _ = MODELS[read_config(model_dir)["model_type"]]
+    return family().definition
 
 
 def make_loop(model_dir: Path, *, device: DeviceKind = DeviceKind.CUDA, **options: object) -> StepLoop:
     fields = {"num_blocks": 256, "max_num_seqs": 16, "device": device, **options}
     try:
-        return build_loop(resolve(Qwen3().definition, model_dir, EngineOptions(**fields)))
+        return build_loop(resolve(definition_of(model_dir), model_dir, EngineOptions(**fields)))
     except Refused as reason:
         pytest.skip(str(reason))
 
@@ -133,6 +151,6 @@ def test_every_sampling_field_runs_beside_plain_rows(model_dir: Path) -> None:
 def test_answers_with_drafts_are_those_without(model_dir: Path, capture: bool) -> None:
     options = {"device": DeviceKind.CUDA, "block_size_tokens": 16, "cuda_graph": capture}
     try:
-        check_drafts(Qwen3().definition, model_dir, seeds=[int(capture), 2], **options)
+        check_drafts(definition_of(model_dir), model_dir, seeds=[int(capture), 2], **options)
     except Refused as reason:
         pytest.skip(str(reason))

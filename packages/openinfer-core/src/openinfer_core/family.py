@@ -15,6 +15,7 @@ KNOWN_FAMILIES: Mapping[str, str] = {
     "llama": "openinfer-llama",
     "mistral": "openinfer-llama",
     "qwen3": "openinfer-qwen3",
+    "qwen3_moe": "openinfer-qwen3",
     "qwen3_5": "openinfer-qwen35",
     "qwen3_5_text": "openinfer-qwen35",
     "deepseek_v2": "openinfer-deepseek",

@@ -32,6 +32,7 @@ import msgspec
 
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import KvLayers, LogitsIndices, Shard, WeightSource
+from openinfer_engine.weights.experts import StoredMlp
 from openinfer_engine.weights.loader import WeightLoader
 from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix, stored_format
 from openinfer_engine.weights.stored_tensor import Repeated, StoredTensor, TensorSpec
@@ -177,23 +178,6 @@ class DeepseekConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredMlp:
-    """The matrices of an MLP."""
-
-    gate: StoredMatrix
-    up: StoredMatrix
-    down: StoredMatrix
-
-    @classmethod
-    def of(cls, prefix: str, *, width: int, h: int, stored: StoredFormat | None) -> "StoredMlp":
-        return cls(
-            gate=StoredMatrix(name=f"{prefix}.gate_proj", shape=(width, h), format=stored),
-            up=StoredMatrix(name=f"{prefix}.up_proj", shape=(width, h), format=stored),
-            down=StoredMatrix(name=f"{prefix}.down_proj", shape=(h, width), format=stored),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLayer:
     """The matrices of one decoder layer."""
 
@@ -241,7 +225,7 @@ class StoredLayer:
     def matrices(self) -> tuple[StoredMatrix, ...]:
         bottleneck = () if self.q_a_proj is None else (self.q_a_proj,)
         attention = (*bottleneck, self.q_proj, self.kv_a_proj, self.kv_b_proj, self.o_proj)
-        return (*attention, *(each for mlp in (self.mlp, *self.experts) for each in (mlp.gate, mlp.up, mlp.down)))
+        return (*attention, *(each for mlp in (self.mlp, *self.experts) for each in mlp.matrices))
 
 
 def tensors(config: DeepseekConfig) -> Mapping[str, TensorSpec]:

@@ -156,7 +156,7 @@ class ModelDefinition(ABC, Generic[Config]):
     config_type: ClassVar[type[msgspec.Struct]]
     """What `parse` makes of a config: a Struct of the keys that shape the model, under their own names."""
     rank_sizes: ClassVar[tuple[str, ...]]
-    """Numbers of the config that the ranks share equally, so that their number divides each."""
+    """Numbers of the config that the ranks share equally, so that their number divides each; 0 is nothing to share."""
     devices: ClassVar[frozenset[DeviceKind]] = frozenset(DeviceKind)
     """What its operators are there for; the engine refuses it on any other."""
     extra_operators: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -242,12 +242,13 @@ class ModelDefinition(ABC, Generic[Config]):
 
     def check_ranks(self, config: Config, ranks: int) -> None:
         """Raises `Refused` if the model cannot be cut into so many ranks."""
-        shared = {name: int(getattr(config, name)) for name in self.rank_sizes}
+        sizes = {name: int(getattr(config, name)) for name in self.rank_sizes}
+        shared = {name: size for name, size in sizes.items() if size}
         possible = [n for n in range(1, min(shared.values()) + 1) if not any(size % n for size in shared.values())]
         if ranks not in possible:
-            sizes = ", ".join(f"{name} is {size}" for name, size in shared.items())
+            listed = ", ".join(f"{name} is {size}" for name, size in shared.items())
             raise Refused(
-                f"{ranks} ranks cannot share the model: {sizes}; possible are {', '.join(map(str, possible))}"
+                f"{ranks} ranks cannot share the model: {listed}; possible are {', '.join(map(str, possible))}"
             )
 
     def load(

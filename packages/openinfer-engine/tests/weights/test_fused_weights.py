@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from openinfer_engine.weights.fused import pad_rows, rows_of_rank, stacked_rows_of_rank
+from openinfer_engine.weights.fused import matrices_of_stack, pad_rows, rows_of_rank, stacked_rows_of_rank
 from openinfer_kernels import RandomWeight, WeightPart
 from openinfer_kernels.cpu import CpuOps
 
@@ -41,3 +41,14 @@ def test_ranks_share_each_of_the_matrices_that_lie_below_each_other(table: Weigh
     shares = [values(*stacked_rows_of_rank(table, (2, 2), rank=rank, size=2)) for rank in range(2)]
     assert np.array_equal(shares[0], whole[[0, 2]])
     assert np.array_equal(shares[1], whole[[1, 3]])
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [np.arange(24, dtype=np.float32).reshape(4, 2, 3), RandomWeight.whole((4, 2, 3), seed=1, mean=0.0, spread=1.0)],
+    ids=["array", "recipe"],
+)
+def test_some_matrices_of_a_stack_are_below_each_other(stack: WeightPart) -> None:
+    whole = values(stack)
+    assert whole.shape == (4, 2, 3)
+    np.testing.assert_array_equal(values(matrices_of_stack(stack, range(1, 3))), whole[1:3].reshape(4, 3))

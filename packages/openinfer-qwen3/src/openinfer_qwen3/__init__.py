@@ -1,5 +1,5 @@
-"""Qwen3, all dense sizes: found by openinfer through the entry point `qwen3` of the group `openinfer.models`."""
+"""Qwen3, dense and mixtures: found by openinfer through the entry points `qwen3` and `qwen3_moe`."""
 
-from openinfer_qwen3.family import Qwen3
+from openinfer_qwen3.family import Qwen3, Qwen3Moe
 
-__all__ = ["Qwen3"]
+__all__ = ["Qwen3", "Qwen3Moe"]

@@ -1,9 +1,10 @@
-"""`Qwen3`: the family's entry point, which configs it serves, and what the engine asks before it loads a weight."""
+"""The entry points of Qwen3, dense and mixtures: which configs they serve, what the engine asks before it loads."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
+from openinfer_core import Refused
 from openinfer_engine.family import EngineFamily
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.refusals import (
@@ -21,15 +22,25 @@ from openinfer_qwen3 import model
 
 OPENINFER_CONTRACT = 1
 
-CHANGES_THE_MODEL: Mapping[str, str] = MappingProxyType(
+_ATTENTION: Mapping[str, str] = MappingProxyType(
     {
         **PLAIN_WEIGHTS,
         **{key: reason for key, reason in PLAIN_DECODER.items() if key != "attention_bias"},
         "dual_chunk_attention_config": "dual chunk attention is not served, only full attention",
         "attention_chunk_size": "chunked attention is not served, only full attention",
         "query_pre_attn_scalar": "a scale of the scores other than head_dim^-0.5 is not served",
-        "num_experts": "mixtures of experts are another family's",
         "no_rope_layers": "layers without rotary embedding are not served",
+    }
+)
+CHANGES_THE_MODEL: Mapping[str, str] = MappingProxyType(
+    {**_ATTENTION, "num_experts": "mixtures of experts are another family's"}
+)
+"""Of a dense one."""
+CHANGES_THE_MIXTURE: Mapping[str, str] = MappingProxyType(
+    {
+        **_ATTENTION,
+        "shared_expert_intermediate_size": "shared experts are another family's",
+        "qkv_bias": "biases of Q, K and V under this name are not served",
     }
 )
 
@@ -41,12 +52,14 @@ class Qwen3Definition(ModelDefinition[model.Qwen3Config]):
     module = model
     config_type = model.Qwen3Config
     rank_sizes = ("num_key_value_heads", "intermediate_size")
+    architecture: ClassVar[str] = "Qwen3ForCausalLM"
+    changes: ClassVar[Mapping[str, str]] = CHANGES_THE_MODEL
 
     def refusal(self, config: Mapping[str, Any]) -> str | None:
         model_type = config.get("model_type")
         if model_type != self.name:
             return f"not a {self.name} model: its model_type is {model_type!r}"
-        return "; ".join(_reasons(config)) or None
+        return "; ".join(self._reasons(config)) or None
 
     def kv_spec(
         self,
@@ -71,6 +84,40 @@ class Qwen3Definition(ModelDefinition[model.Qwen3Config]):
         )
         return KvSpec(model_tag=model_tag, paged=(group,), num_ranks=num_ranks, rank_index=rank_index)
 
+    def _reasons(self, config: Mapping[str, Any]) -> Iterator[str]:
+        yield from architecture_reasons(config, self.architecture)
+        yield from key_reasons(config, self.changes)
+        layer_types: object = config.get("layer_types") or []
+        kinds = cast("list[object]", layer_types) if isinstance(layer_types, list) else [layer_types]
+        if any(kind != "full_attention" for kind in kinds):
+            yield f"layer_types is {shortened(config['layer_types'])}: only full_attention is served"
+        yield from value_reasons(config, {"hidden_act": "silu", "use_qk_norm": True})
+        if config.get("partial_rotary_factor") not in (None, 1):
+            yield f"partial_rotary_factor is {config['partial_rotary_factor']}: only whole heads are rotated"
+        yield from code_reasons(config, prefix="AutoModelForCausalLM")
+        yield from rope_reasons(config)
+
+
+class Qwen3MoeDefinition(Qwen3Definition):
+    """Every mixture of Qwen3: 30B-A3B, 235B-A22B, Qwen3-Coder and their relatives."""
+
+    name = "qwen3_moe"
+    config_type = model.Qwen3MoeConfig
+    rank_sizes = ("num_key_value_heads", "dense_size")
+    architecture = "Qwen3MoeForCausalLM"
+    changes = CHANGES_THE_MIXTURE
+
+    def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`num_local_experts` is how transformers 5 spells `num_experts`."""
+        local: object = config.get("num_local_experts")
+        return {"num_experts": local, **config} if local is not None else config
+
+    def check_ranks(self, config: model.Qwen3Config, ranks: int) -> None:
+        super().check_ranks(config, ranks)
+        num_experts = cast("model.Qwen3MoeConfig", config).num_experts
+        if ranks > num_experts:
+            raise Refused(f"{ranks} ranks cannot share {num_experts} experts, which are spread whole")
+
 
 class Qwen3(EngineFamily):
     """Implements `openinfer_core.ModelFamily` for every dense Qwen3."""
@@ -78,15 +125,7 @@ class Qwen3(EngineFamily):
     definition = Qwen3Definition()
 
 
-def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
-    yield from architecture_reasons(config, "Qwen3ForCausalLM")
-    yield from key_reasons(config, CHANGES_THE_MODEL)
-    layer_types: object = config.get("layer_types") or []
-    kinds = cast("list[object]", layer_types) if isinstance(layer_types, list) else [layer_types]
-    if any(kind != "full_attention" for kind in kinds):
-        yield f"layer_types is {shortened(config['layer_types'])}: only full_attention is served"
-    yield from value_reasons(config, {"hidden_act": "silu"})
-    if config.get("partial_rotary_factor") not in (None, 1):
-        yield f"partial_rotary_factor is {config['partial_rotary_factor']}: only whole heads are rotated"
-    yield from code_reasons(config, prefix="AutoModelForCausalLM")
-    yield from rope_reasons(config)
+class Qwen3Moe(EngineFamily):
+    """Implements `openinfer_core.ModelFamily` for every mixture of Qwen3."""
+
+    definition = Qwen3MoeDefinition()

@@ -1,20 +1,24 @@
-"""Qwen3, dense: the forward pass, and how its published weights become arrays on one rank.
+"""Qwen3, dense and mixtures of experts: the forward pass, and how published weights become arrays on one rank.
 
     ids ─► embedding ─► layer × L ─► norm ─► hidden ─► head ─► logits
 
     layer:  x += o_proj(attention(rope(norm(q)), rope(norm(k)), v))    q, k, v = qkv_proj(norm(x))
             x += down_proj(silu(gate) * up)                            gate, up = gate_up_proj(norm(x))
+       or:  x += sum of s_j expert_j(y)                                y = norm(x), s = top(softmax(router(y)))
 
 What differs from its nearest neighbour, Qwen2: an RMSNorm over each head of Q and K before RoPE, no biases in the
-attention unless the config asks, and a `head_dim` that is not `hidden_size / num_attention_heads`. Reference:
-`transformers.models.qwen3.modeling_qwen3`; "Qwen3 Technical Report", 2025, section 2.
+attention unless the config asks, and a `head_dim` that is not `hidden_size / num_attention_heads`. In a mixture
+(`qwen3_moe`) the MLP of most layers is many experts, of which a router chooses a few for each token: those with the
+largest probabilities, by which they are weighed, renormalised if the config says so. References:
+`transformers.models.qwen3.modeling_qwen3`, `qwen3_moe.modeling_qwen3_moe`; "Qwen3 Technical Report", 2025, section 2.
 
 Across ranks the layers are cut as in Shoeybi et al. 2019, "Megatron-LM", section 3: each rank has whole heads and a
-shard of the MLP's width, and sums its share of both outputs with the other ranks. Each rank embeds all ids, and
-computes the logits of its shard of the vocabulary.
+shard of the MLP's width, and sums its share of both outputs with the other ranks. Experts are whole, and each rank has
+a share of them. Each rank embeds all ids, and computes the logits of its shard of the vocabulary.
 
 Letters: `T` tokens of a step, `h` hidden size, `H`/`K` query and KV heads, `D` head dimension, `F` width of the MLP,
-`V` vocabulary; in the weights and in `forward`, `H`, `K` and `F` are one rank's share. A matrix is `[out, in]`.
+`E` experts of width `M`, `V` vocabulary; in the weights and in `forward`, `H`, `K`, `F` and `E` are one rank's share. A
+matrix is `[out, in]`.
 """
 
 from collections.abc import Mapping
@@ -25,8 +29,20 @@ import msgspec
 
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import KvLayers, LogitsIndices, Shard, WeightSource
+from openinfer_engine.weights.experts import ExpertWeights, StoredExperts, StoredMlp
 from openinfer_engine.weights.loader import WeightLoader
-from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops, PagedCache, RopeParameters, rope_table
+from openinfer_engine.weights.stored_tensor import TensorSpec
+from openinfer_kernels import (
+    Array,
+    AttentionBatch,
+    LinearWeight,
+    Ops,
+    PagedCache,
+    RopeParameters,
+    Routing,
+    Scoring,
+    rope_table,
+)
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 ATTENTION = "attention"
@@ -70,12 +86,59 @@ class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True):
     def rope(self) -> RopeParameters:
         return RopeParameters.from_config(msgspec.structs.asdict(self))
 
+    def experts(self, layer: int) -> StoredExperts | None:
+        """Those of a layer; None where its MLP is none of experts."""
+        del layer
+        return None
 
-def tensors(config: Qwen3Config) -> Mapping[str, tuple[int, ...]]:
+
+class Qwen3MoeConfig(Qwen3Config, frozen=True, kw_only=True):
+    """`config.json` of a mixture; `intermediate_size` is the width of MLPs that are none."""
+
+    num_experts: Positive
+    num_experts_per_tok: Positive
+    moe_intermediate_size: Positive
+    norm_topk_prob: bool = False
+    """Whether the weights of a token's experts are divided by their sum; published sizes say true."""
+    decoder_sparse_step: Positive = 1
+    """Every so-many-th layer is a mixture, ..."""
+    mlp_only_layers: tuple[int, ...] | None = None
+    """... but for these."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.routing  # which says what is wrong with it
+
+    @property
+    def dense_size(self) -> int:
+        """`intermediate_size`, 0 where every layer is a mixture."""
+        return 0 if all(map(self.experts, range(self.num_hidden_layers))) else self.intermediate_size
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(
+            scoring=Scoring.SOFTMAX,
+            num_experts=self.num_experts,
+            num_experts_per_token=self.num_experts_per_tok,
+            normalised=self.norm_topk_prob,
+        )
+
+    def experts(self, layer: int) -> StoredExperts | None:
+        if layer in (self.mlp_only_layers or ()) or (layer + 1) % self.decoder_sparse_step:
+            return None
+        return StoredExperts(
+            prefix=f"model.layers.{layer}.mlp.experts",
+            routing=self.routing,
+            hidden_size=self.hidden_size,
+            width=self.moe_intermediate_size,
+        )
+
+
+def tensors(config: Qwen3Config) -> Mapping[str, TensorSpec]:
     """Every tensor of the checkpoint that `load` reads, with its whole shape."""
-    h, f = config.hidden_size, config.intermediate_size
+    h = config.hidden_size
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    layer: dict[str, tuple[int, ...]] = {
+    layer: dict[str, TensorSpec] = {
         "input_layernorm.weight": (h,),
         "self_attn.q_proj.weight": (q, h),
         "self_attn.k_proj.weight": (kv, h),
@@ -84,21 +147,46 @@ def tensors(config: Qwen3Config) -> Mapping[str, tuple[int, ...]]:
         "self_attn.k_norm.weight": (config.head_dim,),
         "self_attn.o_proj.weight": (h, q),
         "post_attention_layernorm.weight": (h,),
-        "mlp.gate_proj.weight": (f, h),
-        "mlp.up_proj.weight": (f, h),
-        "mlp.down_proj.weight": (h, f),
     }
     if config.attention_bias:
         layer |= {f"self_attn.{name}_proj.bias": (rows,) for name, rows in (("q", q), ("k", kv), ("v", kv), ("o", h))}
-    whole: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, h), "model.norm.weight": (h,)}
+    whole: dict[str, TensorSpec] = {"model.embed_tokens.weight": (config.vocab_size, h), "model.norm.weight": (h,)}
     if not config.tie_word_embeddings:
         whole["lm_head.weight"] = (config.vocab_size, h)
     for index in range(config.num_hidden_layers):
         whole |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        whole |= _mlp_tensors(config, index)
     return whole
 
 
+def _mlp_tensors(config: Qwen3Config, layer: int) -> dict[str, TensorSpec]:
+    h, prefix, experts = config.hidden_size, f"model.layers.{layer}.mlp", config.experts(layer)
+    if experts is not None:
+        return {f"{prefix}.gate.weight": (experts.routing.num_experts, h), **experts.tensors()}
+    return StoredMlp.of(prefix, width=config.intermediate_size, h=h).tensors()
+
+
 # --- weights ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpWeights:
+    """The plain MLP of a layer on one rank."""
+
+    gate_up_proj: LinearWeight
+    """`[2 F, h]`: gate rows, then up rows."""
+    down_proj: LinearWeight
+    """`[h, F]`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureWeights:
+    """The mixture of a layer on one rank."""
+
+    router: Array
+    """`[all experts, h]`, on every rank whole."""
+    routing: Routing
+    experts: ExpertWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +209,7 @@ class LayerWeights:
     """`[h]`, on rank 0 alone, so that the sum over the ranks has it once."""
     post_attention_layernorm: Array
     """`[h]`"""
-    gate_up_proj: LinearWeight
-    """`[2 F, h]`: gate rows, then up rows."""
-    down_proj: LinearWeight
-    """`[h, F]`"""
+    mlp: MlpWeights | MixtureWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,17 +234,15 @@ def load(
     loader = WeightLoader(weights, ops=ops, communicator=communicator)
     head = None if config.tie_word_embeddings else "lm_head.weight"
     embed_tokens, lm_head = loader.vocabulary("model.embed_tokens.weight", head)
-    layers = tuple(
-        _load_layer(config, loader, f"model.layers.{index}", rank=communicator.rank)
-        for index in range(config.num_hidden_layers)
-    )
+    layers = tuple(_load_layer(config, loader, communicator, index) for index in range(config.num_hidden_layers))
     norm = loader.plain("model.norm.weight")
     table = rope_table(config.rope, head_dim=config.head_dim, positions=max_model_tokens)  # while weights are copied
     loaded = Weights(embed_tokens=embed_tokens, layers=layers, norm=norm, lm_head=lm_head, rope=ops.upload(table))
     return Qwen3Model(config, loaded, ops=ops, communicator=communicator)
 
 
-def _load_layer(config: Qwen3Config, loader: WeightLoader, prefix: str, *, rank: int) -> LayerWeights:
+def _load_layer(config: Qwen3Config, loader: WeightLoader, communicator: Communicator, index: int) -> LayerWeights:
+    prefix = f"model.layers.{index}"
     q, k, v, o = (f"{prefix}.self_attn.{name}_proj" for name in "qkvo")
     biased = config.attention_bias
     return LayerWeights(
@@ -169,10 +252,25 @@ def _load_layer(config: Qwen3Config, loader: WeightLoader, prefix: str, *, rank:
         q_norm=loader.plain(f"{prefix}.self_attn.q_norm.weight"),
         k_norm=loader.plain(f"{prefix}.self_attn.k_norm.weight"),
         o_proj=loader.linear(o, shard=Shard.ROW_PARALLEL),
-        o_bias=loader.plain(f"{o}.bias") if biased and rank == 0 else None,
+        o_bias=loader.plain(f"{o}.bias") if biased and communicator.rank == 0 else None,
         post_attention_layernorm=loader.plain(f"{prefix}.post_attention_layernorm.weight"),
-        gate_up_proj=loader.linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj", shard=Shard.COLUMN_PARALLEL),
-        down_proj=loader.linear(f"{prefix}.mlp.down_proj", shard=Shard.ROW_PARALLEL),
+        mlp=_load_mlp(config, loader, communicator, index),
+    )
+
+
+def _load_mlp(
+    config: Qwen3Config, loader: WeightLoader, communicator: Communicator, layer: int
+) -> MlpWeights | MixtureWeights:
+    prefix, experts = f"model.layers.{layer}.mlp", config.experts(layer)
+    if experts is None:
+        return MlpWeights(
+            gate_up_proj=loader.linear(f"{prefix}.gate_proj", f"{prefix}.up_proj", shard=Shard.COLUMN_PARALLEL),
+            down_proj=loader.linear(f"{prefix}.down_proj", shard=Shard.ROW_PARALLEL),
+        )
+    return MixtureWeights(
+        router=loader.plain(f"{prefix}.gate.weight"),
+        routing=experts.routing,
+        experts=experts.load(loader, communicator),
     )
 
 
@@ -219,7 +317,11 @@ class Qwen3Model:
                 batch, residual, q = last.batch, ops.embedding(last.tokens, residual), self._rows(last.tokens, q)
             x = self._attention(q, layer, batch=batch, cache=cache)
             x = ops.add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
-            x = self._mlp(x, layer, batch)
+            match layer.mlp:
+                case MlpWeights() as mlp:
+                    x = self._mlp(x, mlp, batch)
+                case MixtureWeights() as mixture:
+                    x = self._mixture(x, mixture, batch)
             x = ops.add_rms_norm(x, residual, next_norm, eps=eps)
         return x
 
@@ -249,7 +351,17 @@ class Qwen3Model:
         attended = self._ops.paged_attention(q, cache, batch=batch, scale=scale)  # [T, H D]
         return self._communicator.all_reduce(self._ops.linear(attended, layer.o_proj, batch, layer.o_bias))
 
-    def _mlp(self, x: Array, layer: LayerWeights, batch: AttentionBatch) -> Array:
+    def _mlp(self, x: Array, mlp: MlpWeights, batch: AttentionBatch) -> Array:
         """`[T, h]` for the normed `x [T, h]`."""
-        gated = self._ops.linear_swiglu(x, layer.gate_up_proj, batch)  # [T, F]
-        return self._communicator.all_reduce(self._ops.linear(gated, layer.down_proj, batch))
+        gated = self._ops.linear_swiglu(x, mlp.gate_up_proj, batch)  # [T, F]
+        return self._communicator.all_reduce(self._ops.linear(gated, mlp.down_proj, batch))
+
+    def _mixture(self, x: Array, mixture: MixtureWeights, batch: AttentionBatch) -> Array:
+        """`[T, h]` float32 for the normed `x [T, h]`: what the experts of all ranks add."""
+        ops, experts = self._ops, mixture.experts
+        scores = ops.logits(x, mixture.router)  # [T, all experts]
+        choice = ops.top_experts(scores, routing=mixture.routing, cache_slots=batch.cache_slots[0])
+        summed = ops.experts(
+            x, choice, experts.gate_up_proj, experts.down_proj, first_expert=experts.first_expert
+        )  # [T, h]
+        return self._communicator.all_reduce(summed)

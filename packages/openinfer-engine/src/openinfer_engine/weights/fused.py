@@ -30,6 +30,12 @@ def stacked_rows_of_rank(table: WeightPart, heights: Sequence[int], *, rank: int
     return tuple(pieces)
 
 
+def matrices_of_stack(stack: WeightPart, matrices: range) -> WeightPart:
+    """Some of the matrices `[E, out, in]` that are next to each other, below each other: two axes."""
+    some = _rows(stack, matrices.start, matrices.stop)
+    return some.flattened() if isinstance(some, RandomWeight) else some.reshape(-1, some.shape[-1])
+
+
 def _rows(table: WeightPart, begin: int, end: int) -> WeightPart:
     return table.rows(begin, end) if isinstance(table, RandomWeight) else table[begin:end]
 

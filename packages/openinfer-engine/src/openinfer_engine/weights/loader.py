@@ -7,7 +7,7 @@ from numpy.typing import DTypeLike
 
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Shard, WeightSource
-from openinfer_engine.weights.fused import pad_rows, rows_of_rank, stacked_rows_of_rank
+from openinfer_engine.weights.fused import matrices_of_stack, pad_rows, rows_of_rank, stacked_rows_of_rank
 from openinfer_engine.weights.quantised import StoredMatrix, read_quantised
 from openinfer_kernels import Array, LinearWeight, Ops, QuantisedPart, WeightPart
 
@@ -55,6 +55,13 @@ class WeightLoader:
             plain = self.plain(*(f"{each.name}.weight" for each in matrices), shard=shard)
             return plain.reshape(num_matrices, -1, plain.shape[1])
         return self._ops.upload_quantised(*self._parts((each, shard) for each in matrices), num_matrices=num_matrices)
+
+    def of_stack(self, name: str, matrices: range, *below: StoredMatrix, num_matrices: int) -> Array:
+        """`[num_matrices, out, in]`: some of a plain tensor `[E, out, in]`, then further plain ones, whole."""
+        some = matrices_of_stack(self._weights.read(name), matrices)
+        further = (self._weights.read(f"{each.name}.weight") for each in below)
+        rows = self._ops.upload_weight(*(part for part in (some, *further) if len(part)))
+        return rows.reshape(num_matrices, -1, rows.shape[1])
 
     def stacked(self, name: str, heights: Sequence[int]) -> Array:
         """This rank's rows of each of several arrays of such heights, which lie below each other in one tensor."""

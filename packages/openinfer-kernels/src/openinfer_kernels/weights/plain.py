@@ -23,7 +23,7 @@ class RandomWeight:
     spread: float
     """Standard deviation."""
     shape: tuple[int, ...]
-    """Of this piece; one or two axes."""
+    """Of this piece."""
     row_length: int
     """Numbers in a row of the whole tensor; 1 where it has one axis."""
     origin: int = 0
@@ -41,6 +41,11 @@ class RandomWeight:
 
     def columns(self, begin: int, end: int) -> "RandomWeight":
         return replace(self, shape=(self.shape[0], end - begin), origin=self.origin + begin)
+
+    def flattened(self) -> "RandomWeight":
+        """The same numbers as rows of the last axis, of a piece of whole rows: two axes."""
+        columns = self.shape[-1]
+        return replace(self, shape=(math.prod(self.shape[:-1]), columns), row_length=columns)
 
 
 WeightPart: TypeAlias = NDArray[Any] | RandomWeight
