@@ -15,7 +15,7 @@ from openinfer_core import GenerateRequest, Grammar, InvalidRequest, Preamble, R
 from openinfer_core.engine import GrammarStats
 from openinfer_core.grammars import TokenMatcher, Vocabulary, mask_words
 from openinfer_core.tokenizer_files import read_tokenizer
-from openinfer_engine.grammars.compile_queue import CompileQueue
+from openinfer_core.fair_queue import FairQueue
 from openinfer_engine.grammars.guard import LIMITS, GrammarGuard, refused
 from openinfer_engine.grammars.kept import KeptGrammars
 from openinfer_engine.grammars.matcher import LlguidanceMatcher
@@ -48,7 +48,7 @@ class LlguidanceCompiler:
         self._vocabulary = vocabulary
         self._guard = guard or GrammarGuard()
         self._kept = KeptGrammars(clock=clock)
-        self._queue = CompileQueue("openinfer-grammars")
+        self._queue = FairQueue("openinfer-grammars")
         self._queue.submit("", self._read_tokenizer)
 
     def compile(self, request: GenerateRequest) -> "Future[TokenMatcher]":

@@ -1,4 +1,4 @@
-"""`CompileQueue`: grammars that wait for the one thread that compiles them, fair over tenants.
+"""`FairQueue`: grammars that wait for the one thread that compiles them, fair over tenants.
 
 Each tenant has used some seconds of that thread, and the next grammar is of the tenant that has used least (start-time
 fair queueing: Goyal, Vin and Cheng, IEEE/ACM Transactions on Networking 5(5), 1997). One that comes back, or comes
@@ -24,7 +24,7 @@ class _Tenant:
         self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
 
-class CompileQueue:
+class FairQueue:
     """Work of one thread.
 
     Args:

@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from openinfer_engine.grammars.compile_queue import CompileQueue
+from openinfer_core.fair_queue import FairQueue
 
 
 class Clock:
@@ -23,7 +23,7 @@ class Held:
         self.clock = Clock()
         self.order: list[str] = []
         self._go = threading.Event()
-        self.queue = CompileQueue("test", clock=self.clock)
+        self.queue = FairQueue("test", clock=self.clock)
         self.queue.submit("first", self._go.wait)
 
     def submit(self, tenant: str, cost_s: float = 1.0, count: int = 1) -> None:
@@ -91,7 +91,7 @@ def test_exceptions_are_the_futures_and_cancelled_work_is_not_done(held: Held) -
 
 def test_closing_cancels_what_waits() -> None:
     begun, go = threading.Event(), threading.Event()
-    queue = CompileQueue("test")
+    queue = FairQueue("test")
     running = queue.submit("a", lambda: (begun.set(), go.wait()))
     waiting = [queue.submit("a", lambda: None) for _ in range(3)]
     assert begun.wait(60)
