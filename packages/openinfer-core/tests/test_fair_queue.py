@@ -1,6 +1,8 @@
-"""The compiler's queue: fair over tenants by seconds, whatever the order and number of what they send."""
+"""The queue of threads: fair over owners by seconds, whatever the order and number of what they submit."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
@@ -24,7 +26,9 @@ class Held:
         self.order: list[str] = []
         self._go = threading.Event()
         self.queue = FairQueue("test", clock=self.clock)
-        self.queue.submit("first", self._go.wait)
+        begun = threading.Event()
+        self.queue.submit("first", lambda: (begun.set(), self._go.wait()))
+        begun.wait(60)
 
     def submit(self, tenant: str, cost_s: float = 1.0, count: int = 1) -> None:
         for _ in range(count):
@@ -95,12 +99,76 @@ def test_closing_cancels_what_waits() -> None:
     running = queue.submit("a", lambda: (begun.set(), go.wait()))
     waiting = [queue.submit("a", lambda: None) for _ in range(3)]
     assert begun.wait(60)
-    closing = threading.Thread(target=queue.close)
-    closing.start()
+    queue.close()
     for future in waiting:
         with pytest.raises(CancelledError):
             future.result(60)
     go.set()
-    closing.join(60)
+    queue.join()
     assert running.done()
     assert queue.submit("a", lambda: None).cancelled()
+
+
+def test_what_ran_while_nothing_waited_is_charged(held: Held) -> None:
+    """One that submits a dear piece of work after the other has no more than its share of seconds."""
+
+    def dear() -> None:
+        held.submit("dear", 4.0)
+        if held.order.count("dear") < 9:
+            held.queue.submit("dear", dear)
+
+    held.queue.submit("dear", dear)
+    held.submit("cheap", 1.0, count=20)
+    order = held.go()
+    assert order[:10].count("dear") <= 3
+
+
+def test_several_threads_take_from_one_queue() -> None:
+    queue = FairQueue("test", num_threads=2)
+    meeting = threading.Barrier(2)
+    for future in [queue.submit("a", lambda: meeting.wait(60)) for _ in range(2)]:
+        future.result(60)
+    queue.close()
+    queue.join()
+
+
+class Text:
+    """Something that work refers to."""
+
+
+def test_cancelled_work_is_dropped_before_a_thread_comes_to_it(held: Held) -> None:
+    text = Text()
+    seen = weakref.ref(text)
+    future = held.queue.submit("a", lambda text=text: held.order.append(str(text)))
+    del text
+    assert held.queue.num_waiting == 1
+    assert future.cancel()
+    assert held.queue.num_waiting == 0
+    gc.collect()
+    assert seen() is None
+
+
+def test_thread_that_waits_keeps_nothing_of_what_it_did() -> None:
+    queue = FairQueue("test")
+    text = Text()
+    seen = weakref.ref(text)
+    future = queue.submit("a", lambda text=text: text)
+    assert future.result(60) is text
+    queue.submit("b", lambda: None).result(60)  # so that it has left the first, and is in the second or after it
+    del text, future
+    gc.collect()
+    assert seen() is None
+    queue.close()
+    queue.join()
+
+
+def test_last_work_is_let_go_of_while_the_thread_waits() -> None:
+    queue = FairQueue("test")
+    text = Text()
+    gone = threading.Event()
+    weakref.finalize(text, gone.set)
+    queue.submit("a", lambda text=text: None).result(60)
+    del text
+    assert gone.wait(60)
+    queue.close()
+    queue.join()

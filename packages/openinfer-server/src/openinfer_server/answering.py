@@ -164,10 +164,10 @@ async def answer(
     service.check_serving()
     _check_fields(fields)
     if isinstance(prompt, str):
-        parsers, encoded = None, await _encoded(service, prompt)
+        parsers, encoded = None, await _encoded(http_request, service, prompt)
         grammar = text_grammar(output_constraint(fields))
     else:
-        parsers, grammar = await _rendered(service, prompt, fields)
+        parsers, grammar = await _rendered(http_request, service, prompt, fields)
         encoded = parsers.prompt
     plan = make_plan(
         service,
@@ -207,7 +207,7 @@ async def complete(http_request: HttpRequest, service: Service, prompt: str, fie
     plan = make_plan(
         service,
         fields,
-        [await _encoded(service, prompt)],
+        [await _encoded(http_request, service, prompt)],
         tenant=http_request.tenant,
         max_tokens=fields.max_tokens,
         default_tokens=DEFAULT_COMPLETION_TOKENS,
@@ -279,7 +279,7 @@ def _check_fields(fields: GenerationFields) -> None:
 
 
 async def _rendered(
-    service: Service, conversation: Conversation, fields: GenerationFields
+    http_request: HttpRequest, service: Service, conversation: Conversation, fields: GenerationFields
 ) -> tuple[OutputParsers, Grammar | None]:
     turns = conversation.turns
     check_num_entries(turns, "messages")
@@ -295,16 +295,16 @@ async def _rendered(
         continue_final_message=bool(fields.continue_final_message),
         add_generation_prompt=fields.add_generation_prompt,
     )
-    prompt = await chat_prompt(service, turns, {**(variables or {}), **available.variables}, end=end)
+    prompt = await chat_prompt(http_request, service, turns, {**(variables or {}), **available.variables}, end=end)
     parsers = OutputParsers.make(service, prompt, available, budget_tokens=None)
     return parsers, chat_grammar(service, parsers.prompt, available, output_constraint(fields))
 
 
-async def _encoded(service: Service, prompt: str) -> Prompt:
+async def _encoded(http_request: HttpRequest, service: Service, prompt: str) -> Prompt:
     info, least = service.info, service.tokenizer.least_tokens(prompt)
     if least > info.max_model_tokens:
         raise too_long(f"at least {least}", info, "prompt")
-    token_ids = await service.tokenizer.encode(prompt, add_special_tokens=True)
+    token_ids = await service.tokenizer.encode(prompt, add_special_tokens=True, client=http_request)
     check_prompt_token_ids(token_ids, info, "prompt")
     return Prompt(tuple(token_ids), prompt, "prompt")
 

@@ -40,7 +40,8 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
 
     def snapshot(self) -> MetricsSnapshot:
-        return MetricsSnapshot.of(self.metrics, open_requests=self.link.num_open, budgets=self.budgets.uses())
+        budgets = [*self.budgets.uses(), self.tokenizer.encoding.characters.use]
+        return MetricsSnapshot.of(self.metrics, open_requests=self.link.num_open, budgets=budgets)
 
     @property
     def info(self) -> EngineInfo:

@@ -36,6 +36,17 @@ def test_small_budget_is_one_owners_to_the_end():
     assert fill(budget, "b") == (0, 503)
 
 
+def test_large_draws_leave_room_for_a_newcomer():
+    """Two draws of half a budget would be all of it: only the first is allowed."""
+    for second, status in (("a", 429), ("b", 503)):
+        budget = SharedBudget("characters", 1000, unit="characters")
+        budget.take("a", 500)
+        with pytest.raises(ApiError) as refusal:
+            budget.take(second, 500)
+        assert refusal.value.status == status
+        budget.take("c", 300)
+
+
 def test_first_draw_may_be_all_of_it():
     budget = SharedBudget("bytes", 100, unit="bytes")
     budget.take("a", 100)
@@ -62,7 +73,7 @@ def test_books_agree_with_a_list_of_what_was_taken():
             for each, num in taken:
                 held[each] += num
             left = 1000 - held.total()
-            may = amount <= left and (not held[owner] or held[owner] + amount <= 3 * left)
+            may = amount <= left and (not taken or held[owner] + amount <= 3 * (left - amount + 1))
             try:
                 budget.take(owner, amount)
             except ApiError:

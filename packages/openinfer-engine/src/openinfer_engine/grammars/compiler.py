@@ -13,9 +13,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from openinfer_core import GenerateRequest, Grammar, InvalidRequest, Preamble, Refused
 from openinfer_core.engine import GrammarStats
+from openinfer_core.fair_queue import FairQueue
 from openinfer_core.grammars import TokenMatcher, Vocabulary, mask_words
 from openinfer_core.tokenizer_files import read_tokenizer
-from openinfer_core.fair_queue import FairQueue
 from openinfer_engine.grammars.guard import LIMITS, GrammarGuard, refused
 from openinfer_engine.grammars.kept import KeptGrammars
 from openinfer_engine.grammars.matcher import LlguidanceMatcher
@@ -76,6 +76,7 @@ class LlguidanceCompiler:
     def close(self) -> None:
         self._guard.close()
         self._queue.close()
+        self._queue.join()
 
     def _compile(self, key: bytes, grammar: Grammar, request: GenerateRequest) -> TokenMatcher:
         known = self._kept.get(key)

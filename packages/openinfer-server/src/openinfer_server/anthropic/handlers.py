@@ -93,7 +93,8 @@ class Messages:
         turns: list[Turn] = [] if request.system is None else [SystemTurn(content=_system(request.system))]
         turns += await read_conversation(request.messages, "messages", lambda: turns_of(request.messages))
         variables = {**thinking_variables(self._service, request), **available.variables}
-        return await chat_prompt(self._service, turns, variables, end=_prompt_end(request, turns)), available
+        end = _prompt_end(request, turns)
+        return await chat_prompt(http_request, self._service, turns, variables, end=end), available
 
     def _plan(self, request: MessagesRequest, prompt: Prompt, tenant: str) -> tuple[Plan, bool]:
         """What the engine is asked, and whether the context ends before `max_tokens`."""

@@ -3,7 +3,6 @@
 Every route that takes turns comes through here, so that one conversation has one prompt whatever API it came by.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
@@ -13,6 +12,7 @@ from openinfer_server.chat.prefill import PrefillRefused, continued
 from openinfer_server.chat.template import ChatTemplate, RenderingRefused
 from openinfer_server.chat.turns import TemplateTurn, num_characters, template_turns
 from openinfer_server.http.api_errors import ApiError, invalid, refused
+from openinfer_server.http.request import HttpRequest
 from openinfer_server.openai.types import AssistantTurn, Turn
 from openinfer_server.request.plan import Prompt, check_prompt_token_ids, too_long
 from openinfer_server.service import Service
@@ -61,6 +61,7 @@ def prompt_end(
 
 
 async def chat_prompt(
+    http_request: HttpRequest,
     service: Service,
     turns: Sequence[Turn],
     variables: Mapping[str, object],
@@ -71,6 +72,7 @@ async def chat_prompt(
     """The prompt of a conversation and its rendered text.
 
     Args:
+        http_request: whose prompt it is: what takes long is done in threads, in its owner's share of them.
         service: with the template and the tokenizer.
         turns: of the conversation.
         variables: of the template, beside the turns.
@@ -78,7 +80,9 @@ async def chat_prompt(
         num_kept: how many tokens of the prompt's end are kept; None for all. The text is kept whole.
 
     Raises:
-        ApiError: 400; there is no template, or it refused the turns, or the prompt exceeds the context.
+        ApiError: 400; there is no template, or it refused the turns, or the prompt exceeds the context. 429 or 503: see
+            `Tokenizer.encode`.
+        ClientDisconnected: the client has left.
     """
     template, info, tokenizer = service.template, service.info, service.tokenizer
     if template is None:
@@ -86,20 +90,22 @@ async def chat_prompt(
         raise ApiError(400, message, param="messages", code="no_chat_template")
     if end is PromptEnd.AFTER_LAST_TURN and "add_generation_prompt" not in template.reads:
         raise refused("add_generation_prompt", "the chat template does not read it")
-    text, begun = await _render(service, template, turns, variables, end)
+    text, begun = await _render(http_request, service, template, turns, variables, end=end)
     least = tokenizer.least_tokens(text)
     if num_kept is None and least > info.max_model_tokens:
         raise too_long(f"at least {least}", info, "messages")
-    token_ids = await tokenizer.encode(text, add_special_tokens=False)
+    token_ids = await tokenizer.encode(text, add_special_tokens=False, client=http_request)
     check_prompt_token_ids(token_ids, info, "messages")
     return Prompt(tuple(token_ids[-(num_kept or 0) :]), text, "messages", begun)
 
 
 async def _render(
+    http_request: HttpRequest,
     service: Service,
     template: ChatTemplate,
     turns: Sequence[Turn],
     variables: Mapping[str, object],
+    *,
     end: PromptEnd,
 ) -> tuple[str, str]:
     """The rendered chat, and what of its end is the beginning of the answer."""
@@ -119,11 +125,11 @@ async def _render(
 
     try:
         if len(turns) > INLINE_TURNS:
-            return await asyncio.to_thread(lambda: render(read()))
+            return await http_request.in_thread(lambda: render(read()))
         rendered = read()
         if num_characters(rendered) + len(msgspec.json.encode(variables)) <= INLINE_CHARACTERS:
             return render(rendered)
-        return await asyncio.to_thread(render, rendered)
+        return await http_request.in_thread(lambda: render(rendered))
     except PrefillRefused as error:
         raise invalid("messages", str(error)) from error
     except RenderingRefused as error:

@@ -23,6 +23,7 @@ from openinfer_server.http.writers import (
     stream_writer,
 )
 from openinfer_server.limits.budgets import Budgets
+from openinfer_server.limits.queued_work import run_for
 from openinfer_server.limits.shared_budget import owner_of
 from openinfer_server.options import ServerOptions
 
@@ -142,9 +143,15 @@ class HttpRequest:
 
     async def aside(self, work: Callable[[], T]) -> T:
         """Does what takes as long as the body is large: of a large one in a thread, so that streams have their turn."""
-        if self._held_bytes <= SLICE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._budgets.threads, work)
+        return work() if self._held_bytes <= SLICE_BYTES else await self.in_thread(work)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Does work in a thread, in this client's share of them. The body must have been read.
+
+        Raises:
+            ClientDisconnected: the client has left; work that had not begun is not done.
+        """
+        return await run_for(self, self._budgets.threads, work)
 
     def _check_content_type(self) -> None:
         # a page of another origin can post other types to a local server without a preflight

@@ -2,10 +2,10 @@
 
 import contextlib
 from collections.abc import Generator
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
 
+from openinfer_core.fair_queue import FairQueue
 from openinfer_server.http.connections import ConnectionTable
 from openinfer_server.limits.descriptors import NEWCOMERS
 from openinfer_server.limits.shared_budget import SharedBudget
@@ -24,13 +24,13 @@ class Budgets:
         connections: with a request, and without.
         requests: that are being answered, one per connection; how many is known when the server listens.
         body_bytes: of all requests that have not been answered.
-        threads: read large requests.
+        threads: read large requests, fair over owners.
     """
 
     connections: ConnectionTable
     requests: SharedBudget
     body_bytes: SharedBudget
-    threads: Executor
+    threads: FairQueue
 
     @classmethod
     def of(cls, options: ServerOptions) -> Self:
@@ -38,12 +38,12 @@ class Budgets:
             connections=ConnectionTable(_UNBOUNDED),
             requests=SharedBudget("requests", _UNBOUNDED, unit="requests"),
             body_bytes=SharedBudget("body_bytes", options.max_open_body_bytes, unit="bytes of requests"),
-            threads=ThreadPoolExecutor(max_workers=READING_THREADS, thread_name_prefix="openinfer-read"),
+            threads=FairQueue("openinfer-read", num_threads=READING_THREADS),
         )
 
     def close(self) -> None:
         """No further work is taken."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
 
     def uses(self) -> list[BudgetUse]:
         """What `/metrics` shows."""
@@ -54,7 +54,7 @@ class Budgets:
                 limit=self.connections.capacity,
                 refused=self.connections.num_evicted,
             ),
-            *map(_use_of, (self.requests, self.body_bytes)),
+            *(each.use for each in (self.requests, self.body_bytes)),
         ]
 
     def bound_connections(self, num_requests: int) -> None:
@@ -74,7 +74,3 @@ class Budgets:
             yield
         finally:
             self.requests.give_back(owner, 1)
-
-
-def _use_of(budget: SharedBudget) -> BudgetUse:
-    return BudgetUse(budget=budget.name, used=budget.used, limit=budget.limit, refused=budget.refused)

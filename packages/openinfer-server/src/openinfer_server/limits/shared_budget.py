@@ -1,8 +1,8 @@
 """`SharedBudget`: an amount that several owners draw on, of which none takes what the others need.
 
-An owner may have three times what is free, so one alone gets three quarters, a second three quarters of the rest, and
-the last finds something, too: nothing has to be guessed about how many owners there will be. (Dynamic thresholds of
-shared-memory switches: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998.)
+An owner may have three times what it leaves free, so one alone gets three quarters, a second three quarters of the
+rest, and the last finds something, too: nothing has to be guessed about how many owners there will be. (Dynamic
+thresholds of shared-memory switches: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998.)
 
 Owners are tenants, or the addresses of clients where no keys are asked for.
 """
@@ -11,6 +11,7 @@ import ipaddress
 from collections import Counter
 
 from openinfer_server.http.api_errors import busy, overloaded
+from openinfer_server.observability.metrics_snapshot import BudgetUse
 
 _TIMES_WHAT_IS_LEFT = 3
 _NETWORK_BITS = 64  # of an IPv6 address: one customer has them all
@@ -33,22 +34,26 @@ class SharedBudget:
         self._unit = unit
         self._by_owner: Counter[str] = Counter()
 
+    @property
+    def use(self) -> BudgetUse:
+        """What `/metrics` shows."""
+        return BudgetUse(budget=self.name, used=self.used, limit=self.limit, refused=self.refused)
+
     def take(self, owner: str, amount: int) -> None:
         """Draws on the budget; the caller gives it back.
 
         Raises:
-            ApiError: 503 if there is not so much, 429 if there is and the owner has its share.
+            ApiError: 503 if there is not so much, or not for one that has none; 429 if the owner has its share.
         """
+        held = self._by_owner.get(owner, 0)
         left = self.limit - self.used - amount
-        if left < 0:
+        # One more, so that the last one is taken, too. All of an unused budget may be: it may be less than one needs.
+        if left < 0 or (held + amount > _TIMES_WHAT_IS_LEFT * (left + 1) and self.used):
             self.refused += 1
+            if held and left >= 0:
+                raise overloaded(f"{held} of {self.limit} {self._unit} are yours already; try again later")
             raise busy(f"the server has room for {self.limit} {self._unit} at a time; try again later")
-        held = self._by_owner[owner] + amount
-        # What one owner has at first is allowed whatever it is: a budget may be smaller than one request.
-        if held > amount and held > _TIMES_WHAT_IS_LEFT * (left + amount):
-            self.refused += 1
-            raise overloaded(f"{held - amount} of {self.limit} {self._unit} are yours already; try again later")
-        self._by_owner[owner] = held
+        self._by_owner[owner] = held + amount
         self.used += amount
 
     def give_back(self, owner: str, amount: int) -> None:

@@ -67,7 +67,7 @@ class ChatCompletions:
         available = await http_request.aside(
             lambda: chat_tools(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
         )
-        prompt = await self._prompt(request, available)
+        prompt = await self._prompt(http_request, request, available)
         parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
         grammar = await http_request.aside(
             lambda: chat_grammar(service, parsers.prompt, available, output_constraint(request))
@@ -96,7 +96,7 @@ class ChatCompletions:
         )
         await generation.deliver(http_request)
 
-    async def _prompt(self, request: ChatRequest, available: AvailableTools) -> Prompt:
+    async def _prompt(self, http_request: HttpRequest, request: ChatRequest, available: AvailableTools) -> Prompt:
         variables = chat_variables(
             self._service,
             kwargs=request.chat_template_kwargs,
@@ -110,7 +110,7 @@ class ChatCompletions:
         )
         num_kept = num_kept_tokens(request, self._service.info, max_tokens=_max_tokens(request))
         variables = {**variables, **available.variables}
-        return await chat_prompt(self._service, request.messages, variables, end=end, num_kept=num_kept)
+        return await chat_prompt(http_request, self._service, request.messages, variables, end=end, num_kept=num_kept)
 
     def _body(
         self,

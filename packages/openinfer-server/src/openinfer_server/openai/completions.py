@@ -95,7 +95,7 @@ class Completions:
             raise invalid("prompt", "prompt is required")
         check_num_choices(request, 1, self._service.options)
         if isinstance(given, str):
-            return [await self._text_prompt(given, request)]
+            return [await self._text_prompt(http_request, given, request)]
         kinds = set(map(type, given))
         if len(kinds) != 1:
             raise invalid("prompt", "prompt must be text, token ids, or a list of several of one of the two")
@@ -105,17 +105,17 @@ class Completions:
             raise invalid("prompt", f"{len(given)} prompts exceed {self._service.options.max_choices} choices")
         check_num_choices(request, len(given), self._service.options)
         if kinds == {str}:
-            return [await self._text_prompt(text, request) for text in cast("list[str]", given)]
+            return [await self._text_prompt(http_request, text, request) for text in cast("list[str]", given)]
         several = cast("list[list[int]]", given)
         return await http_request.aside(lambda: [self._id_prompt(token_ids, request) for token_ids in several])
 
-    async def _text_prompt(self, text: str, request: CompletionRequest) -> Prompt:
+    async def _text_prompt(self, http_request: HttpRequest, text: str, request: CompletionRequest) -> Prompt:
         tokenizer, info = self._service.tokenizer, self._service.info
         num_kept = _num_kept(request, info)
         least = tokenizer.least_tokens(text)
         if num_kept is None and least > info.max_model_tokens:
             raise too_long(f"at least {least}", info, "prompt")
-        token_ids = await tokenizer.encode(text, add_special_tokens=True)
+        token_ids = await tokenizer.encode(text, add_special_tokens=True, client=http_request)
         check_prompt_token_ids(token_ids, info, "prompt")
         if num_kept is not None and len(token_ids) > num_kept:
             return self._id_prompt(token_ids, request)

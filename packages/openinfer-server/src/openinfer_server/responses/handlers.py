@@ -78,7 +78,7 @@ class Responses:
         note_dropped_tools(service, http_request, request.tools)
         offered = read_tools(request.tools)
         available = await http_request.aside(lambda: conversation_tools(service, request, offered))
-        prompt = await conversation_prompt(service, request, items, available)
+        prompt = await conversation_prompt(http_request, service, request, items, available)
         parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
         grammar = await http_request.aside(
             lambda: chat_grammar(service, parsers.prompt, available, response_constraint(request))
@@ -219,7 +219,7 @@ class Responses:
         items = await conversation_items(request, self._previous(http_request, request))
         note_dropped_tools(self._service, http_request, request.tools)
         available = conversation_tools(self._service, request, read_tools(request.tools))
-        prompt = await conversation_prompt(self._service, request, items, available)
+        prompt = await conversation_prompt(http_request, self._service, request, items, available)
         await http_request.send(200, msgspec.json.encode(InputTokens(input_tokens=len(prompt.token_ids))))
 
     async def compact(self, http_request: HttpRequest) -> None:

@@ -10,6 +10,7 @@ from openinfer_core.sampling_defaults import SamplingDefaults
 from openinfer_server.chat.prompt import chat_prompt, prompt_end
 from openinfer_server.chat.variables import effort_variables
 from openinfer_server.http.api_errors import ApiError, invalid
+from openinfer_server.http.request import HttpRequest
 from openinfer_server.limits.conversation import read_conversation
 from openinfer_server.openai.types import SystemTurn, Turn
 from openinfer_server.output.logprobs import ScoredToken, chat_format
@@ -98,7 +99,11 @@ def _given_items(request: Conversation) -> list[InputItem]:
 
 
 async def conversation_prompt(
-    service: Service, request: Conversation, items: Sequence[InputItem], available: AvailableTools
+    http_request: HttpRequest,
+    service: Service,
+    request: Conversation,
+    items: Sequence[InputItem],
+    available: AvailableTools,
 ) -> Prompt:
     """The prompt of a conversation."""
     turns: list[Turn] = [] if request.instructions is None else [SystemTurn(content=request.instructions)]
@@ -113,7 +118,7 @@ async def conversation_prompt(
         add_generation_prompt=request.add_generation_prompt,
     )
     try:
-        return await chat_prompt(service, turns, variables, end=end)
+        return await chat_prompt(http_request, service, turns, variables, end=end)
     except ApiError as error:
         raise error.with_names(FIELD_NAMES) from error
 

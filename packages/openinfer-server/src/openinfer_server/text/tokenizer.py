@@ -4,9 +4,7 @@ Long texts are encoded in a thread with `encode_batch_fast`, which releases the 
 it for the whole text and stall every stream (FRONTEND-CHOICES.md: 37-68 ms for 16k tokens).
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import tokenizers
@@ -15,14 +13,12 @@ from tokenizers import decoders, normalizers
 from openinfer_core.errors import BrokenPlugin, InvalidCheckpoint
 from openinfer_core.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 from openinfer_server.errors import UnusableTokenizer
-from openinfer_server.http.api_errors import busy
+from openinfer_server.limits.queued_work import Client
 from openinfer_server.text.byte_table import ByteTable, SentencePieces, build_byte_table
 from openinfer_server.text.detokenizers import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from openinfer_server.text.encoding_threads import THIS_PROCESS, EncodingThreads
 
 INLINE_CHARACTERS = 512  # shorter texts take less than a thread's round trip, about 0.3 ms
-# Longer texts, some 16k tokens of prose, have a thread of their own: shorter ones need not wait for them.
-LONG_CHARACTERS = 2**16
-MAX_PENDING_CHARACTERS = 2**26  # of all texts that wait for a thread or are in one: less than a minute's work
 _CONTEXT_TOKENS = 4  # prompt tokens that a window detokenizer begins with
 
 
@@ -31,6 +27,7 @@ class Tokenizer:
 
     Attributes:
         byte_table: bytes of each token if the vocabulary is byte-level, else None.
+        encoding: the threads in which long texts are encoded.
         table: these, or the bytes of SentencePiece's tokens; None for other decoders.
     """
 
@@ -46,9 +43,7 @@ class Tokenizer:
         known = byte_level or self._pieces is not None
         self.table: ByteTable | None = build_byte_table(tokenizer, num_token_ids, self._pieces) if known else None
         self.byte_table: ByteTable | None = self.table if byte_level else None
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="openinfer-encode")
-        self._long_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="openinfer-encode-long")
-        self._pending_characters = 0
+        self.encoding = EncodingThreads()
         self._detokenizers: dict[frozenset[str], Callable[[Sequence[int]], Detokenizer]] = {}
         self._characters_per_token = _most_characters_per_token(tokenizer)
 
@@ -79,35 +74,30 @@ class Tokenizer:
             self.table.cover(num_token_ids)
 
     def close(self) -> None:
-        for threads in (self._threads, self._long_thread):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self.encoding.close()
 
     def least_tokens(self, text: str) -> int:
         """A lower bound on the number of tokens of a text, without encoding it; 0 where none is known."""
         return 0 if self._characters_per_token is None else len(text) // self._characters_per_token
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool, client: Client = THIS_PROCESS) -> list[int]:
         """Token ids of a text.
 
         Raises:
-            ApiError: 503; too much text waits to be encoded.
+            ApiError: 429 or 503; too much text of this client's owner, or of all, waits to be encoded.
+            ClientDisconnected: the client has left.
         """
         if len(text) <= INLINE_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        if self._pending_characters + len(text) > MAX_PENDING_CHARACTERS:
-            raise busy("too much text waits to be encoded; try again later")
-        threads = self._threads if len(text) <= LONG_CHARACTERS else self._long_thread
-        self._pending_characters += len(text)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(threads, self._encode, text, add_special_tokens)
-        finally:
-            self._pending_characters -= len(text)
+            return self._encode(text, add_special_tokens=add_special_tokens)
+        return await self.encoding.run(
+            client, len(text), lambda: self._encode(text, add_special_tokens=add_special_tokens)
+        )
 
     def encode_short(self, text: str) -> list[int]:
         """Token ids of a few words, at once, without special tokens of the tokenizer's own."""
-        return self._encode(text, False)
+        return self._encode(text, add_special_tokens=False)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:  # noqa: FBT001 - run_in_executor passes no keywords
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode_prompt(self, token_ids: Sequence[int]) -> str:

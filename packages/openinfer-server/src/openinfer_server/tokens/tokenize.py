@@ -1,6 +1,5 @@
 """`/tokenize` and `/detokenize`: the model's tokenizer, without the model. Fields have vLLM's names."""
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -79,20 +78,20 @@ class Tokens:
         request = await http_request.read_json(_tokenize_decoder)
         self._service.resolve_model(request.model)
         note_dropped_tools(self._service, http_request, request.tools)
-        token_ids = await self._token_ids(request)
+        token_ids = await self._token_ids(http_request, request)
         response = TokenizeAnswer(
             tokens=token_ids,
             count=len(token_ids),
             max_model_len=self._service.info.max_model_tokens,
-            token_strs=await self._strings(token_ids) if request.return_token_strs else None,
+            token_strs=await self._strings(http_request, token_ids) if request.return_token_strs else None,
         )
         await http_request.send(200, msgspec.json.encode(response))
 
-    async def _strings(self, token_ids: list[int]) -> list[str]:
+    async def _strings(self, http_request: HttpRequest, token_ids: list[int]) -> list[str]:
         token_bytes = self._service.tokenizer.token_bytes
-        return await asyncio.to_thread(lambda: [token_bytes(i).decode(errors="replace") for i in token_ids])
+        return await http_request.in_thread(lambda: [token_bytes(i).decode(errors="replace") for i in token_ids])
 
-    async def _token_ids(self, request: TokenizeRequest) -> list[int]:
+    async def _token_ids(self, http_request: HttpRequest, request: TokenizeRequest) -> list[int]:
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if request.prompt is not None:
@@ -100,12 +99,14 @@ class Tokens:
                 if getattr(request, name) is not None:
                     raise invalid(name, f"{name} goes with messages")
             special = request.add_special_tokens is not False
-            return await self._service.tokenizer.encode(request.prompt, add_special_tokens=special)
+            return await self._service.tokenizer.encode(request.prompt, add_special_tokens=special, client=http_request)
         if request.add_special_tokens:
             raise invalid("add_special_tokens", "the chat template writes special tokens itself; leave this out")
-        return await self._chat_token_ids(request, request.messages or [])
+        return await self._chat_token_ids(http_request, request, request.messages or [])
 
-    async def _chat_token_ids(self, request: TokenizeRequest, turns: list[Turn]) -> list[int]:
+    async def _chat_token_ids(
+        self, http_request: HttpRequest, request: TokenizeRequest, turns: list[Turn]
+    ) -> list[int]:
         service = self._service
         check_num_entries(turns, "messages")
         check_turns(turns, "messages")
@@ -121,7 +122,7 @@ class Tokens:
             continue_final_message=request.continue_final_message,
             add_generation_prompt=request.add_generation_prompt,
         )
-        prompt = await chat_prompt(service, turns, {**variables, **available.variables}, end=end)
+        prompt = await chat_prompt(http_request, service, turns, {**variables, **available.variables}, end=end)
         return list(prompt.token_ids)
 
     async def detokenize(self, http_request: HttpRequest) -> None:
@@ -132,7 +133,7 @@ class Tokens:
             check_prompt_token_ids(request.tokens, info, "tokens")
         if len(request.tokens) > info.max_model_tokens:
             raise too_long(str(len(request.tokens)), info, "tokens")
-        text = await asyncio.to_thread(self._service.tokenizer.decode_prompt, request.tokens)
+        text = await http_request.in_thread(lambda: self._service.tokenizer.decode_prompt(request.tokens))
         await http_request.send(200, msgspec.json.encode(DetokenizeAnswer(prompt=text)))
 
 

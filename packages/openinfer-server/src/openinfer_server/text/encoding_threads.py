@@ -1,0 +1,84 @@
+"""`EncodingThreads`: where and when long texts are encoded: fair over owners, bounded, not for clients that have left.
+
+What has begun cannot be stopped, so texts of three sizes have threads of their own: none waits for a much longer one.
+
+    up to 2^16 characters   some 16k tokens of prose
+    up to 2^20              what contexts hold
+    longer                  one thread: an encoding takes up to 200 bytes for each character while it is made
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from openinfer_core.fair_queue import FairQueue
+from openinfer_server.limits.queued_work import Client, run_for
+from openinfer_server.limits.shared_budget import SharedBudget
+
+T = TypeVar("T")
+
+LONG_CHARACTERS = 2**16
+HUGE_CHARACTERS = 2**20
+CHARACTERS_PER_THREAD = 2**24  # as many as the longest prompt that a body makes; some 16 s of a processor's work
+_PROCESSORS_PER_LONG_THREAD = 4
+_MAX_LONG_THREADS = 4
+
+
+class ThisProcess:
+    """A `Client` that is no client: it has one share, and never leaves."""
+
+    owner = ""
+
+    async def disconnected(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+THIS_PROCESS = ThisProcess()
+
+
+class EncodingThreads:
+    """Threads that encode.
+
+    Args:
+        num_processors: that there are; None asks the system.
+
+    Attributes:
+        characters: of texts that wait for a thread or are in one.
+        texts: the queue of those of up to 2^16 characters.
+        long_texts: of up to 2^20.
+        huge_texts: of longer ones.
+    """
+
+    def __init__(self, *, num_processors: int | None = None) -> None:
+        if num_processors is None:
+            num_processors = os.cpu_count() or 1
+        num_long = max(1, min(_MAX_LONG_THREADS, num_processors // _PROCESSORS_PER_LONG_THREAD))
+        limit = CHARACTERS_PER_THREAD * num_long
+        self.characters = SharedBudget("encode_characters", limit, unit="characters of text to encode")
+        self.texts = FairQueue("openinfer-encode", num_threads=2 * num_long)
+        self.long_texts = FairQueue("openinfer-encode-long", num_threads=num_long)
+        self.huge_texts = FairQueue("openinfer-encode-huge")
+
+    async def run(self, client: Client, num_characters: int, work: Callable[[], T]) -> T:
+        """Encodes a text of so many characters in a thread.
+
+        Raises:
+            ApiError: 429 or 503; too much text of this client's owner, or of all, waits.
+            ClientDisconnected: the client has left; what was not begun is not done.
+        """
+        if num_characters <= LONG_CHARACTERS:
+            queue = self.texts
+        else:
+            queue = self.long_texts if num_characters <= HUGE_CHARACTERS else self.huge_texts
+        owner = client.owner
+        self.characters.take(owner, num_characters)
+        try:
+            return await run_for(client, queue, work)
+        finally:
+            self.characters.give_back(owner, num_characters)
+
+    def close(self) -> None:
+        """Nothing more is encoded; what has begun ends."""
+        for queue in (self.texts, self.long_texts, self.huge_texts):
+            queue.close()
