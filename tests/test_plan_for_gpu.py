@@ -1,8 +1,8 @@
 """`openinfer plan --config FILE --gpu NAME`: published shapes against parameters, KV and contexts counted by hand.
 
 `fixtures/published_shapes.json` has the keys of the published `config.json`s that shape a model, and the parameters
-that their publishers count (Moonlight's are counted by hand; a tied head counts once; DeepSeek-V3 without its MTP
-layer). Nothing here needs CuPy or a GPU.
+that their publishers count (Moonlight's are counted by hand; a tied head counts once; DeepSeek-V3 and Qwen3.5 without
+their MTP layers). Nothing here needs CuPy or a GPU.
 """
 
 import json
@@ -128,6 +128,19 @@ def test_a_model_that_does_not_fit_is_refused_with_the_number_of_gpus_that_hold_
     ):
         plan(path, gpu="h100-80g")
     assert plan(path, gpu="h100-80g", tensor_parallel_size=4).limits["kv_cache_tokens"] > 131072
+
+
+def test_plan_of_a_mixture_on_two_gpus_counts_the_rank_with_most_experts(config_file: Any) -> None:
+    """257 with the shared one: 129 on rank 0; routers are whole on both, in 320 rows, as are embedding and norms."""
+    shape = SERVED["Qwen3.5-35B-A3B"]
+    planned = plan(config_file(shape["config"]), tensor_parallel_size=2)
+    expert, layers = 3 * 512 * 2048, 40
+    experts_and_routers = layers * (257 * expert + 257 * 2048)
+    embedding_and_norms = 248320 * 2048 + 2048 + layers * 2 * 2048 + 10 * 2 * 256
+    float32 = 30 * (2 * 32 + 128)  # of linear attention, which norms are whole and decays are not
+    shared_equally = shape["parameters"] - experts_and_routers - embedding_and_norms - float32
+    of_rank = layers * (129 * expert + 320 * 2048) + embedding_and_norms + shared_equally // 2
+    assert planned.memory_bytes["weights"] == 2 * (of_rank * BF16_BYTES + 30 * (2 * 16 + 128) * 4)
 
 
 def test_ranks_that_cannot_share_a_model_are_refused(config_file: Any) -> None:

@@ -40,9 +40,9 @@ def record(
     return recorded
 
 
-def record_whole(model: Any, num_tokens: int) -> dict[str, np.ndarray]:
-    """One random sequence and all its logits."""
-    token_ids = torch.randint(0, model.config.vocab_size, (num_tokens,))
+def record_whole(model: Any, num_tokens: int, *, vocab_size: int | None = None) -> dict[str, np.ndarray]:
+    """One random sequence, of all ids or those below `vocab_size`, and all its logits."""
+    token_ids = torch.randint(0, vocab_size or model.config.vocab_size, (num_tokens,))
     logits = model(input_ids=token_ids[None]).logits[0]
     return {"token_ids": token_ids.to(torch.int32).numpy(), "logits": logits.numpy()}
 

@@ -160,5 +160,5 @@ def test_family_refuses_options_of_another_family(fixtures: Path) -> None:
 def test_public_names_are_sorted_and_there() -> None:
     import openinfer_qwen35
 
-    assert openinfer_qwen35.__all__ == ["Qwen35"]
+    assert openinfer_qwen35.__all__ == ["Qwen35", "Qwen35Moe"]
     assert openinfer_qwen35.Qwen35 is Qwen35

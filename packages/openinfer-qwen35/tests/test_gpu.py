@@ -8,14 +8,16 @@ import json
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from openinfer_core import GenerateRequest
+from openinfer_core import GenerateRequest, read_config
 from openinfer_core.errors import Refused
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
+from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.testing import (
     Answer,
@@ -27,7 +29,7 @@ from openinfer_engine.testing import (
     run_at_once,
     top_differences,
 )
-from openinfer_qwen35 import Qwen35
+from openinfer_qwen35 import Qwen35, Qwen35Moe
 
 pytestmark = pytest.mark.gpu
 CONFIG = {
@@ -51,18 +53,28 @@ CONFIG = {
     "tie_word_embeddings": True,
     "vocab_size": 1024,
 }
+MIXTURE = {key: value for key, value in CONFIG.items() if key != "intermediate_size"} | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 96,
+    "num_experts": 21,
+    "num_experts_per_tok": 4,
+    "shared_expert_intermediate_size": 96,
+}
+MODELS = {"qwen3_5_text": (Qwen35, CONFIG), "qwen3_5_moe_text": (Qwen35Moe, MIXTURE)}
 BF16_LOGPROB = 0.15
 """How far a log-probability may be from the CPU's in float32, with four layers of random weights."""
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=MODELS)
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights that BF16 holds exactly, so that both devices compute with the same ones; decays in float32."""
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    definition, rng = Qwen35().definition, np.random.default_rng(0)
+    _, config = MODELS[request.param]
+    (folder / "config.json").write_text(json.dumps(config))
+    definition, rng = definition_of(folder), np.random.default_rng(0)
     weights = {}
-    for name, shape in definition.tensors(definition.parse(CONFIG)).items():
+    for name, shape in definition.tensors(definition.parse(config)).items():
         values = rng.normal(size=shape).astype(np.float32)
         if name.endswith("A_log"):
             weights[name] = np.log(rng.uniform(0.02, 2.0, shape)).astype(np.float32)
@@ -73,10 +85,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def definition_of(model_dir: Path) -> ModelDefinition[Any]:
+    family, _ = MODELS[read_config(model_dir)["model_type"]]
+    return family().definition
+
+
 def make_loop(model_dir: Path, *, device: DeviceKind = DeviceKind.CUDA, **options: object) -> StepLoop:
     fields = {"num_blocks": 256, "max_num_seqs": 16, "device": device, **options}
     try:
-        return build_loop(resolve(Qwen35().definition, model_dir, EngineOptions(**fields)))
+        return build_loop(resolve(definition_of(model_dir), model_dir, EngineOptions(**fields)))
     except Refused as reason:
         pytest.skip(str(reason))
 
@@ -141,7 +158,7 @@ def test_states_restored_from_copies_give_the_log_probabilities_of_computed_ones
 def test_kv_cache_leaves_states_their_memory(model_dir: Path) -> None:
     options = EngineOptions(device=DeviceKind.CUDA, gpu_memory_fraction=0.06, max_num_seqs=4096)
     try:
-        composition = resolve(Qwen35().definition, model_dir, options)
+        composition = resolve(definition_of(model_dir), model_dir, options)
     except Refused as reason:
         pytest.skip(str(reason))
     from openinfer_kernels.cuda import Device
@@ -167,6 +184,6 @@ def test_batch_invariant_answers_do_not_depend_on_the_batch(model_dir: Path) -> 
 def test_answers_with_drafts_are_those_without(model_dir: Path, capture: bool) -> None:
     options = {"device": DeviceKind.CUDA, "block_size_tokens": 16, "cuda_graph": capture}
     try:
-        check_drafts(Qwen35().definition, model_dir, seeds=[int(capture), 2], **options)
+        check_drafts(definition_of(model_dir), model_dir, seeds=[int(capture), 2], **options)
     except Refused as reason:
         pytest.skip(str(reason))

@@ -18,6 +18,8 @@ KNOWN_FAMILIES: Mapping[str, str] = {
     "qwen3_moe": "openinfer-qwen3",
     "qwen3_5": "openinfer-qwen35",
     "qwen3_5_text": "openinfer-qwen35",
+    "qwen3_5_moe": "openinfer-qwen35",
+    "qwen3_5_moe_text": "openinfer-qwen35",
     "deepseek_v2": "openinfer-deepseek",
     "deepseek_v3": "openinfer-deepseek",
     "deepseek_v4": "openinfer-deepseek-v4",

@@ -56,15 +56,27 @@ FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 OUTCOMES = ("done", "no such kernel", "arguments of another size", "threads wait for ever")
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Stem -> the library of its kernels for this machine."""
+def emulated_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with our sources in `csrc`, where some headers are replaced."""
     if shutil.which("g++") is None or platform.machine() != "x86_64":
         pytest.skip("kernels are emulated with g++ on x86-64")
     folder = tmp_path_factory.mktemp("emulated")
     shutil.copytree(CSRC, folder / "csrc")
     for name, place in HEADERS.items():
         shutil.copy(HERE / name, folder / "csrc" / place)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def compile_emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Takes a name and a source, which may include ours; gives its library."""
+    return lambda name, source: build(emulated_sources(tmp_path_factory), name, source)
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Stem -> the library of its kernels for this machine."""
+    folder = emulated_sources(tmp_path_factory)
     for (name, function), body in BODIES.items():
         path = folder / "csrc" / name
         path.write_text(with_body(path.read_text("utf-8"), function, body), "utf-8")
@@ -97,6 +109,10 @@ extern "C" __attribute__((visibility("default"))) int run(const char* kind, cons
                                                           size_t bytes, int blocks, int threads) {{
 {calls}return kNoSuchKernel; }}
 """
+    return build(folder, stem, source)
+
+
+def build(folder: Path, stem: str, source: str) -> Path:
     (folder / f"{stem}.cpp").write_text(source, "utf-8")
     target = folder / f"{stem}.so"
     includes = [f"-I{path}" for path in (folder, HERE, folder / "csrc")]

@@ -1,6 +1,7 @@
 // What our kernels use of CUDA, for a host compiler: a block's threads are fibers (fibers.hpp) that take turns on one
 // thread and let others go on where they wait. Copies land at once, so a wait for them that is missing is not seen.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -182,6 +183,21 @@ inline T __shfl_xor_sync(unsigned, T value, int mask) {
 template <class T>
 inline T __shfl_up_sync(unsigned, T value, int step) {
   return emulated::of_lane(value, emulated::lane() < step ? emulated::lane() : emulated::lane() - step);
+}
+template <class T>
+inline T __reduce_max_sync(unsigned, T value) {
+  for (int step = 16; step; step /= 2) value = std::max(value, __shfl_xor_sync(~0u, value, step));
+  return value;
+}
+template <class T>
+inline T __reduce_min_sync(unsigned, T value) {
+  for (int step = 16; step; step /= 2) value = std::min(value, __shfl_xor_sync(~0u, value, step));
+  return value;
+}
+inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
 }
 inline bool __any_sync(unsigned, bool value) {
   const uint32_t mine[1] = {value};

@@ -1,5 +1,7 @@
 """Routers against float64 loops over one token, with groups, biases, tables, ties and padding."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -122,6 +124,30 @@ def test_table_names_the_experts_and_scores_weigh_them(ops, upload):
     for token, weights in enumerate(ops.download(choice.weights)):
         scores = naive_scores(logits[token].astype(np.float64), routing.scoring)[table[token_ids[token]]]
         np.testing.assert_allclose(weights, 1.5 * scores / scores.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("num_experts", "columns"), [(6, 7), (64, 65), (256, 320)])
+def test_shared_expert_is_every_tokens_last_one_weighed_by_its_own_sigmoid(ops, upload, num_experts, columns):
+    """The others are as without it, whatever further columns hold."""
+    rng = np.random.default_rng(num_experts)
+    logits = rng.normal(0, 3, (9, columns)).astype(np.float32)
+    logits[:, num_experts + 1 :] = np.inf
+    logits[4, num_experts] = 90
+    alone = Routing(
+        scoring=Scoring.SOFTMAX, num_experts=num_experts, num_experts_per_token=5, normalised=True, scale=2.0
+    )
+    slots = upload(np.array([3, 5, 7, -1, 9, 11, 13, 15, 17], np.int64))
+    given = upload(logits)
+    choice = ops.top_experts(given, routing=replace(alone, shared_expert=True), cache_slots=slots)
+    expected = ops.top_experts(upload(logits[:, :num_experts].copy()), routing=alone, cache_slots=slots)
+    ids, weights = ops.download(choice.ids), ops.download(choice.weights)
+    assert (ids.dtype, weights.dtype, choice.num_experts) == (np.int32, np.float32, num_experts + 1)
+    np.testing.assert_array_equal(ids[:, :5], ops.download(expected.ids))
+    np.testing.assert_array_equal(weights[:, :5], ops.download(expected.weights))
+    assert ids[:, 5].tolist() == [-1 if token == 3 else num_experts for token in range(9)]
+    gates = 1 / (1 + np.exp(-logits[:, num_experts].astype(np.float64)))
+    gates[3] = 0
+    np.testing.assert_allclose(weights[:, 5], gates, rtol=1e-6)
 
 
 def test_padding_chooses_nobody(ops, upload):

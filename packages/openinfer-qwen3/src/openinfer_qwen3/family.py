@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
-from openinfer_core import Refused
 from openinfer_engine.family import EngineFamily
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.refusals import (
@@ -17,6 +16,7 @@ from openinfer_engine.refusals import (
     shortened,
     value_reasons,
 )
+from openinfer_engine.weights.experts import check_expert_ranks
 from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor
 from openinfer_qwen3 import model
 
@@ -114,9 +114,7 @@ class Qwen3MoeDefinition(Qwen3Definition):
 
     def check_ranks(self, config: model.Qwen3Config, ranks: int) -> None:
         super().check_ranks(config, ranks)
-        num_experts = cast("model.Qwen3MoeConfig", config).num_experts
-        if ranks > num_experts:
-            raise Refused(f"{ranks} ranks cannot share {num_experts} experts, which are spread whole")
+        check_expert_ranks(cast("model.Qwen3MoeConfig", config).num_experts, ranks)
 
 
 class Qwen3(EngineFamily):

@@ -1,5 +1,5 @@
-"""Qwen3.5, all dense sizes, text path: found by openinfer through the entry point `qwen35` of `openinfer.models`."""
+"""Qwen3.5, dense and mixtures: found by openinfer through the entry points `qwen35` and `qwen35_moe`."""
 
-from openinfer_qwen35.family import Qwen35
+from openinfer_qwen35.family import Qwen35, Qwen35Moe
 
-__all__ = ["Qwen35"]
+__all__ = ["Qwen35", "Qwen35Moe"]

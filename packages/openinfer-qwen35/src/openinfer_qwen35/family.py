@@ -1,8 +1,10 @@
-"""`Qwen35`: the family's entry point, which configs it serves, and what the engine asks before it loads a weight."""
+"""The entry points of Qwen3.5, dense and mixtures: which configs they serve, what the engine asks before it loads."""
 
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, cast
+
+import msgspec
 
 from openinfer_engine.family import EngineFamily
 from openinfer_engine.model import ModelDefinition
@@ -16,10 +18,12 @@ from openinfer_engine.refusals import (
     shortened,
     value_reasons,
 )
+from openinfer_engine.weights.experts import check_expert_ranks
+from openinfer_engine.weights.safetensors_file import TensorInfo
 from openinfer_kernels import RopeConfigError, RopeParameters
 from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
 from openinfer_qwen35 import model
-from openinfer_qwen35.model import TEXT, VISION_LANGUAGE
+from openinfer_qwen35.model import TEXT, TEXT_MOE, TEXT_OF, VISION_LANGUAGE, VISION_LANGUAGE_MOE
 
 OPENINFER_CONTRACT = 1
 
@@ -27,8 +31,16 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {VISION_LANGUAGE: "Qwen3_5ForConditionalGeneration", TEXT: "Qwen3_5ForCausalLM"}
 )
 """`model_type` -> the one architecture of it that is served."""
+MOE_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {VISION_LANGUAGE_MOE: "Qwen3_5MoeForConditionalGeneration", TEXT_MOE: "Qwen3_5MoeForCausalLM"}
+)
+_LAYERS: Mapping[str, str] = MappingProxyType({**PLAIN_WEIGHTS, **PLAIN_DECODER})
 CHANGES_THE_MODEL: Mapping[str, str] = MappingProxyType(
-    {**PLAIN_WEIGHTS, **PLAIN_DECODER, "num_experts": "mixtures of experts are another family's"}
+    {**_LAYERS, "num_experts": "mixtures of experts are another family's"}
+)
+"""Of a dense one."""
+CHANGES_THE_MIXTURE: Mapping[str, str] = MappingProxyType(
+    {**_LAYERS, "mlp_only_layers": "layers with a plain MLP among mixtures are not served"}
 )
 ONLY: Mapping[str, Any] = MappingProxyType(
     {"hidden_act": "silu", "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
@@ -41,16 +53,33 @@ class Qwen35Definition(ModelDefinition[model.Qwen35Config]):
     name = "qwen35"
     module = model
     config_type = model.Qwen35Config
+    architectures: ClassVar[Mapping[str, str]] = ARCHITECTURES
+    changes: ClassVar[Mapping[str, str]] = CHANGES_THE_MODEL
     rank_sizes = ("num_key_value_heads", "linear_num_key_heads", "intermediate_size")
 
     def refusal(self, config: Mapping[str, Any]) -> str | None:
         model_type = config.get("model_type")
-        if model_type not in ARCHITECTURES:
-            return f"not a {TEXT} model: its model_type is {model_type!r}"
+        if model_type not in self.architectures:
+            return f"not a {' or '.join(self.architectures)} model: its model_type is {model_type!r}"
         text = model.text_config(config)
         if text is None:
             return f"text_config is {shortened(config.get('text_config'))}: it must be a JSON object"
-        return "; ".join(_reasons(config, text)) or None
+        return "; ".join(self.reasons(config, text)) or None
+
+    def reasons(self, config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
+        """Why a model of the family's types is not served."""
+        model_type = str(config.get("model_type"))
+        yield from architecture_reasons(config, self.architectures[model_type])
+        yield from code_reasons(config)
+        text_type = TEXT_OF.get(model_type, model_type)
+        if text.get("model_type") != text_type:
+            yield f"the model_type of text_config is {text.get('model_type')!r}: only {text_type} is served"
+        said = {**config, **{key: value for key, value in text.items() if value}}
+        yield from key_reasons(said, self.changes)
+        yield from value_reasons(text, ONLY)
+        yield from rope_reasons(text)
+        if _is_yarn(text):
+            yield "rope_type is 'yarn': only the plain rotary embedding is served"
 
     def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         return model.text_config(config) or {}
@@ -103,23 +132,52 @@ class Qwen35Definition(ModelDefinition[model.Qwen35Config]):
         )
 
 
+class Qwen35MoeDefinition(Qwen35Definition):
+    """Every mixture of Qwen3.5, Qwen3.6 and their relatives, its text model alone."""
+
+    name = "qwen35_moe"
+    config_type = model.Qwen35MoeConfig
+    architectures = MOE_ARCHITECTURES
+    changes = CHANGES_THE_MIXTURE
+    rank_sizes = ("num_key_value_heads", "linear_num_key_heads")
+
+    def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`num_local_experts` is how transformers 5 spells `num_experts` of its mixtures."""
+        text = model.text_config(config) or {}
+        local: object = text.get("num_local_experts")
+        return text if local is None else {"num_experts": local, **text}
+
+    def as_stored(self, config: model.Qwen35MoeConfig, tensors: Mapping[str, TensorInfo]) -> model.Qwen35MoeConfig:
+        """With experts one by one where the checkpoint has them so."""
+        first = f"{config.tensor_prefix}layers.0.mlp.experts.0.gate_proj."
+        is_stacked = not any(name.startswith(first) for name in tensors)
+        return msgspec.structs.replace(config, experts_are_stacked=is_stacked)
+
+    def check_ranks(self, config: model.Qwen35Config, ranks: int) -> None:
+        super().check_ranks(config, ranks)
+        check_expert_ranks(cast("model.Qwen35MoeConfig", config).num_experts, ranks)
+
+    def reasons(self, config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().reasons(config, text)
+        yield from value_reasons(text, {"decoder_sparse_step": 1})
+        shared, routed = text.get("shared_expert_intermediate_size"), text.get("moe_intermediate_size")
+        if shared != routed:
+            yield (
+                f"shared_expert_intermediate_size is {shared}: only a shared expert as wide as the others is served, "
+                f"moe_intermediate_size {routed}"
+            )
+
+
 class Qwen35(EngineFamily):
     """Implements `openinfer_core.ModelFamily` for the text model of every dense Qwen3.5."""
 
     definition = Qwen35Definition()
 
 
-def _reasons(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
-    yield from architecture_reasons(config, ARCHITECTURES[str(config.get("model_type"))])
-    yield from code_reasons(config)
-    if text.get("model_type") != TEXT:
-        yield f"the model_type of text_config is {text.get('model_type')!r}: only {TEXT} is served"
-    said = {**config, **{key: value for key, value in text.items() if value}}
-    yield from key_reasons(said, CHANGES_THE_MODEL)
-    yield from value_reasons(text, ONLY)
-    yield from rope_reasons(text)
-    if _is_yarn(text):
-        yield "rope_type is 'yarn': only the plain rotary embedding is served"
+class Qwen35Moe(EngineFamily):
+    """Implements `openinfer_core.ModelFamily` for the text model of every mixture of Qwen3.5."""
+
+    definition = Qwen35MoeDefinition()
 
 
 def _is_yarn(text: Mapping[str, Any]) -> bool:

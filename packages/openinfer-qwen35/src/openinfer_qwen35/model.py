@@ -1,9 +1,10 @@
-"""Qwen3.5, dense, text path: the forward pass, and how its published weights become arrays on one rank.
+"""Qwen3.5, dense and mixtures, text path: the forward pass, and how published weights become arrays on one rank.
 
     ids ─► embedding ─► layer × L ─► norm ─► hidden ─► head ─► logits
 
     layer:  x += mixer(norm(x))
             x += down_proj(silu(gate) * up)                            gate, up = gate_up_proj(norm(x))
+       or:  x += sum of s_j expert_j(y) + sigmoid(gate(y)) shared(y)   y = norm(x), s = top(softmax(router(y)))
 
     mixer of a full-attention layer:
             o_proj(attention(rope(norm(q)), rope(norm(k)), v) * sigmoid(gate))
@@ -14,16 +15,20 @@
 
 What differs from Qwen3: three of four layers are linear attention, whose state has one size however long the text is;
 attention has a gate per output, and rotates the first quarter of each head. Norms are zero-centred (`1 + weight`), but
-for the one inside linear attention. Reference: `transformers.models.qwen3_5.modeling_qwen3_5`; Yang et al. 2024, "Gated
-Delta Networks".
+for the one inside linear attention. In a mixture (`qwen3_5_moe`) every MLP is many experts, of which a router chooses a
+few for each token, and a shared one, which each token has with a weight of its own: it is one more expert here, after
+the others. References: `transformers.models.qwen3_5.modeling_qwen3_5`, `qwen3_5_moe.modeling_qwen3_5_moe`; Yang et al.
+2024, "Gated Delta Networks".
 
 Across ranks the layers are cut as in Shoeybi et al. 2019, "Megatron-LM", section 3: each rank has whole heads, of both
-kinds of layers, and a shard of the MLP's width, and sums its share of both outputs with the other ranks. Each rank
-embeds all ids, and computes the logits of its shard of the vocabulary.
+kinds of layers, and a shard of the MLP's width, and sums its share of both outputs with the other ranks. Experts are
+whole, and each rank has a share of them. Each rank embeds all ids, and computes the logits of its shard of the
+vocabulary.
 
 Letters: `T` tokens of a step, `h` hidden size, `H`/`K` query and KV heads, `D` head dimension, `F` width of the MLP,
-`V` vocabulary; of linear attention `Hk`/`N` key and value heads, `dk`/`dv` their dimensions, `C = 2 Hk dk + N dv`, `W`
-taps. In the weights and in `forward`, `H`, `K`, `F`, `Hk`, `N` and `C` are one rank's share. A matrix is `[out, in]`.
+`E` experts of width `M`, the shared one among them, `V` vocabulary; of linear attention `Hk`/`N` key and value heads,
+`dk`/`dv` their dimensions, `C = 2 Hk dk + N dv`, `W` taps. In the weights and in `forward`, `H`, `K`, `F`, `E`, `Hk`,
+`N` and `C` are one rank's share. A matrix is `[out, in]`.
 """
 
 from collections.abc import Mapping
@@ -35,13 +40,29 @@ import msgspec
 
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import KvLayers, Shard, WeightSource
+from openinfer_engine.weights.experts import ExpertWeights, StoredExperts, StoredMlp
 from openinfer_engine.weights.loader import WeightLoader
-from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops, PagedCache, RopeParameters, rope_table
+from openinfer_engine.weights.stored_tensor import TensorSpec
+from openinfer_kernels import (
+    Array,
+    AttentionBatch,
+    LinearWeight,
+    Ops,
+    PagedCache,
+    RopeParameters,
+    Routing,
+    Scoring,
+    rope_table,
+)
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 VISION_LANGUAGE = "qwen3_5"
 TEXT = "qwen3_5_text"
+VISION_LANGUAGE_MOE = "qwen3_5_moe"
+TEXT_MOE = "qwen3_5_moe_text"
+TEXT_OF = {VISION_LANGUAGE: TEXT, VISION_LANGUAGE_MOE: TEXT_MOE}
+"""`model_type` of a vision-language model -> that of its text model."""
 
 ATTENTION = "attention"
 """The paged group of the layers of full attention."""
@@ -51,6 +72,8 @@ LINEAR_ATTENTION = "linear_attention"
 _IMAGE_ROPE_FIELDS = frozenset({"mrope_section", "mrope_interleaved"})
 """Which frequencies turn with an image's height and width. A text position is the same in all three axes."""
 _DEFAULT_PARTIAL_ROTARY_FACTOR = 0.25
+_ROUTER_ROWS = 64
+"""A router has rows of zeros up to a multiple: products of few tokens are quickest at such sizes."""
 
 
 # --- configuration ------------------------------------------------------------------------------------------
@@ -135,6 +158,50 @@ class Qwen35Config(msgspec.Struct, frozen=True, kw_only=True):
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         return keys, keys, self.linear_num_value_heads * self.linear_value_head_dim
 
+    def experts(self, layer: int) -> StoredExperts | None:
+        """Those of a layer; None where its MLP is none of experts."""
+        del layer
+        return None
+
+
+class Qwen35MoeConfig(Qwen35Config, frozen=True, kw_only=True):
+    """The same of a mixture."""
+
+    intermediate_size: int = 0
+    """No layer has a plain MLP."""
+    num_experts: Positive
+    num_experts_per_tok: Positive
+    moe_intermediate_size: Positive
+    norm_topk_prob: bool = True
+    """Whether the weights of a token's routed experts are divided by their sum; published configs do not say."""
+    experts_are_stacked: bool = True
+    """Whether a layer's routed experts are two tensors, as published in BF16; else they are stored one by one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.routing  # which says what is wrong with it
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(
+            scoring=Scoring.SOFTMAX,
+            num_experts=self.num_experts,
+            num_experts_per_token=self.num_experts_per_tok,
+            normalised=self.norm_topk_prob,
+            shared_expert=True,
+        )
+
+    def experts(self, layer: int) -> StoredExperts | None:
+        prefix, h, width = f"{self.tensor_prefix}layers.{layer}.mlp", self.hidden_size, self.moe_intermediate_size
+        return StoredExperts(
+            prefix=f"{prefix}.experts",
+            routing=self.routing,
+            hidden_size=h,
+            width=width,
+            is_stacked=self.experts_are_stacked,
+            shared=StoredMlp.of(f"{prefix}.shared_expert", width=width, h=h),
+        )
+
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The text model's part of either published layout, its own or a vision-language model's; None if it is neither.
@@ -143,9 +210,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     model_type = config.get("model_type")
     text: dict[str, Any]
-    if model_type == TEXT:
+    if model_type in TEXT_OF.values():
         text, prefix = dict(config), "model."
-    elif model_type == VISION_LANGUAGE and isinstance(config.get("text_config"), dict):
+    elif model_type in TEXT_OF and isinstance(config.get("text_config"), dict):
         text, prefix = dict(config["text_config"]), "model.language_model."
         text |= {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     else:
@@ -167,18 +234,12 @@ def rope_fields(text: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in _IMAGE_ROPE_FIELDS}
 
 
-def tensors(config: Qwen35Config) -> Mapping[str, tuple[int, ...]]:
+def tensors(config: Qwen35Config) -> Mapping[str, TensorSpec]:
     """Every tensor of the checkpoint that `load` reads, with its whole shape."""
     h, prefix = config.hidden_size, config.tensor_prefix
     mixers = {LayerKind.FULL: _attention_tensors(config), LayerKind.LINEAR: _linear_attention_tensors(config)}
-    shared: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (h,),
-        "post_attention_layernorm.weight": (h,),
-        "mlp.gate_proj.weight": (config.intermediate_size, h),
-        "mlp.up_proj.weight": (config.intermediate_size, h),
-        "mlp.down_proj.weight": (h, config.intermediate_size),
-    }
-    whole: dict[str, tuple[int, ...]] = {
+    shared: dict[str, TensorSpec] = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
+    whole: dict[str, TensorSpec] = {
         f"{prefix}embed_tokens.weight": (config.vocab_size, h),
         f"{prefix}norm.weight": (h,),
     }
@@ -186,10 +247,22 @@ def tensors(config: Qwen35Config) -> Mapping[str, tuple[int, ...]]:
         whole["lm_head.weight"] = (config.vocab_size, h)
     for index, kind in enumerate(config.layer_kinds):
         whole |= {f"{prefix}layers.{index}.{name}": shape for name, shape in (shared | mixers[kind]).items()}
+        whole |= _mlp_tensors(config, index)
     return whole
 
 
-def _attention_tensors(config: Qwen35Config) -> dict[str, tuple[int, ...]]:
+def _mlp_tensors(config: Qwen35Config, layer: int) -> dict[str, TensorSpec]:
+    h, prefix, experts = config.hidden_size, f"{config.tensor_prefix}layers.{layer}.mlp", config.experts(layer)
+    if experts is None:
+        return StoredMlp.of(prefix, width=config.intermediate_size, h=h).tensors()
+    routers: dict[str, TensorSpec] = {
+        f"{prefix}.gate.weight": (experts.routing.num_experts, h),
+        f"{prefix}.shared_expert_gate.weight": (1, h),
+    }
+    return routers | experts.tensors()
+
+
+def _attention_tensors(config: Qwen35Config) -> dict[str, TensorSpec]:
     h, q, kv = (
         config.hidden_size,
         *(heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)),
@@ -204,7 +277,7 @@ def _attention_tensors(config: Qwen35Config) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _linear_attention_tensors(config: Qwen35Config) -> dict[str, tuple[int, ...]]:
+def _linear_attention_tensors(config: Qwen35Config) -> dict[str, TensorSpec]:
     h, n, values = config.hidden_size, config.linear_num_value_heads, config.linear_heights[2]
     channels = sum(config.linear_heights)
     return {
@@ -260,6 +333,26 @@ class LinearAttentionWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MlpWeights:
+    """The plain MLP of a layer on one rank."""
+
+    gate_up_proj: LinearWeight
+    """`[2 F, h]`: gate rows, then up rows."""
+    down_proj: LinearWeight
+    """`[h, F]`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureWeights:
+    """The mixture of a layer on one rank."""
+
+    router: Array
+    """`[R, h]`, on every rank whole: rows of the routed experts, that of the shared one's gate, zeros."""
+    routing: Routing
+    experts: ExpertWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """One decoder layer on one rank."""
 
@@ -268,10 +361,7 @@ class LayerWeights:
     mixer: AttentionWeights | LinearAttentionWeights
     post_attention_layernorm: Array
     """`[h]`"""
-    gate_up_proj: LinearWeight
-    """`[2 F, h]`: gate rows, then up rows."""
-    down_proj: LinearWeight
-    """`[h, F]`"""
+    mlp: MlpWeights | MixtureWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,7 +386,9 @@ def load(
     loader, prefix = WeightLoader(weights, ops=ops, communicator=communicator), config.tensor_prefix
     head = None if config.tie_word_embeddings else "lm_head.weight"
     embed_tokens, lm_head = loader.vocabulary(f"{prefix}embed_tokens.weight", head)
-    layers = tuple(_LayerReader(config, loader, index).read_layer() for index in range(config.num_hidden_layers))
+    layers = tuple(
+        _LayerReader(config, loader, communicator, index).read_layer() for index in range(config.num_hidden_layers)
+    )
     norm = loader.plain(f"{prefix}norm.weight")
     table = rope_table(config.rope, head_dim=config.rotary_dim, positions=max_model_tokens)  # while weights are copied
     loaded = Weights(embed_tokens=embed_tokens, layers=layers, norm=norm, lm_head=lm_head, rope=ops.upload(table))
@@ -304,20 +396,21 @@ def load(
 
 
 class _LayerReader:
-    def __init__(self, config: Qwen35Config, loader: WeightLoader, layer: int) -> None:
+    def __init__(self, config: Qwen35Config, loader: WeightLoader, communicator: Communicator, layer: int) -> None:
         self._heights = config.linear_heights
         self._kind = config.layer_kinds[layer]
         self._index = config.layer_kinds[:layer].count(self._kind)
         self._prefix = f"{config.tensor_prefix}layers.{layer}"
+        self._experts = config.experts(layer)
         self._loader = loader
+        self._communicator = communicator
 
     def read_layer(self) -> LayerWeights:
         return LayerWeights(
             input_layernorm=self._plain("input_layernorm.weight"),
             mixer=self._read_attention() if self._kind is LayerKind.FULL else self._read_linear_attention(),
             post_attention_layernorm=self._plain("post_attention_layernorm.weight"),
-            gate_up_proj=self._linear("mlp.gate_proj", "mlp.up_proj", shard=Shard.COLUMN_PARALLEL),
-            down_proj=self._linear("mlp.down_proj", shard=Shard.ROW_PARALLEL),
+            mlp=self._read_mlp() if self._experts is None else self._read_mixture(self._experts),
         )
 
     def _read_attention(self) -> AttentionWeights:
@@ -339,6 +432,20 @@ class _LayerReader:
             dt_bias=self._float32("dt_bias", Shard.COLUMN_PARALLEL),
             norm=self._float32("norm.weight", Shard.WHOLE),
             out_proj=self._linear("linear_attn.out_proj", shard=Shard.ROW_PARALLEL),
+        )
+
+    def _read_mlp(self) -> MlpWeights:
+        return MlpWeights(
+            gate_up_proj=self._linear("mlp.gate_proj", "mlp.up_proj", shard=Shard.COLUMN_PARALLEL),
+            down_proj=self._linear("mlp.down_proj", shard=Shard.ROW_PARALLEL),
+        )
+
+    def _read_mixture(self, experts: StoredExperts) -> MixtureWeights:
+        names = (f"{self._prefix}.mlp.{name}.weight" for name in ("gate", "shared_expert_gate"))
+        return MixtureWeights(
+            router=self._loader.padded(*names, multiple=_ROUTER_ROWS),
+            routing=experts.routing,
+            experts=experts.load(self._loader, self._communicator),
         )
 
     def _plain(self, name: str) -> Array:
@@ -383,7 +490,11 @@ class Qwen35Model:
                 case LinearAttentionWeights() as mixer:
                     x = self._linear_attention(x, mixer, batch=batch)
             x = ops.add_zero_centred_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
-            x = self._mlp(x, layer, batch)
+            match layer.mlp:
+                case MlpWeights() as mlp:
+                    x = self._mlp(x, mlp, batch)
+                case MixtureWeights() as mixture:
+                    x = self._mixture(x, mixture, batch)
             x = ops.add_zero_centred_rms_norm(x, residual, next_norm, eps=eps)
         return x
 
@@ -435,7 +546,17 @@ class Qwen35Model:
         gated = ops.gated_rms_norm(attended, z, mixer.norm, eps=self._config.rms_norm_eps)
         return self._communicator.all_reduce(ops.linear(gated, mixer.out_proj, batch))
 
-    def _mlp(self, x: Array, layer: LayerWeights, batch: AttentionBatch) -> Array:
+    def _mlp(self, x: Array, mlp: MlpWeights, batch: AttentionBatch) -> Array:
         """`[T, h]` for the normed `x [T, h]`."""
-        gated = self._ops.linear_swiglu(x, layer.gate_up_proj, batch)  # [T, F]
-        return self._communicator.all_reduce(self._ops.linear(gated, layer.down_proj, batch))
+        gated = self._ops.linear_swiglu(x, mlp.gate_up_proj, batch)  # [T, F]
+        return self._communicator.all_reduce(self._ops.linear(gated, mlp.down_proj, batch))
+
+    def _mixture(self, x: Array, mixture: MixtureWeights, batch: AttentionBatch) -> Array:
+        """`[T, h]` float32 for the normed `x [T, h]`: what the experts of all ranks add."""
+        ops, experts = self._ops, mixture.experts
+        scores = ops.logits(x, mixture.router)  # [T, R]
+        choice = ops.top_experts(scores, routing=mixture.routing, cache_slots=batch.cache_slots[0])
+        summed = ops.experts(
+            x, choice, experts.gate_up_proj, experts.down_proj, first_expert=experts.first_expert
+        )  # [T, h]
+        return self._communicator.all_reduce(summed)

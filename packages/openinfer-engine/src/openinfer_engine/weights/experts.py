@@ -10,6 +10,7 @@ tensors, `PREFIX.gate_up_proj [E, 2 M, h]`, of each expert gate rows, then up ro
 
 from dataclasses import dataclass
 
+from openinfer_core import Refused
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.weights.loader import WeightLoader
 from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix
@@ -21,6 +22,12 @@ def experts_of_rank(num_experts: int, *, rank: int, size: int) -> range:
     """Ids of the experts that a rank has; the ranks' numbers differ by one at most, and rank 0 has the most."""
     begin, end = (-(-edge * num_experts // size) for edge in (rank, rank + 1))
     return range(begin, end)
+
+
+def check_expert_ranks(num_experts: int, ranks: int) -> None:
+    """Raises `Refused` if there are ranks that would have no expert."""
+    if ranks > num_experts:
+        raise Refused(f"{ranks} ranks cannot share {num_experts} experts, which are spread whole")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +89,7 @@ class StoredExperts:
         return found
 
     def load(self, loader: WeightLoader, communicator: Communicator) -> ExpertWeights:
-        """A rank's share; a rank for which there is none has no weight to multiply with, so there must be some."""
+        """A rank's share; no rank may be without (`check_expert_ranks`)."""
         num_experts = self.routing.num_experts + (self.shared is not None)
         ids = experts_of_rank(num_experts, rank=communicator.rank, size=communicator.size)
         return self._load_stacked(loader, ids) if self.is_stacked else self._load_one_by_one(loader, ids)

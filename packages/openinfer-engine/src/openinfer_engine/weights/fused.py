@@ -9,14 +9,14 @@ from openinfer_kernels import RandomWeight, WeightPart
 
 def pad_rows(table: WeightPart, multiple: int) -> tuple[WeightPart, ...]:
     """The parts of `table` with rows of zeros at its end, so that their number is a multiple."""
-    return _with_zeros(table, -len(table) % multiple)
+    return with_zeros(table, -len(table) % multiple)
 
 
 def rows_of_rank(table: WeightPart, *, rank: int, size: int) -> tuple[WeightPart, ...]:
     """The parts of one rank's share of the rows of `table`, which is padded with zeros as `pad_rows` does it."""
     share = -(-len(table) // size)
     begin, end = (min(edge * share, len(table)) for edge in (rank, rank + 1))
-    return _with_zeros(_rows(table, begin, end), share - (end - begin))
+    return with_zeros(_rows(table, begin, end), share - (end - begin))
 
 
 def stacked_rows_of_rank(table: WeightPart, heights: Sequence[int], *, rank: int, size: int) -> tuple[WeightPart, ...]:
@@ -30,6 +30,11 @@ def stacked_rows_of_rank(table: WeightPart, heights: Sequence[int], *, rank: int
     return tuple(pieces)
 
 
+def with_zeros(table: WeightPart, rows: int) -> tuple[WeightPart, ...]:
+    """The parts of `table` with so many more rows."""
+    return (table, np.zeros((rows, *table.shape[1:]), np.uint16)) if rows else (table,)
+
+
 def matrices_of_stack(stack: WeightPart, matrices: range) -> WeightPart:
     """Some of the matrices `[E, out, in]` that are next to each other, below each other: two axes."""
     some = _rows(stack, matrices.start, matrices.stop)
@@ -38,7 +43,3 @@ def matrices_of_stack(stack: WeightPart, matrices: range) -> WeightPart:
 
 def _rows(table: WeightPart, begin: int, end: int) -> WeightPart:
     return table.rows(begin, end) if isinstance(table, RandomWeight) else table[begin:end]
-
-
-def _with_zeros(table: WeightPart, rows: int) -> tuple[WeightPart, ...]:
-    return (table, np.zeros((rows, *table.shape[1:]), np.uint16)) if rows else (table,)

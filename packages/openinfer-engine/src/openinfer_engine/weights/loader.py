@@ -7,7 +7,7 @@ from numpy.typing import DTypeLike
 
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Shard, WeightSource
-from openinfer_engine.weights.fused import matrices_of_stack, pad_rows, rows_of_rank, stacked_rows_of_rank
+from openinfer_engine.weights.fused import matrices_of_stack, pad_rows, rows_of_rank, stacked_rows_of_rank, with_zeros
 from openinfer_engine.weights.quantised import StoredMatrix, read_quantised
 from openinfer_kernels import Array, LinearWeight, Ops, QuantisedPart, WeightPart
 
@@ -23,6 +23,11 @@ class WeightLoader:
     def plain(self, *names: str, shard: Shard = Shard.WHOLE) -> Array:
         """Tensors below each other, in the compute dtype."""
         return self._ops.upload_weight(*(self._weights.read(name, shard) for name in names))
+
+    def padded(self, *names: str, multiple: int) -> Array:
+        """Whole tensors below each other, in the compute dtype, and rows of zeros up to a multiple."""
+        *parts, last = (self._weights.read(name) for name in names)
+        return self._ops.upload_weight(*parts, *with_zeros(last, -sum(map(len, [*parts, last])) % multiple))
 
     def float32(self, name: str, shard: Shard = Shard.WHOLE) -> Array:
         """One tensor, whatever it is stored in."""

@@ -47,6 +47,9 @@ class Routing:
     """Whether the weights of a token are divided by their sum (+ 1e-20)."""
     scale: float = 1.0
     """Multiplies the weights at last."""
+    shared_expert: bool = False
+    """Whether one more expert, whose id is `num_experts`, is chosen for every token, after the others. Its weight is
+    the sigmoid of its logit (`Qwen3_5MoeSparseMoeBlock` of transformers), neither normalised nor scaled."""
 
     def __post_init__(self) -> None:
         if self.num_groups < 1 or self.num_experts % self.num_groups:
@@ -68,7 +71,7 @@ class ExpertChoice:
     """The experts of each token."""
 
     ids: Array
-    """`[T, k]` int32, of all experts of the layer, whichever rank has them; -1 names none."""
+    """`[T, k]` int32, of all experts of the layer, whichever rank has them; -1 names none. A shared one is the last."""
     weights: Array
     """`[T, k]` float32."""
     num_experts: int | None = None
@@ -84,7 +87,8 @@ class RoutingOps(Protocol):
         """The best experts of each token, best first.
 
         Args:
-            logits: `[T, E]` float32, of `Ops.logits(x, router)`. A row of NaN chooses some experts with weights NaN.
+            logits: `[T, C]` float32, of `Ops.logits(x, router)`: `C` is `E`, one more with a shared expert, or more,
+                which are not read. A row of NaN chooses some experts with weights NaN.
             routing: how.
             cache_slots: `[T]` int64 of the batch; where it is below 0 the token is padding and chooses none: ids -1,
                 weights 0. None: no token is padding.

@@ -20,12 +20,12 @@ def top_experts(
     cache_slots: NDArray[Any] | None = None,
     bias: NDArray[Any] | None = None,
 ) -> ExpertChoice:
-    scores = _scores(logits, routing.scoring)
+    scores = _scores(logits[:, : routing.num_experts], routing.scoring)
     wanted = scores if bias is None else scores + bias
     if routing.num_groups > 1:
         wanted = np.where(_kept(wanted, routing), wanted, -np.inf)
     ids = _largest(wanted, routing.num_experts_per_token)
-    return _choice(ids, scores, routing, cache_slots)
+    return _choice(ids, scores, logits, routing, cache_slots)
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -37,7 +37,8 @@ def table_experts(
     routing: Routing,
     cache_slots: NDArray[Any] | None = None,
 ) -> ExpertChoice:
-    return _choice(table[token_ids], _scores(logits, routing.scoring), routing, cache_slots)
+    scores = _scores(logits[:, : routing.num_experts], routing.scoring)
+    return _choice(table[token_ids], scores, logits, routing, cache_slots)
 
 
 def _scores(logits: NDArray[Any], scoring: Scoring) -> NDArray[Any]:
@@ -66,14 +67,23 @@ def _largest(values: NDArray[Any], count: int) -> NDArray[Any]:
 
 
 def _choice(
-    ids: NDArray[Any], scores: NDArray[Any], routing: Routing, cache_slots: NDArray[Any] | None
+    ids: NDArray[Any],
+    scores: NDArray[Any],
+    logits: NDArray[Any],
+    routing: Routing,
+    cache_slots: NDArray[Any] | None,
 ) -> ExpertChoice:
     # The bias takes part in the choice alone: weights are of the scores without it.
     weights = np.take_along_axis(scores, ids, axis=1)
     if routing.normalised:
         weights = weights / (weights.sum(axis=1, keepdims=True) + _LEAST_SUM)
     weights = weights * np.float32(routing.scale)
+    num_experts = routing.num_experts
+    if routing.shared_expert:
+        ids = np.concatenate([ids, np.full((len(ids), 1), num_experts)], axis=1)
+        shared = _scores(logits[:, num_experts : num_experts + 1], Scoring.SIGMOID)
+        weights, num_experts = np.concatenate([weights, shared], axis=1), num_experts + 1
     if cache_slots is not None:
         padding = cache_slots[:, None] < 0
         ids, weights = np.where(padding, -1, ids), np.where(padding, np.float32(0), weights)
-    return ExpertChoice(ids=ids.astype(np.int32), weights=weights.astype(np.float32), num_experts=routing.num_experts)
+    return ExpertChoice(ids=ids.astype(np.int32), weights=weights.astype(np.float32), num_experts=num_experts)

@@ -18,6 +18,7 @@ enum GroupScore { kMax, kTopTwoSum };
 struct Routing {
   int num_experts, per_token, num_groups, num_kept, scoring, group_score, normalised;
   float scale;
+  int has_shared, num_columns;  // whether expert num_experts is every token's; of the logits
 };
 
 __device__ float warp_max(float value) {
@@ -118,17 +119,18 @@ template <int kPerLane>
 __device__ void route(const float* logits, const float* bias, const int* token_ids, const int* table,
                       const int64_t* slots, int* ids, float* weights, const Routing& routing) {
   __shared__ float scores[kPerLane * kLanes];
-  const int token = blockIdx.x, lane = threadIdx.x, k = routing.per_token;
+  const int token = blockIdx.x, lane = threadIdx.x, k = routing.per_token, chosen = k + routing.has_shared;
   wait_for_previous_kernel();
   launch_dependents();
-  ids += int64_t(token) * k;
-  weights += int64_t(token) * k;
+  ids += int64_t(token) * chosen;
+  weights += int64_t(token) * chosen;
+  logits += int64_t(token) * routing.num_columns;
   if (slots != nullptr && slots[token] < 0) {
-    if (lane < k) ids[lane] = -1, weights[lane] = 0;
+    if (lane < chosen) ids[lane] = -1, weights[lane] = 0;
     return;
   }
   Held<kPerLane> held;
-  score(held, logits + int64_t(token) * routing.num_experts, routing, lane);
+  score(held, logits, routing, lane);
   int mine = 0;  // of lane j < k: the choice in place j
   if (table != nullptr) {
     if (lane < k) mine = table[int64_t(token_ids[token]) * k + lane];
@@ -165,11 +167,14 @@ __device__ void route(const float* logits, const float* bias, const int* token_i
   float weight = lane < k ? scores[mine] : 0;
   if (routing.normalised) weight /= warp_sum(weight) + 1e-20f;
   if (lane < k) ids[lane] = mine, weights[lane] = weight * routing.scale;
+  if (lane == k && routing.has_shared)
+    ids[k] = routing.num_experts, weights[k] = 1 / (1 + expf(-logits[routing.num_experts]));
 }
 
 }  // namespace
 
-// Routes by `logits [T, E]` into `ids [T, k]` and `weights [T, k]`; at most MOST experts. With a `table [V, k]` the
+// Routes by `logits [T, num_columns]` into `ids [T, k]` and `weights [T, k]`, [T, k + 1] with a shared expert; at most
+// MOST experts. With a `table [V, k]` the
 // experts are those of the tokens' ids; otherwise `bias [E]` may be null. `slots` (KV slots) may be null; below 0 a
 // token is padding.
 #define ROUTE(MOST)                                                                                                 \

@@ -27,6 +27,8 @@ class _Routing(ctypes.Structure):
         ("group_score", ctypes.c_int),
         ("normalised", ctypes.c_int),
         ("scale", ctypes.c_float),
+        ("has_shared", ctypes.c_int),
+        ("num_columns", ctypes.c_int),
     )
 
 
@@ -39,7 +41,7 @@ class Router:
     def top_experts(
         self, logits: Array, *, routing: Routing, cache_slots: Array | None = None, bias: Array | None = None
     ) -> ExpertChoice:
-        """At most 1,024 experts, 32 groups and 32 experts per token."""
+        """At most 1,024 experts, 32 groups and 32 experts per token, the shared one among them."""
         if bias is not None:
             require(bias, _FLOAT32, ndim=1, what="the bias of the router")
             if len(bias) != routing.num_experts:
@@ -69,14 +71,15 @@ class Router:
         table: Array | None = None,
     ) -> ExpertChoice:
         _check(logits, routing, cache_slots)
-        shape = len(logits), routing.num_experts_per_token
+        shape = len(logits), routing.num_experts_per_token + routing.shared_expert
         choice = ExpertChoice(
             ids=cupy.empty(shape, np.int32),
             weights=cupy.empty(shape, np.float32),
-            num_experts=routing.num_experts,
+            num_experts=routing.num_experts + routing.shared_expert,
         )
         if len(logits):
-            arguments = [logits, bias, token_ids, table, cache_slots, choice.ids, choice.weights, _structure(routing)]
+            asked = _structure(routing, num_columns=logits.shape[1])
+            arguments = [logits, bias, token_ids, table, cache_slots, choice.ids, choice.weights, asked]
             kernel = next(kernel for most, kernel in self._kernels.items() if routing.num_experts <= most)
             kernel((len(logits), 1, 1), (_WARP, 1, 1), arguments, overlap=True)
         return choice
@@ -84,13 +87,13 @@ class Router:
 
 def _check(logits: Array, routing: Routing, cache_slots: Array | None) -> None:
     require(logits, _FLOAT32, ndim=2, what="the logits of the router")
-    if logits.shape[1] != routing.num_experts:
+    if logits.shape[1] < routing.num_experts + routing.shared_expert:
         raise ArrayMismatchError(f"the logits {logits.shape} are not those of {routing.num_experts} experts")
     if cache_slots is not None:
         require(cache_slots, _INT64, ndim=1, what="the cache slots")
         if len(cache_slots) != len(logits):
             raise ArrayMismatchError(f"{len(cache_slots)} cache slots were given for {len(logits)} tokens")
-    sizes = routing.num_experts, routing.num_groups, routing.num_experts_per_token
+    sizes = routing.num_experts, routing.num_groups, routing.num_experts_per_token + routing.shared_expert
     if any(size > most for size, most in zip(sizes, (_MOST_EXPERTS[-1], _MOST_GROUPS, _WARP), strict=True)):
         raise ArrayMismatchError(
             f"a router over {sizes[0]} experts in {sizes[1]} groups, {sizes[2]} per token, has no kernel: at most "
@@ -98,7 +101,7 @@ def _check(logits: Array, routing: Routing, cache_slots: Array | None) -> None:
         )
 
 
-def _structure(routing: Routing) -> _Routing:
+def _structure(routing: Routing, *, num_columns: int) -> _Routing:
     return _Routing(
         routing.num_experts,
         routing.num_experts_per_token,
@@ -108,4 +111,6 @@ def _structure(routing: Routing) -> _Routing:
         _GROUP_SCORES.index(routing.group_score),
         int(routing.normalised),
         routing.scale,
+        int(routing.shared_expert),
+        num_columns,
     )
