@@ -211,3 +211,59 @@ def impatient_drain(world: World) -> None:
         await drained(self)
 
     EngineLink.drained = at_once  # type: ignore[method-assign]
+
+
+@mutant
+def queues_first_come_first_served(world: World) -> None:
+    """All tenants wait in one line for the compiler, and for what reads and tokenizes."""
+    from openinfer_core.fair_queue import FairQueue
+
+    submit = FairQueue.submit
+
+    def as_one(self: FairQueue, owner: str, work: Any) -> Any:
+        return submit(self, "all", work)
+
+    FairQueue.submit = as_one  # type: ignore[method-assign]
+
+
+@mutant
+def mask_of_a_token_ago(world: World) -> None:
+    """A matcher is not told the last token of an event, seldom."""
+    from openinfer_engine.grammars import masking
+
+    accept = masking._accept
+
+    def forgetful(matcher: Any, event: Any) -> Any:
+        return None if world.random.random() < 0.01 else accept(matcher, event)
+
+    masking._accept = forgetful
+
+
+@mutant
+def our_fault_is_the_clients(world: World) -> None:
+    """A guard process that was not there is told as a bad grammar."""
+    from openinfer_core import InvalidRequest, Unavailable
+    from openinfer_core.fair_queue import FairQueue
+
+    submit = FairQueue.submit
+
+    def blamed(self: FairQueue, owner: str, work: Any) -> Any:
+        def blaming() -> Any:
+            try:
+                return work()
+            except Unavailable as fault:
+                raise InvalidRequest(str(fault), field="grammar") from fault
+
+        return submit(self, owner, blaming)
+
+    FairQueue.submit = blamed  # type: ignore[method-assign]
+
+
+@mutant
+def bodies_decoded_on_the_event_loop(world: World) -> None:
+    from openinfer_server.http.request import HttpRequest
+
+    async def at_once(self: HttpRequest, work: Callable[[], Any]) -> Any:
+        return work()
+
+    HttpRequest.aside = at_once  # type: ignore[method-assign]

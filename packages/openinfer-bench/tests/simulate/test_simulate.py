@@ -7,6 +7,7 @@ import pytest
 
 from openinfer.commands.main import main
 from openinfer_bench.simulate import simulate
+from openinfer_bench.simulate.faults import ATTACKS
 from openinfer_core.testing.simulation.child import run_in_child
 
 HERE = Path(__file__).parent
@@ -45,11 +46,40 @@ FOUND = {
 }
 
 
+# What an attack must be under way for, and nothing else wrong: how long others may take is small then.
+FOUND_UNDER_ATTACK = {
+    "bodies_decoded_on_the_event_loop": ("body flood", "a turn of the event loop took"),
+    "mask_of_a_token_ago": ("mask flood", "the model said"),
+    "our_fault_is_the_clients": ("guard death", "status 400"),
+    "queues_first_come_first_served": ("grammar flood", "it took"),
+}
+
+
 @pytest.mark.parametrize("mutant", FOUND)
 def test_a_mistake_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_found(monkeypatch, FOUND[mutant], mutant=mutant)
+
+
+@pytest.mark.parametrize("mutant", FOUND_UNDER_ATTACK)
+def test_a_mistake_that_only_an_attack_shows_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, said = FOUND_UNDER_ATTACK[mutant]
+    check_found(monkeypatch, said, mutant=mutant, kinds=[kind])
+
+
+def test_attacks_alone_hold_up_no_other_tenant() -> None:
+    kinds = [str(kind) for kind in sorted(ATTACKS)]
+    options = {"hours": 0.04, "wave_s": 8.0, "faults_per_hour": 450.0, "kinds": kinds}
+    code, output = simulate(5, options)
+    assert code == 0, output
+    report = json.loads(output.splitlines()[-1])
+    assert sorted(report["faults"]) == kinds
+    assert 0 < report["slowest_victim_s"] < 4
+
+
+def check_found(monkeypatch: pytest.MonkeyPatch, said: str, *, mutant: str, **options: object) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-    arguments = {"mutant": mutant, "hours": 1.0, "wave_s": 8.0, "faults_per_hour": 600.0}
+    arguments = {"mutant": mutant, "hours": 1.0, "wave_s": 8.0, "faults_per_hour": 600.0, **options}
     with run_in_child("mutants:main", seed=0, arguments=arguments) as process:
         output, _ = process.communicate()
     assert process.returncode == 1, f"{mutant} was not found"
-    assert FOUND[mutant] in output
+    assert said in output

@@ -23,6 +23,10 @@ SCENARIO = "openinfer_bench.simulate.scenario:main"
 
 def run(argv: Sequence[str]) -> int:
     """Runs as many simulations as there are seeds; 1 if one of them finds something wrong."""
+    if argv[:1] == ["fit"]:
+        from openinfer_bench.simulate import fit  # loads llguidance, which no simulation needs
+
+        return fit.run(argv[1:])
     arguments = _parser().parse_args(argv)
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     options = {
@@ -59,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first seed")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="how many seeds, one after the other")
     parser.add_argument("--hours", type=float, default=1.0, metavar="H", help="virtual hours of each")
-    parser.add_argument("--faults-per-hour", type=float, default=80.0, metavar="N", help="faults of the machine")
+    parser.add_argument("--faults-per-hour", type=float, default=110.0, metavar="N", help="faults of the machine")
     parser.add_argument("--no-tiers", action="store_true", help="without KV tiers")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="simulations at the same time")
     return parser

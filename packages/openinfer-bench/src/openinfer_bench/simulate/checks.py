@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from openinfer_bench.simulate.clients import Answer
-from openinfer_bench.simulate.traffic import Api, Ask
+from openinfer_bench.simulate.traffic import ATTACKER, Api, Ask
 from openinfer_core.request import GenerateRequest
 from openinfer_core.testing import fake_model
 
 LONGEST_S = 30.0  # that a request may take, in virtual seconds; the slowest of thousands took 9
+VICTIM_S = 4.0  # the same of a request of another tenant than the attacker, while nothing but attacks is wrong
 _LATE_BY_S = 0.5  # what the news of a deadline may take, beside a step of a slow GPU
 _BUSY, _LATE = {429, 503}, 504
 
@@ -27,6 +28,8 @@ class Circumstances:
     """So that the server ended, too."""
     is_draining: bool
     """Whether the server was asked to end; then it takes nothing new, and answers what it has taken."""
+    is_disturbed: bool
+    """Whether a fault that is felt by all struck not long before."""
 
 
 class AnswerChecks:
@@ -38,12 +41,14 @@ class AnswerChecks:
 
     Attributes:
         num_tokens: of whole answers so far, compared one by one.
+        longest_victim_s: the most that a request took which only attacks could have held up.
     """
 
     def __init__(self, text_of: "TextOf", *, max_model_tokens: int) -> None:
         self._text_of = text_of
         self._max_model_tokens = max_model_tokens
         self.num_tokens = 0
+        self.longest_victim_s = 0.0
         self.submitted: dict[int, dict[int, GenerateRequest]] = {}
 
     def note(self, request: GenerateRequest) -> None:
@@ -59,22 +64,35 @@ class AnswerChecks:
             Violation: it may not end so.
         """
         requests = self.submitted.pop(ask.number, {})
-        took_s = answer.ended_s - answer.sent_s
-        if took_s > LONGEST_S:
-            raise self._wrong(ask, answer, f"it took {took_s:.1f} s")
-        if answer.status == 200:
+        self._check_latency(ask, answer, circumstances)
+        if answer.status == 200 and not ask.is_refused:
             return self._check_tokens(ask, answer, requests, circumstances)
-        if answer.has_left:
-            return "left"
-        if circumstances.engine_died and (answer.status in (0, 500, 503) or not answer.is_whole):
-            return "died"
-        if circumstances.is_draining and answer.status in (0, 503):
-            return "refused"
-        if answer.status in _BUSY and answer.is_whole:
-            return "busy"
-        if answer.status == _LATE and ask.deadline_s is not None:
-            return "late"
-        raise self._wrong(ask, answer, f"status {answer.status}, whole: {answer.is_whole}")
+        ended = self._without_tokens(ask, answer, circumstances)
+        if ended is None:
+            raise self._wrong(ask, answer, f"status {answer.status}, whole: {answer.is_whole}")
+        return ended
+
+    def _check_latency(self, ask: Ask, answer: Answer, circumstances: Circumstances) -> None:
+        took_s = answer.ended_s - answer.sent_s
+        manners_s = ask.manners.reads_slowly_s + ask.manners.sends_body_for_s
+        is_victim = ask.tenant != ATTACKER and not circumstances.is_disturbed
+        if took_s > (VICTIM_S + manners_s if is_victim else LONGEST_S):
+            raise self._wrong(ask, answer, f"it took {took_s:.1f} s; disturbed: {circumstances.is_disturbed}")
+        if is_victim:
+            self.longest_victim_s = max(self.longest_victim_s, took_s - manners_s)
+
+    def _without_tokens(self, ask: Ask, answer: Answer, circumstances: Circumstances) -> str | None:
+        """How a request ended that was not answered; None if it may not."""
+        if ask.is_refused and answer.status == 400 and answer.is_whole:
+            return "invalid"
+        reasons = {
+            "left": answer.has_left,
+            "died": circumstances.engine_died and (answer.status in (0, 500, 503) or not answer.is_whole),
+            "refused": circumstances.is_draining and answer.status in (0, 503),
+            "busy": answer.status in _BUSY and answer.is_whole,
+            "late": answer.status == _LATE and ask.deadline_s is not None,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _check_tokens(
         self, ask: Ask, answer: Answer, requests: Mapping[int, GenerateRequest], circumstances: Circumstances

@@ -103,11 +103,11 @@ class SimulatedRunner:
     """
 
     def __init__(
-        self, world: World, config: SchedulerConfig, times: StepTimes, *, plan_s: float, planned_row_s: float
+        self, world: World, config: SchedulerConfig, times: StepTimes, *, charge_plan: Callable[[int], None]
     ) -> None:
         self._world = world
         self._times = times
-        self._plan_s, self._planned_row_s = plan_s, planned_row_s
+        self._charge_plan = charge_plan  # with the number of rows
         self.pool = BytePool(config)
         self._device = FakeDevice(config, pool=self.pool)
         self._free_s = 0.0
@@ -125,7 +125,7 @@ class SimulatedRunner:
         self._death = GpuLost("the simulated GPU has fallen off the bus")
 
     def launch(self, plan: StepPlan) -> "_Pending":
-        self._world.charge(self._plan_s + len(plan.slots) * self._planned_row_s)
+        self._charge_plan(len(plan.slots))
         begin_s = max(self._free_s, self._world.now_s)
         self._free_s = begin_s + self._times.of(plan) * self.slowness
         return _Pending(self, plan, self._num_taken, self._free_s)

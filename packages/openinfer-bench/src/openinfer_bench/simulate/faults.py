@@ -20,6 +20,15 @@ class Fault(StrEnum):
     CLOCK_STEP = "clock step"
     STORM = "storm"
     GARBAGE = "garbage"
+    GUARD_DEATH = "guard death"
+    """The process that checks grammars does not answer for a while."""
+    GRAMMAR_FLOOD = "grammar flood"
+    MASK_FLOOD = "mask flood"
+    BODY_FLOOD = "body flood"
+
+
+ATTACKS = frozenset({Fault.GARBAGE, Fault.GUARD_DEATH, Fault.GRAMMAR_FLOOD, Fault.MASK_FLOOD, Fault.BODY_FLOOD})
+"""What no other request may feel: by one tenant, or of what few need."""
 
 
 class FaultSchedule:
@@ -33,7 +42,7 @@ class FaultSchedule:
 
     def strike(self) -> Fault:
         if not self._deck:
-            self._deck = self._draw.sample([*Fault], len(Fault))
+            self._deck = self._draw.sample([*self._actions], len(self._actions))
         fault = self._deck.pop()
         self.counts[fault] += 1
         self._actions[fault]()

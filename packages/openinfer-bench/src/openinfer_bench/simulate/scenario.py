@@ -21,9 +21,19 @@ import msgspec
 from openinfer.models import find_model_dir
 from openinfer_bench.simulate.checks import AnswerChecks, Circumstances, TextOf, Violation
 from openinfer_bench.simulate.clients import HttpConnection
-from openinfer_bench.simulate.faults import Fault, FaultSchedule, disk_faults
-from openinfer_bench.simulate.stack import Engine, Server, SlowDisk, StackOptionsOfRun, folder_of
-from openinfer_bench.simulate.traffic import Ask, Traffic
+from openinfer_bench.simulate.cpu import Interpreter
+from openinfer_bench.simulate.faults import ATTACKS, Fault, FaultSchedule, disk_faults
+from openinfer_bench.simulate.stack import (
+    Engine,
+    Server,
+    SlowDisk,
+    StackOptionsOfRun,
+    charge_for_decoding,
+    folder_of,
+    key_file,
+    key_of,
+)
+from openinfer_bench.simulate.traffic import ATTACKER, Ask, Traffic
 from openinfer_core.testing.simulation.event_loop import VirtualEventLoop
 from openinfer_core.testing.simulation.world import World
 from openinfer_kv_cache.testing.tier_faults import FaultInjector
@@ -33,6 +43,10 @@ from openinfer_server.options import ServerOptions
 RESTART_S = 3.0
 _IDLE_WAIT_S = 60.0  # what the last aborted requests and transfers get to end
 _COLLECT_S = 300.0
+_DISTURBED_S = 20.0  # after a fault that all feel: what a request may take then, `LONGEST_S` says
+_ATTACK_WITHIN_S = 0.05
+_VICTIMS = 5  # of other tenants, who ask next to an attack
+_LONGEST_TURN_S = 0.025  # some requests at once, and two slices of others' work
 _STORM_REQUESTS = 100  # more than can run and wait
 _MOST_DESCRIPTORS = 64  # standard streams, the tokenizer's files, and the disk tier's 16 segments
 
@@ -44,8 +58,10 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     wave_s: float = 60.0
     """Virtual seconds from one wave of requests to the next."""
     wave_requests: int = 20
-    faults_per_hour: float = 80.0
+    faults_per_hour: float = 110.0
     tiers: bool = True
+    kinds: tuple[Fault, ...] = tuple(Fault)
+    """Of faults."""
 
 
 def main(world: World, **options: Any) -> dict[str, Any]:
@@ -70,10 +86,18 @@ class Run:
             disk_folder=str(folder_of(stack)) if options.tiers else None,
             host_blocks=size.host_blocks if options.tiers else 0,
         )
-        self._server_options = ServerOptions(model_name=["simulated"])
+        self._server_options = ServerOptions(model_name=["simulated"], api_keys_file=str(key_file(stack)))
         self._tier_faults = FaultInjector()
         self._disk = SlowDisk()
-        self._server_loop = VirtualEventLoop(world, callback_s=size.cpu.callback_s)
+        cpu = self._stack_options.cpu
+        self._interpreter = Interpreter(world)  # of the server's process
+        charge_for_decoding(self._interpreter, cpu)
+
+        def take_turn(num_callbacks: int) -> None:
+            self._interpreter.owe(num_callbacks * cpu.callback_s)
+            self._interpreter.pay()
+
+        self._server_loop = VirtualEventLoop(world, charge=take_turn)
         self._client_loop = VirtualEventLoop(world)
         self._engine: Engine | None = None
         self._server: Server | None = None
@@ -87,19 +111,22 @@ class Run:
         self._checks = AnswerChecks(TextOf(_token_bytes()), max_model_tokens=size.max_model_tokens)
         self._traffic = Traffic(draw, max_model_tokens=size.max_model_tokens)
         self._draw = random.Random(world.seed ^ 0x5851F42D)  # noqa: S311
-        self._faults = FaultSchedule(
-            self._draw,
-            {
-                Fault.ENGINE_DEATH: self._kill_engine,
-                Fault.RESTART: self._restart,
-                Fault.SLOW_GPU: self._slow_gpu,
-                Fault.SLOW_DISK: self._slow_disk,
-                Fault.DISK_ERROR: self._fail_disk,
-                Fault.CLOCK_STEP: self._step_clock,
-                Fault.STORM: lambda: self._begin_wave(_STORM_REQUESTS, within_s=0.1),
-                Fault.GARBAGE: self._send_garbage,
-            },
-        )
+        actions = {
+            Fault.ENGINE_DEATH: self._kill_engine,
+            Fault.RESTART: self._restart,
+            Fault.SLOW_GPU: self._slow_gpu,
+            Fault.SLOW_DISK: self._slow_disk,
+            Fault.DISK_ERROR: self._fail_disk,
+            Fault.CLOCK_STEP: self._step_clock,
+            Fault.STORM: lambda: self._begin_wave(_STORM_REQUESTS, within_s=0.1),
+            Fault.GARBAGE: self._send_garbage,
+            Fault.GUARD_DEATH: self._kill_guard,
+            Fault.GRAMMAR_FLOOD: lambda: self._attack(self._traffic.grammar_flood()),
+            Fault.MASK_FLOOD: lambda: self._attack(self._traffic.mask_flood()),
+            Fault.BODY_FLOOD: lambda: self._attack(self._traffic.body_flood()),
+        }
+        self._faults = FaultSchedule(self._draw, {kind: actions[kind] for kind in options.kinds})
+        self._disturbed_until_s = 0.0
         self._open: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
 
@@ -120,6 +147,7 @@ class Run:
             "tokens": self._checks.num_tokens,
             "faults": {str(fault): count for fault, count in sorted(self._faults.counts.items())},
             "slowest_s": round(self._latest_s, 3),
+            "slowest_victim_s": round(self._checks.longest_victim_s, 3),
             "longest_turn_ms": round(self._server_loop.longest_turn_s * 1e3, 3),
             "engine": dict(sorted(self._steps.items())),
             "switches": self._world.num_switches,
@@ -146,6 +174,7 @@ class Run:
             engine,
             self._server_options,
             self._server_loop,
+            interpreter=self._interpreter,
             cpu=self._stack_options.cpu,
             note=self._checks.note,
         )
@@ -210,7 +239,10 @@ class Run:
         while self._draw.random() < left:
             left -= 1
             await asyncio.sleep(self._draw.expovariate(2.0))
-            self._world.note("fault", self._faults.strike())
+            fault = self._faults.strike()
+            self._world.note("fault", fault)
+            if fault not in ATTACKS:
+                self._disturbed_until_s = self._world.now_s + _DISTURBED_S
 
     def _begin_wave(self, num_requests: int, *, within_s: float = 0.25) -> None:
         for _ in range(num_requests):
@@ -234,11 +266,14 @@ class Run:
             self._outcomes["refused"] += 1  # nothing listens: the process is being started again
             return
         connection = self._connect(server)
-        answer = await connection.request("POST", ask.api, ask.encoded, manners=ask.manners)
+        headers = [("authorization", f"Bearer {key_of(ask.tenant)}")]
+        answer = await connection.request("POST", ask.api, ask.encoded, headers=headers, manners=ask.manners)
         connection.close()
         # The requests of a dying engine are told first, then its server.
         circumstances = Circumstances(
-            engine_died=engine.runner.failure is not None, is_draining=server.app.service.draining
+            engine_died=engine.runner.failure is not None,
+            is_draining=server.app.service.draining,
+            is_disturbed=answer.sent_s < self._disturbed_until_s,
         )
         outcome = self._checks.check(ask, answer, circumstances)
         self._outcomes[outcome] += 1
@@ -263,11 +298,17 @@ class Run:
         while engine is not None and engine is self._engine and self._world.now_s < until_s:
             if not engine.loop.busy and server is not None and not server.app.service.link.num_open:
                 engine.check_is_idle()
+                self._check_turns()
                 self._check_descriptors()
                 return
             await asyncio.sleep(0.05)
         if engine is not None and engine is self._engine:
             raise Violation(f"nothing is asked for {_IDLE_WAIT_S:g} s, and the engine is busy: {engine.loop.stats()}")
+
+    def _check_turns(self) -> None:
+        """What holds the event loop up holds up every stream."""
+        if self._server_loop.longest_turn_s > _LONGEST_TURN_S:
+            raise Violation(f"a turn of the event loop took {self._server_loop.longest_turn_s * 1e3:.1f} ms")
 
     def _check_descriptors(self) -> None:
         """Files of the disk tier are the only ones that come and go."""
@@ -301,6 +342,17 @@ class Run:
     def _step_clock(self) -> None:
         self._world.wall_offset_s += self._draw.choice((-3600.0, -1.0, 1.0, 86400.0))
 
+    def _kill_guard(self) -> None:
+        engine = self._engine
+        if engine is not None:
+            engine.compiler.is_guarded = False
+            self._client_loop.call_later(2.0, setattr, engine.compiler, "is_guarded", True)
+
+    def _attack(self, asks: list[Ask]) -> None:
+        for ask in asks:
+            self._start(self._ask(ask, self._draw.expovariate(1 / _ATTACK_WITHIN_S)))
+        self._begin_wave(_VICTIMS)
+
     def _send_garbage(self) -> None:
         self._start(self._be_garbage())
 
@@ -311,7 +363,8 @@ class Run:
         connection = self._connect(server)
         body = self._draw.choice((b"{", b"\xff\xfe", b'{"token_ids": [1e400]}', b"[" * 5000, b'{"prompt": null}'))
         path = self._draw.choice(("/inference/v1/generate", "/v1/completions", "/v1/nothing", "/v1/chat/completions"))
-        answer = await connection.request("POST", path, body)
+        headers = [("authorization", f"Bearer {key_of(ATTACKER)}")]
+        answer = await connection.request("POST", path, body, headers=headers)
         connection.close()
         if self._server is server and not server.has_ended and answer.status not in (400, 404, 429, 503):
             raise Violation(f"{body[:40]!r} to {path} was answered with {answer.status}")

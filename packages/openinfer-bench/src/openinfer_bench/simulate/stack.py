@@ -17,7 +17,10 @@ from uvicorn.server import ServerState
 
 from openinfer.models import find_model_dir
 from openinfer_bench.simulate.clients import Connect
+from openinfer_bench.simulate.cpu import CpuTimes, Interpreter, fitted_times
 from openinfer_bench.simulate.device import GpuLost, SimulatedRunner, StepTimes, layout_of
+from openinfer_bench.simulate.grammars import SimulatedCompiler
+from openinfer_bench.simulate.traffic import ATTACKER, TENANTS
 from openinfer_core.engine import EngineHandle, EngineInfo
 from openinfer_core.events import FailureKind
 from openinfer_core.process.local import InProcessEngine
@@ -41,30 +44,13 @@ from openinfer_kv_offload.stack.tier import StackOptions, TierStack, WriteMode
 from openinfer_kv_offload.transfer.memory import WrapMedium
 from openinfer_kv_offload.transfer.queue import QueueOptions
 from openinfer_server.app import App, load_app
+from openinfer_server.http import request as http_request
 from openinfer_server.http.protocol import bounded_protocol
 from openinfer_server.options import ServerOptions
 from openinfer_server.testing import RecordingEngine
 
 SERVER_ADDRESS = ("127.0.0.1", 8000)
 _NUM_TOKEN_IDS = 2048  # of the tiny model's tokenizer; the fake model says the first 64 alone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuTimes:
-    """What computing on the host takes, in seconds."""
-
-    callback_s: float = 12e-6
-    """One callback of an event loop."""
-    received_byte_s: float = 6e-9
-    """HTTP and JSON, of each byte of a request."""
-    encoded_character_s: float = 0.4e-6
-    """Of a text that is tokenized, in the thread that does it."""
-    plan_s: float = 70e-6
-    planned_row_s: float = 1.6e-6
-    """What the scheduler takes for a step, in the engine's thread."""
-    memory_bytes_per_s: float = 8e9
-    disk_bytes_per_s: float = 1e9
-    disk_operation_s: float = 80e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +67,9 @@ class StackOptionsOfRun:
     disk_blocks: int = 960
     kv_load_timeout_s: float = 2.0
     disk_folder: str | None = None
-    cpu: CpuTimes = CpuTimes()
+    cpu: CpuTimes = field(default_factory=fitted_times)
+    disk_bytes_per_s: float = 1e9
+    disk_operation_s: float = 80e-6
     steps: StepTimes = field(default_factory=StepTimes)
 
 
@@ -136,10 +124,14 @@ class Engine:
             layout_digest=layout.digest,
             digest_key=cast("Any", self.tier).digest_key if self.tier is not None else None,
         )
-        cpu = options.cpu
+        cpu, interpreter = options.cpu, Interpreter(world)  # the engine has a process of its own
         self.runner = SimulatedRunner(
-            world, self.config, options.steps, plan_s=cpu.plan_s, planned_row_s=cpu.planned_row_s
+            world,
+            self.config,
+            options.steps,
+            charge_plan=lambda rows: interpreter.charge(cpu.plan_s + rows * cpu.planned_row_s),
         )
+        self.compiler = SimulatedCompiler(world, interpreter, cpu)
         self.scheduler = TokenBudgetScheduler(self.config, FairShare(QueuePolicyConfig()))
         port = None
         if self.tier is not None:
@@ -156,7 +148,9 @@ class Engine:
             max_num_seqs=options.max_num_seqs,
             max_waiting=options.max_waiting,
         )
-        self.loop = StepLoop(info=info, scheduler=self.scheduler, runner=self.runner, port=port)
+        self.loop = StepLoop(
+            info=info, scheduler=self.scheduler, runner=self.runner, grammar_compiler=self.compiler, port=port
+        )
         self.handle = InProcessEngine(self.loop)
 
     @property
@@ -184,7 +178,7 @@ class Engine:
 
         def on_disk(medium: Medium) -> Medium:
             def charge(size: int) -> None:
-                world.charge(cpu.disk_operation_s + size / cpu.disk_bytes_per_s + disk.extra_s)
+                world.charge(options.disk_operation_s + size / options.disk_bytes_per_s + disk.extra_s)
 
             return faults.wrap(TimedMedium(medium, charge))
 
@@ -216,6 +210,7 @@ class Server:
         options: ServerOptions,
         loop: VirtualEventLoop,
         *,
+        interpreter: Interpreter,
         cpu: CpuTimes,
         note: Callable[[GenerateRequest], None],
     ) -> None:
@@ -223,7 +218,7 @@ class Server:
         self._loop = loop
         self.app: App = load_app(NotingEngine(engine.handle, note), find_model_dir("tiny"), options)
         self._charge_for_encoding(cpu)
-        self._protocol = _charged(bounded_protocol(options), world, cpu)
+        self._protocol = _charged(bounded_protocol(options), interpreter, cpu)
         self._config = Config(
             self.app,
             http=self._protocol,
@@ -287,9 +282,9 @@ class Server:
         tokenizer: Any = self.app.service.tokenizer
         encode = tokenizer._encode  # noqa: SLF001 - the one function that every text goes through, in whichever thread
 
-        def encode_slowly(text: str, *arguments: Any) -> Any:
+        def encode_slowly(text: str, **options: Any) -> Any:
             self._world.charge(len(text) * cpu.encoded_character_s)
-            return encode(text, *arguments)
+            return encode(text, **options)
 
         tokenizer._encode = encode_slowly  # noqa: SLF001
 
@@ -298,12 +293,39 @@ def _is_busy(connection: Any) -> bool:
     return connection.cycle is not None and not connection.cycle.response_complete
 
 
-def _charged(protocol: type[Any], world: World, cpu: CpuTimes) -> type[Any]:
+def _charged(protocol: type[Any], interpreter: Interpreter, cpu: CpuTimes) -> type[Any]:
     def data_received(self: Any, data: bytes) -> None:
-        world.charge(len(data) * cpu.received_byte_s)
+        interpreter.owe(len(data) * cpu.received_byte_s)
         protocol.data_received(self, data)
 
     return type(protocol.__name__, (protocol,), {"data_received": data_received})
+
+
+def charge_for_decoding(interpreter: Interpreter, cpu: CpuTimes) -> None:
+    """Every body that is decoded from now on takes its time, in the thread that decodes it."""
+    module: Any = http_request
+    decode_body = module.decode_body
+
+    def decode_slowly(decoder: Any, body: bytes) -> Any:
+        is_on_loop = asyncio._get_running_loop() is not None  # noqa: SLF001 - the public one raises
+        charge = interpreter.owe if is_on_loop else interpreter.charge
+        charge(cpu.request_s + len(body) * cpu.json_byte_s)
+        return decode_body(decoder, body)
+
+    module.decode_body = decode_slowly
+
+
+def key_of(tenant: str) -> str:
+    """The API key of a tenant."""
+    return f"simulated-key-of-{tenant}"
+
+
+def key_file(stack: ExitStack) -> Path:
+    """A file with the keys of all tenants, which goes with the run."""
+    path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="openinfer-simulation-"))) / "keys.toml"
+    path.touch(mode=0o600)
+    path.write_text("".join(f'[[keys]]\ntenant = "{name}"\nkey = "{key_of(name)}"\n' for name in (*TENANTS, ATTACKER)))
+    return path
 
 
 def folder_of(stack: ExitStack) -> Path:

@@ -7,9 +7,16 @@ from enum import StrEnum
 from typing import Any
 
 from openinfer_bench.simulate.clients import Manners
+from openinfer_bench.simulate.grammars import COSTLY, REFUSED
 from openinfer_core.testing import fake_model
+from openinfer_core.testing.fake_grammar import fake_grammar
 
-_TENANT_NAMES = ("a", "b", "c")
+TENANTS = ("a", "b", "c")
+ATTACKER = "mallory"
+_SALTS = (None, None, "one", "two")
+_FLOOD_GRAMMARS, _FLOOD_CHARACTERS = 20, 100_000
+_FLOOD_MASKED, _MASKED_CHOICES = 8, 4
+_FLOOD_BODIES, _BODY_TOKEN_IDS = 3, [1_000_000] * 110_000  # a megabyte
 
 
 class Api(StrEnum):
@@ -24,6 +31,7 @@ class Api(StrEnum):
 class Conversation:
     """Turns so far."""
 
+    tenant: str
     salt: str | None
     token_ids: list[int] = field(default_factory=list[int])
     messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
@@ -34,11 +42,14 @@ class Ask:
     """One request, and what is known of it in advance."""
 
     number: int
+    tenant: str
     api: Api
     body: dict[str, Any]
     manners: Manners
     is_stream: bool
     deadline_s: float | None
+    is_refused: bool = False
+    """Whether it is the client's mistake."""
 
     @property
     def encoded(self) -> bytes:
@@ -84,17 +95,68 @@ class Traffic:
             sampling["stop_token_ids"] = [draw.randrange(fake_model.NUM_TOKEN_IDS) for _ in range(2)]
         if draw.random() < 0.1:
             sampling["n"] = draw.choice((2, 4))
+        is_refused = False
+        if api is not Api.CHAT and draw.random() < 0.15:
+            is_refused = draw.random() < 0.1
+            sampling["structured_outputs"] = {"regex": self._grammar(is_refused=is_refused)}
         body |= self._prompt(api, conversation, sampling)
         if is_stream and api is not Api.TOKENS:
             body["stream_options"] = {"include_usage": True}
         return Ask(
             number=self._number,
+            tenant=conversation.tenant,
             api=api,
             body=body,
             manners=self._manners(),
             is_stream=is_stream,
             deadline_s=deadline_s,
+            is_refused=is_refused,
         )
+
+    # --- attacks ------------------------------------------------------------------------------------------
+
+    def grammar_flood(self) -> list[Ask]:
+        """Grammars that take long to compile, of one tenant."""
+        padding = " " * _FLOOD_CHARACTERS
+        return [self._attack(regex=fake_grammar(f"{index:<64}{padding}")) for index in range(_FLOOD_GRAMMARS)]
+
+    def mask_flood(self) -> list[Ask]:
+        """Grammars whose masks take as long as the engine bears."""
+        return [
+            self._attack(regex=f"{COSTLY} {index}", max_tokens=16, n=_MASKED_CHOICES) for index in range(_FLOOD_MASKED)
+        ]
+
+    def body_flood(self) -> list[Ask]:
+        """Large bodies that ask for what cannot be."""
+        return [self._attack(token_ids=_BODY_TOKEN_IDS, is_refused=True) for _ in range(_FLOOD_BODIES)]
+
+    def _attack(
+        self, *, token_ids: list[int] | None = None, regex: str | None = None, is_refused: bool = False, **sampling: Any
+    ) -> Ask:
+        self._number += 1
+        if regex is not None:
+            sampling["structured_outputs"] = {"regex": regex}
+        body: dict[str, Any] = {
+            "token_ids": token_ids or [1, 2, 3],
+            "sampling_params": {"max_tokens": 4, **sampling},
+            "hints": {"number": str(self._number)},
+        }
+        return Ask(
+            number=self._number,
+            tenant=ATTACKER,
+            api=Api.TOKENS,
+            body=body,
+            manners=Manners(),
+            is_stream=False,
+            deadline_s=None,
+            is_refused=is_refused,
+        )
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def _grammar(self, *, is_refused: bool) -> str:
+        name = self._draw.randrange(100)
+        return f"{REFUSED} {name}" if is_refused else fake_grammar(f"{name}" + " " * self._draw.choice((10, 3000)))
 
     def _prompt(self, api: Api, conversation: Conversation, sampling: dict[str, Any]) -> dict[str, Any]:
         if api is Api.TOKENS:
@@ -118,11 +180,11 @@ class Traffic:
         if messages:
             messages.append({"role": "assistant", "content": "yes"})
         messages.append({"role": "user", "content": text})
-        return Conversation(conversation.salt, [*conversation.token_ids, *new_ids], messages)
+        return Conversation(conversation.tenant, conversation.salt, [*conversation.token_ids, *new_ids], messages)
 
     def _new(self) -> Conversation:
-        salt = self._draw.choice((None, None, *_TENANT_NAMES))
-        return Conversation(salt, [*self._draw.choice(self._beginnings)])
+        tenant, salt = self._draw.choice(TENANTS), self._draw.choice(_SALTS)
+        return Conversation(tenant, salt, [*self._draw.choice(self._beginnings)])
 
     def _manners(self) -> Manners:
         draw = self._draw

@@ -9,7 +9,7 @@ leaves in the cache is the state of a wrong prefix, and a planned start must be 
 """
 
 from collections.abc import Mapping
-from itertools import takewhile
+from itertools import chain, repeat, takewhile
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from openinfer_core.scheduling import SchedulerConfig, SlotStart, StepPlan, Step
 from openinfer_core.testing import fake_model
 from openinfer_core.testing.errors import ConformanceError, require
 from openinfer_core.testing.fake_drafter import FakeDrafter
+from openinfer_core.testing.fake_grammar import allowed_by
 from openinfer_core.testing.fake_pool import FakePool, FakeTable
 from openinfer_core.testing.fake_rows import FakeRow, FakeSlot, check_row
 from openinfer_core.testing.fake_states import FakeStates
@@ -183,6 +184,7 @@ class FakeDevice:
                 draft_count=draft_count,
                 max_new=max_new,
                 kv=[],
+                masks=_masks(plan, index, max_new),
             )
             self._pool.advance(row, self._tables[slot_index], void[index], new_blocks[index])
             check_row(row, self._config)
@@ -206,8 +208,10 @@ class FakeDevice:
 
     def _sample(self, row: FakeRow, drafts: list[int]) -> None:
         slot = row.slot
-        for draft in [*drafts, None]:
-            token_id = fake_model.next_token(slot.request, slot.states[-1], num_outputs=slot.num_outputs)
+        for draft, allowed in zip([*drafts, None], chain(row.masks, repeat(fake_model.ALL_TOKENS)), strict=False):
+            token_id = fake_model.next_token(
+                slot.request, slot.states[-1], num_outputs=slot.num_outputs, allowed=allowed
+            )
             row.new_ids.append(token_id)
             slot.token_ids.append(token_id)
             slot.states.append(fake_model.extend(slot.states[-1], token_id))
@@ -274,6 +278,13 @@ def _check_column(plan: StepPlan, name: str, dtype: Any, *, num_axes: int = 1) -
     if kind != right:  # what an array looks like is not written down for nothing: this is asked of every step
         dimensions = "one-dimensional" if num_axes == 1 else "two-dimensional"
         raise ConformanceError(f"{name} must be a {dimensions} array of {right[0].name}; it is {column!r}")
+
+
+def _masks(plan: StepPlan, row: int, max_new: int) -> list[int]:
+    if not plan.token_masks:
+        return []
+    places = takewhile(plan.token_masks.__contains__, ((row, position) for position in range(max_new)))
+    return [allowed_by(plan.token_masks[place]) for place in places]
 
 
 def _is_token_id(token_id: int) -> bool:

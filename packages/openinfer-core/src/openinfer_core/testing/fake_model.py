@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 from openinfer_core.events import FinishReason
 from openinfer_core.request import GenerateRequest
+from openinfer_core.testing.fake_grammar import matcher_of
 
 NUM_TOKEN_IDS = 64  # the fake model's vocabulary; prompts may use any id
 
 _MASK = (1 << 64) - 1
+ALL_TOKENS = (1 << NUM_TOKEN_IDS) - 1
 
 
 def root(request: GenerateRequest) -> int:
@@ -44,11 +46,18 @@ def states(request: GenerateRequest, token_ids: Iterable[int]) -> list[int]:
     return found
 
 
-def next_token(request: GenerateRequest, state: int, *, num_outputs: int) -> int:
-    """The token sampled after `state`, the request's output number `num_outputs`, from 0."""
+def next_token(request: GenerateRequest, state: int, *, num_outputs: int, allowed: int = ALL_TOKENS) -> int:
+    """The token sampled after `state`, the request's output number `num_outputs`, from 0.
+
+    Args:
+        request: whose.
+        state: of the prefix.
+        num_outputs: tokens that were sampled before.
+        allowed: bit i: whether the grammar's mask has token i.
+    """
     token_id = (state >> 20) % NUM_TOKEN_IDS
     forbidden = request.sampling.stop_token_ids if num_outputs < request.sampling.min_tokens else ()
-    while token_id in forbidden:
+    while token_id in forbidden or not allowed >> token_id & 1:
         token_id = (token_id + 1) % NUM_TOKEN_IDS
     return token_id
 
@@ -69,10 +78,14 @@ def outcome(request: GenerateRequest, *, max_model_tokens: int) -> ExpectedOutco
     state = states(request, prompt)[-1]
     room_tokens = min(sampling.max_tokens, max_model_tokens - len(prompt))
     token_ids: list[int] = []
+    matcher = matcher_of(request)
     while len(token_ids) < room_tokens:
-        token_id = next_token(request, state, num_outputs=len(token_ids))
+        allowed = ALL_TOKENS if matcher is None else matcher.allowed
+        token_id = next_token(request, state, num_outputs=len(token_ids), allowed=allowed)
         if token_id in sampling.stop_token_ids and len(token_ids) >= sampling.min_tokens:
             return ExpectedOutcome(tuple(token_ids), FinishReason.STOP, token_id)
         token_ids.append(token_id)
         state = extend(state, token_id)
+        if matcher is not None:
+            matcher.accept(token_id)
     return ExpectedOutcome(tuple(token_ids), FinishReason.LENGTH, None)

@@ -41,6 +41,7 @@ class FakeRow:
     draft_count: int  # device drafts
     max_new: int
     kv: list[int]  # the state at each of its positions, of a wrong prefix from a wrong draft on
+    masks: list[int]  # tokens that may be sampled at each sampled position, by bits; all after the last
     num_compared: int = 0  # drafts that were there
     new_ids: list[int] = field(default_factory=list[int])
 

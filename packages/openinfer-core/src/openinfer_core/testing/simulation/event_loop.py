@@ -37,16 +37,16 @@ class VirtualEventLoop(asyncio.BaseEventLoop):
 
     Args:
         world: whose task runs it.
-        callback_s: virtual seconds that one callback takes.
+        charge: called with the number of callbacks after each turn; lets their time pass.
 
     Attributes:
         longest_turn_s: the most that one turn of the loop has taken so far.
     """
 
-    def __init__(self, world: World, *, callback_s: float = 0.0) -> None:
+    def __init__(self, world: World, *, charge: Callable[[int], None] | None = None) -> None:
         super().__init__()
         self._world = world
-        self._callback_s = callback_s
+        self._charge = charge
         self._selector = _Selector(world)
         self.longest_turn_s = 0.0
 
@@ -54,7 +54,8 @@ class VirtualEventLoop(asyncio.BaseEventLoop):
         num_callbacks = len(self._ready)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownArgumentType, reportUnknownMemberType]
         began_s = self._world.now_s
         super()._run_once()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-        self._world.charge(self._callback_s * max(1, num_callbacks))
+        if self._charge is not None:
+            self._charge(max(1, num_callbacks))
         if num_callbacks:
             self.longest_turn_s = max(self.longest_turn_s, self._world.now_s - began_s)
 

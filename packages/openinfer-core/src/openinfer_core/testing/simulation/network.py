@@ -135,7 +135,9 @@ class VirtualTransport(asyncio.Transport):
 
     def was_taken(self, size: int) -> None:
         self._taken_bytes -= size
-        self._send()
+        # Not for every small piece, or pieces would become smaller and smaller (silly window syndrome, RFC 813).
+        if _KERNEL_BYTES - self._taken_bytes >= min(len(self._unsent), _KERNEL_BYTES // 2):
+            self._send()
         if self._is_paused and len(self._unsent) <= _LOW_WATER:
             self._is_paused = False
             self._protocol.resume_writing()
