@@ -161,8 +161,8 @@ def test_each_architecture_is_one_familys() -> None:
         ({"rope_interleave": False}, "rope_interleave is False"),
         ({"num_key_value_heads": 8}, "num_key_value_heads is 8"),
         ({"auto_map": {"AutoModelForCausalLM": "other.Model"}}, "code of a checkpoint is never run"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "only fp8 is served"),
+        ({"quantization_config": {"quant_method": "quark"}}, "quant_method is 'quark'"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "format of quantised weights is None"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, "weight_block_size"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_deepseek.model import tensors
-from openinfer_engine.weights.quantised import FP8_BLOCKS, PACKED_INT4
+from openinfer_engine.weights.stored_format import FP8_BLOCKS, PACKED_INT4, StoredFormat
 from openinfer_engine.weights.stored_tensor import StoredTensor
 from openinfer_kernels import rope_table
 from openinfer_kimi_k2 import KimiK2
@@ -69,6 +69,12 @@ INT4 = {
 }
 
 
+def formats(config: KimiK2Config) -> tuple[StoredFormat | None, StoredFormat | None]:
+    """Of attention, and of a routed expert."""
+    layer = "model.layers.1"
+    return config.format_of(f"{layer}.self_attn.o_proj"), config.format_of(f"{layer}.mlp.experts.7.up_proj")
+
+
 def parse(**change: Any) -> KimiK2Config:
     return KimiK2.definition.parse(K2 | change)
 
@@ -92,10 +98,11 @@ def test_plain_checkpoint_has_these_parameters() -> None:
 
 
 def test_formats_follow_the_quantisation() -> None:
-    assert (parse().format, parse().expert_format) == (None, None)
-    fp8, int4 = parse(quantization_config=FP8), parse(quantization_config=INT4)
-    assert (fp8.format, fp8.expert_format) == (FP8_BLOCKS, FP8_BLOCKS)
-    assert (int4.format, int4.expert_format) == (None, PACKED_INT4)
+    assert formats(parse()) == (None, None)
+    assert formats(parse(quantization_config=FP8)) == (FP8_BLOCKS, FP8_BLOCKS)
+    assert formats(parse(quantization_config=INT4)) == (None, PACKED_INT4)
+    ignoring = INT4 | {"ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]}
+    assert formats(parse(quantization_config=ignoring)) == (None, PACKED_INT4)
 
 
 @pytest.mark.parametrize(
@@ -124,12 +131,12 @@ def test_text_part_of_a_vision_language_model_is_served_under_its_own_names() ->
     text = K2 | {"quantization_config": INT4}
     outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
     config = KimiK2.definition.parse(outer)
-    assert config.expert_format is PACKED_INT4
+    assert formats(config) == (None, PACKED_INT4)
     assert "language_model.model.layers.1.mlp.experts.383.down_proj.weight_packed" in tensors(config)
     ignorable = KimiK2.definition.ignorable_tensors(config)
     assert {"vision_tower.", "mm_projector."} <= {*ignorable}
     above = outer | {"text_config": K2, "quantization_config": FP8}
-    assert KimiK2.definition.parse(above).format is FP8_BLOCKS
+    assert formats(KimiK2.definition.parse(above)) == (FP8_BLOCKS, FP8_BLOCKS)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +149,16 @@ def test_text_part_of_a_vision_language_model_is_served_under_its_own_names() ->
         ({"attention_bias": True}, "biases in the attention"),
         ({"num_key_value_heads": 8}, "num_key_value_heads is 8"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method is 'gptq': only fp8 and compressed-tensors"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quant_method is 'bitsandbytes': only fp8, .*compressed-tensors",
+        ),
         ({"quantization_config": FP8 | {"weight_block_size": [64, 64]}}, r"weight_block_size .* is \[64, 64\]"),
         ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "fmt of quantised weights is 'e5m2'"),
         ({"quantization_config": INT4 | {"format": "marlin-24"}}, "format of quantised weights is 'marlin-24'"),
         (
-            {"quantization_config": INT4 | {"config_groups": {"g": {"weights": GROUP | {"num_bits": 8}}}}},
-            "num_bits of quantised weights is 8: only 4",
+            {"quantization_config": INT4 | {"config_groups": {"g": {"weights": GROUP | {"num_bits": 2}}}}},
+            "num_bits of quantised weights is 2: only 4 or 8",
         ),
         (
             {"quantization_config": INT4 | {"config_groups": {"g": {"weights": GROUP, "input_activations": {}}}}},

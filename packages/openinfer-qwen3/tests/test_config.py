@@ -94,7 +94,7 @@ def test_keys_that_say_nothing_about_the_model_pass(config: dict[str, Any], key:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_method': 'fp8'}"),
+    "quantised": ({"quantization_config": {"quant_method": "exl3"}}, "quant_method is 'exl3': only fp8, "),
     "sliding window": ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window is True: a sliding"),
     "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .*sliding_attention"),
     "linear layers": ({"layer_types": ["linear_attention"]}, "layer_types is .*linear_attention"),

@@ -60,7 +60,7 @@ def test_published_4b_has_eight_layers_of_full_attention(text: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*: quantised weights"),
+        ({"quantization_config": {"quant_method": "exl3"}}, "quant_method is 'exl3': only fp8, "),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"num_experts": 128}, "num_experts is 128: mixtures of experts are another family's"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only 'silu' is served"),
@@ -84,8 +84,8 @@ def test_what_would_change_the_mathematics_is_refused_by_name(
 
 
 def test_what_the_outer_config_of_a_vision_language_model_says_is_not_ignored(both: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match="quantization_config"):
-        definition.parse(both | {"quantization_config": {"quant_method": "fp8"}})
+    with pytest.raises(Refused, match="quant_method is 'exl3'"):
+        definition.parse(both | {"quantization_config": {"quant_method": "exl3"}})
     with pytest.raises(Refused, match="num_experts"):
         definition.parse(both | {"text_config": both["text_config"] | {"num_experts": 8}})
     with pytest.raises(Refused, match="model_type of text_config is 'qwen3_5_moe_text'"):

@@ -321,7 +321,7 @@ def test_each_architecture_is_one_familys() -> None:
         ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
         ({"mlp_only_layers": [2]}, r"mlp_only_layers is \[2\]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not served"),
+        ({"quantization_config": {"quant_method": "exl3"}}, "quant_method is 'exl3'"),
         ({"attn_output_gate": False}, "attn_output_gate is False"),
         ({"model_type": "qwen3_5_text"}, "model_type of text_config is 'qwen3_5_text': only qwen3_5_moe_text"),
     ],

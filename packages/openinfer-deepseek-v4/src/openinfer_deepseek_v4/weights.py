@@ -27,8 +27,9 @@ from openinfer_deepseek_v4.config import DeepseekV4Config, LayerKind, RouterKind
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
-from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix
+from openinfer_engine.weights.quantised import StoredMatrix
 from openinfer_engine.weights.safetensors_file import TensorInfo
+from openinfer_engine.weights.stored_format import StoredFormat
 from openinfer_engine.weights.stored_tensor import RandomIds, StoredTensor, TensorSpec
 from openinfer_kernels import Array, HyperWeights, LinearWeight, Ops, WeightFormat, WeightPart
 from openinfer_kernels.weights.quantised import FP8_BLOCK_128, MXFP4

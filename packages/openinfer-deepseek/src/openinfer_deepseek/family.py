@@ -16,7 +16,7 @@ from openinfer_engine.refusals import (
     rope_reasons,
     value_reasons,
 )
-from openinfer_engine.weights.quantised import FP8_BLOCKS, stored_format
+from openinfer_engine.weights.quantization_config import quantisation_reasons
 from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor
 
 OPENINFER_CONTRACT = 1
@@ -92,7 +92,7 @@ class DeepseekV2Definition(LatentDefinition):
 
 
 class DeepseekV3Definition(LatentDefinition):
-    """DeepSeek-V3, R1 and Moonlight, in FP8 blocks or BF16."""
+    """DeepSeek-V3, R1 and Moonlight, in BF16 or quantised."""
 
     name = "deepseek_v3"
 
@@ -139,11 +139,7 @@ def _v3_reasons(config: Mapping[str, Any]) -> Iterator[str]:
     yield from key_reasons(config, {**PLAIN_DECODER, "compression_config": PLAIN_WEIGHTS["compression_config"]})
     yield from code_reasons(config, prefix="AutoModelForCausalLM", published="modeling_deepseek.DeepseekV3ForCausalLM")
     yield from v3_reasons(config)
-    try:
-        if stored_format(config.get("quantization_config")) not in (None, FP8_BLOCKS):
-            yield "quant_method is 'compressed-tensors': only fp8 is served"
-    except ValueError as error:
-        yield str(error)
+    yield from quantisation_reasons(config)
 
 
 def _v2_reasons(config: Mapping[str, Any]) -> Iterator[str]:

@@ -34,7 +34,8 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import KvLayers, LogitsIndices, Shard, WeightSource
 from openinfer_engine.weights.experts import StoredMlp
 from openinfer_engine.weights.loader import WeightLoader
-from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix, stored_format
+from openinfer_engine.weights.quantised import StoredMatrix
+from openinfer_engine.weights.quantization_config import QuantisedConfig
 from openinfer_engine.weights.stored_tensor import Repeated, StoredTensor, TensorSpec
 from openinfer_kernels import (
     Array,
@@ -79,7 +80,7 @@ class TopkMethod(StrEnum):
     """The largest scores with their biases, in groups whose two largest add up to most: DeepSeek-V3, section 2.1.2."""
 
 
-class DeepseekConfig(msgspec.Struct, frozen=True, kw_only=True):
+class DeepseekConfig(QuantisedConfig, frozen=True, kw_only=True):
     """`config.json`, under its own names: the keys that shape the model. What else it may not say: `family.py`."""
 
     vocab_size: Positive
@@ -115,11 +116,11 @@ class DeepseekConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     original_max_position_embeddings: int | None = None
-    quantization_config: dict[str, Any] | None = None
     tensor_prefix: str = ""
     """What the names of its tensors begin with, where it is a part of another model."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; RoPE rotates pairs")
         if (self.scoring_func is ScoringFunc.SIGMOID) is not self.corrects_choice:
@@ -163,16 +164,6 @@ class DeepseekConfig(msgspec.Struct, frozen=True, kw_only=True):
             scale=self.routed_scaling_factor,
         )
 
-    @property
-    def format(self) -> StoredFormat | None:
-        """Of all matrices but those of routed experts, the router, the embedding and the head; None: BF16."""
-        return stored_format(self.quantization_config)
-
-    @property
-    def expert_format(self) -> StoredFormat | None:
-        """Of routed experts' matrices."""
-        return self.format
-
 
 # --- tensors of a checkpoint --------------------------------------------------------------------------------
 
@@ -200,10 +191,10 @@ class StoredLayer:
         prefix = f"{config.tensor_prefix}model.layers.{index}"
 
         def attention(name: str, rows: int, columns: int) -> StoredMatrix:
-            return StoredMatrix(name=f"{prefix}.self_attn.{name}", shape=(rows, columns), format=config.format)
+            return config.matrix(f"{prefix}.self_attn.{name}", rows, columns)
 
-        def mlp(name: str, width: int, stored: StoredFormat | None) -> StoredMlp:
-            return StoredMlp.of(f"{prefix}.{name}", width=width, h=h, stored=stored)
+        def mlp(name: str, width: int) -> StoredMlp:
+            return StoredMlp.of(f"{prefix}.{name}", width=width, h=h, format_of=config.format_of)
 
         is_dense, width = index < config.first_k_dense_replace, config.moe_intermediate_size
         experts = range(0 if is_dense else config.n_routed_experts)
@@ -215,10 +206,8 @@ class StoredLayer:
             kv_a_proj=attention("kv_a_proj_with_mqa", r + config.qk_rope_head_dim, h),
             kv_b_proj=attention("kv_b_proj", heads * (config.qk_nope_head_dim + config.v_head_dim), r),
             o_proj=attention("o_proj", h, heads * config.v_head_dim),
-            mlp=mlp("mlp", config.intermediate_size, config.format)
-            if is_dense
-            else mlp("mlp.shared_experts", config.shared_size, config.format),
-            experts=tuple(mlp(f"mlp.experts.{expert}", width, config.expert_format) for expert in experts),
+            mlp=mlp("mlp", config.intermediate_size) if is_dense else mlp("mlp.shared_experts", config.shared_size),
+            experts=tuple(mlp(f"mlp.experts.{expert}", width) for expert in experts),
         )
 
     @property

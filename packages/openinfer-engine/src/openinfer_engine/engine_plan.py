@@ -46,6 +46,7 @@ from openinfer_engine.served_context import context_of_pool, fit_context, longes
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 from openinfer_engine.weights.checkpoint import Checkpoint
 from openinfer_engine.weights.fingerprint import fingerprint
+from openinfer_engine.weights.quantization_config import QuantisedConfig
 from openinfer_engine.weights.stored_config import check_stored
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec
 
@@ -156,10 +157,17 @@ class EnginePlan:
             **({} if self.drafter is None else {"drafter": self.drafter.origin}),
             **({} if self.options.kv_events is None else {"kv_events": self.options.kv_events}),
             "weights": str(self.options.load_format),
+            **self._weight_format,
             **({"prefix_cache": self._prefix_cache} if self.has_states else {}),
             **({} if self.tiers is None else self.tiers.parts),
             **{f"operator {each.operator}": each.origin for each in self.kernel_providers},
         }
+
+    @property
+    def _weight_format(self) -> dict[str, str]:
+        """Of a model whose matrices are quantised."""
+        stored = self.config.stored if isinstance(self.config, QuantisedConfig) else None
+        return {} if stored is None else {"weight_format": stored.described}
 
     @property
     def described_tables(self) -> str | None:

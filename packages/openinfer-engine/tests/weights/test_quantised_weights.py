@@ -14,8 +14,9 @@ from openinfer_core import InvalidCheckpoint
 from openinfer_engine.model import Shard
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.dummy import DeviceDummyWeights, DummyWeights
-from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix, read_quantised
+from openinfer_engine.weights.quantised import StoredMatrix, read_quantised
 from openinfer_engine.weights.safetensors_file import SafetensorsFile
+from openinfer_engine.weights.stored_format import StoredFormat
 from openinfer_engine.weights.stored_tensor import RandomIds, StoredTensor
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.testing.paged import make_batch

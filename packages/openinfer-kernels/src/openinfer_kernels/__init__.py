@@ -14,6 +14,7 @@ from openinfer_kernels.errors import (
     OperatorMissingError,
     RopeConfigError,
     WeightDtypeError,
+    WeightValueError,
 )
 from openinfer_kernels.ops import (
     Array,
@@ -79,6 +80,7 @@ __all__ = [
     "WeightDtypeError",
     "WeightFormat",
     "WeightPart",
+    "WeightValueError",
     "YarnScaling",
     "attention_factor",
     "rope_table",

@@ -9,7 +9,8 @@ KernelsError
 ├── KernelProviderError     a provider of operators does not do what it says
 ├── OperatorMissingError    an operator that this device has no kernel for
 ├── RopeConfigError         a rotary embedding that a config asks for and this package refuses
-└── WeightDtypeError        a weight in a dtype that no operator reads
+├── WeightDtypeError        a weight in a dtype that no operator reads
+└── WeightValueError        a quantised weight with a code that is no number
 ```
 """
 
@@ -51,3 +52,7 @@ class RopeConfigError(KernelsError):
 
 class WeightDtypeError(KernelsError):
     """A weight was handed over in a dtype that `Ops.upload_weight` does not read."""
+
+
+class WeightValueError(KernelsError):
+    """A quantised weight has a code that is no number; which."""

@@ -14,6 +14,7 @@ from openinfer_kernels import (
     ScaleType,
     WeightDtypeError,
     WeightFormat,
+    WeightValueError,
 )
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.cpu.gemm.quantised import dequantised
@@ -89,9 +90,10 @@ def test_values_equal_those_of_other_packers(weight_format, rows, columns):
 
 def test_every_code_has_its_value():
     codes = np.arange(256, dtype=np.uint8)
+    numbers = np.delete(codes, [0x7F, 0xFF])
     one = np.ones((1, 2), np.float32)
-    fp8 = CpuOps().upload_quantised(QuantisedPart(format=FP8, codes=codes[None], scales=one))
-    np.testing.assert_array_equal(dequantised(fp8)[0], codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    fp8 = CpuOps().upload_quantised(QuantisedPart(format=FP8, codes=numbers[None], scales=one))
+    np.testing.assert_array_equal(dequantised(fp8)[0], numbers.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
     powers = QuantisedPart(
         format=replace(FP8, scales=ScaleType.E8M0),
         codes=np.full((256 * 128, 1), 0x38, np.uint8),
@@ -143,6 +145,18 @@ def described_values(part: QuantisedPart) -> np.ndarray:
     zeros = {Code.INT4: 8.0, Code.INT8: 128.0}.get(made.code, 0.0)
     q = q - (zeros if part.zero_points is None else expand(part.zero_points.astype(float), rows, columns, block))
     return q * expand(scales, rows, columns, block)
+
+
+@pytest.mark.parametrize("nan", [0x7F, 0xFF])
+def test_code_of_nan_is_refused_wherever_it_is(nan):
+    part, _ = make_part(FP8, 64, 96)
+    for row, column in ((0, 0), (63, 95), (17, 40)):
+        codes = part.codes.copy()
+        codes[row, column] = nan
+        with pytest.raises(WeightValueError, match="E4M3 code is no number"):
+            CpuOps().upload_quantised(replace(part, codes=codes))
+    within = replace(part, codes=np.where(np.arange(96) % 2, 0x7E, 0xFE).astype(np.uint8)[None].repeat(64, 0))
+    assert np.abs(dequantised(CpuOps().upload_quantised(within))).max() > 0  # 448 is one
 
 
 @pytest.mark.parametrize("described", DESCRIBED, ids=str)

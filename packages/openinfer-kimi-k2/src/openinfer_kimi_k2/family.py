@@ -8,7 +8,7 @@ from openinfer_deepseek.family import V3_ROUTER, LatentDefinition, v3_reasons
 from openinfer_deepseek.model import DeepseekConfig
 from openinfer_engine.family import EngineFamily
 from openinfer_engine.refusals import PLAIN_DECODER, architecture_reasons, key_reasons
-from openinfer_engine.weights.quantised import stored_format
+from openinfer_engine.weights.quantization_config import quantisation_reasons
 from openinfer_kimi_k2 import model
 
 OPENINFER_CONTRACT = 1
@@ -49,7 +49,4 @@ def _reasons(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str
     yield from architecture_reasons(config, "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
     yield from key_reasons(text, CHANGES_THE_MODEL)
     yield from v3_reasons(text)
-    try:
-        stored_format(text.get("quantization_config"))
-    except ValueError as error:
-        yield str(error)
+    yield from quantisation_reasons(text)

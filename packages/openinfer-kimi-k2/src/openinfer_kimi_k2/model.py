@@ -12,7 +12,8 @@ from typing import Annotated, Any, cast
 import msgspec
 
 from openinfer_deepseek.model import DeepseekConfig
-from openinfer_engine.weights.quantised import PACKED_INT4, StoredFormat, stored_format
+from openinfer_engine.weights.stored_format import StoredFormat
+from openinfer_kernels import Code
 
 TEXT = "kimi_k2"
 VISION_LANGUAGE = "kimi_k25"
@@ -25,14 +26,11 @@ class KimiK2Config(DeepseekConfig, frozen=True, kw_only=True):
 
     q_lora_rank: Annotated[int, msgspec.Meta(ge=1)]  # pyright: ignore[reportGeneralTypeIssues]
 
-    @property
-    def format(self) -> StoredFormat | None:
-        """FP8 in K2-Instruct; INT4 is of routed experts alone: K2-Thinking, K2.5, K2.6."""
-        return None if self.expert_format is PACKED_INT4 else self.expert_format
-
-    @property
-    def expert_format(self) -> StoredFormat | None:
-        return stored_format(self.quantization_config)
+    def format_of(self, name: str) -> StoredFormat | None:
+        """Integers are of routed experts alone, whether the config says it or not: K2-Thinking, K2.5, K2.6."""
+        stored = super().format_of(name)
+        is_integer = stored is not None and stored.format.code in (Code.INT4, Code.INT8)
+        return None if is_integer and ".experts." not in name else stored
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -5,11 +5,11 @@ from typing import Any
 
 from openinfer_engine.family import EngineFamily
 from openinfer_engine.model import ModelDefinition, ModelLimits
+from openinfer_engine.weights.quantization_config import quantisation_reasons
 from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor
 from openinfer_llama import model
 
 _CHANGES_THE_MODEL = (
-    "quantization_config",
     "attention_bias",
     "mlp_bias",
     "layer_types",
@@ -34,6 +34,7 @@ class LlamaDefinition(ModelDefinition[model.LlamaConfig]):
         reasons = [f"{key} is {config[key]!r}, which is not served" for key in keys if config.get(key)]
         if config.get("hidden_act", "silu") != "silu":
             reasons.append(f"hidden_act is {config['hidden_act']!r}: only silu is served")
+        reasons += quantisation_reasons(config)
         return "; ".join(reasons) or None
 
     def limits(self, config: model.LlamaConfig) -> ModelLimits:

@@ -24,6 +24,9 @@ import msgspec
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import KvLayers, Shard, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
+from openinfer_engine.weights.quantised import StoredMatrix
+from openinfer_engine.weights.quantization_config import QuantisedConfig
+from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops, PagedCache
 from openinfer_llama.rope import Llama3Scaling, rope_table
 
@@ -37,7 +40,7 @@ ATTENTION = "attention"
 # --- configuration ------------------------------------------------------------------------------------------
 
 
-class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
+class LlamaConfig(QuantisedConfig, frozen=True, kw_only=True):
     """`config.json`, under its own names: the keys that shape the model."""
 
     vocab_size: Positive
@@ -58,6 +61,7 @@ class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: Positive | msgspec.UnsetType | None = msgspec.UNSET
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _ = self.rope  # which says what is wrong with it
 
     @property
@@ -90,26 +94,33 @@ class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
         return theta, msgspec.convert(fields, Llama3Scaling)
 
 
-def tensors(config: LlamaConfig) -> Mapping[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint that `load` reads, with its whole shape."""
-    h, f = config.hidden_size, config.intermediate_size
+def matrices(config: LlamaConfig, layer: int) -> Mapping[str, StoredMatrix]:
+    """The matrices of a layer as they are stored, by the last part of their name."""
+    h, f, prefix = config.hidden_size, config.intermediate_size, f"model.layers.{layer}"
     q, kv = config.num_attention_heads * config.head_size, config.num_key_value_heads * config.head_size
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (h,),
-        "self_attn.q_proj.weight": (q, h),
-        "self_attn.k_proj.weight": (kv, h),
-        "self_attn.v_proj.weight": (kv, h),
-        "self_attn.o_proj.weight": (h, q),
-        "post_attention_layernorm.weight": (h,),
-        "mlp.gate_proj.weight": (f, h),
-        "mlp.up_proj.weight": (f, h),
-        "mlp.down_proj.weight": (h, f),
+    shapes = {
+        "self_attn.q_proj": (q, h),
+        "self_attn.k_proj": (kv, h),
+        "self_attn.v_proj": (kv, h),
+        "self_attn.o_proj": (h, q),
+        "mlp.gate_proj": (f, h),
+        "mlp.up_proj": (f, h),
+        "mlp.down_proj": (h, f),
     }
-    whole: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, h), "model.norm.weight": (h,)}
+    return {name.partition(".")[2]: config.matrix(f"{prefix}.{name}", *shape) for name, shape in shapes.items()}
+
+
+def tensors(config: LlamaConfig) -> Mapping[str, TensorSpec]:
+    """Every tensor of the checkpoint that `load` reads, with its whole shape."""
+    h = config.hidden_size
+    whole: dict[str, TensorSpec] = {"model.embed_tokens.weight": (config.vocab_size, h), "model.norm.weight": (h,)}
     if not config.tie_word_embeddings:
         whole["lm_head.weight"] = (config.vocab_size, h)
     for index in range(config.num_hidden_layers):
-        whole |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        norms = ("input_layernorm", "post_attention_layernorm")
+        whole |= {f"model.layers.{index}.{name}.weight": (h,) for name in norms}
+        stored = matrices(config, index).values()
+        whole |= {name: spec for matrix in stored for name, spec in matrix.tensors().items()}
     return whole
 
 
@@ -156,7 +167,7 @@ def load(
     loader = WeightLoader(weights, ops=ops, communicator=communicator)
     head = None if config.tie_word_embeddings else "lm_head.weight"
     embed_tokens, lm_head = loader.vocabulary("model.embed_tokens.weight", head)
-    layers = tuple(_load_layer(loader, f"model.layers.{i}") for i in range(config.num_hidden_layers))
+    layers = tuple(_load_layer(config, loader, i) for i in range(config.num_hidden_layers))
     norm = loader.plain("model.norm.weight")
     theta, scaling = config.rope
     table = rope_table(theta, scaling, head_dim=config.head_size, positions=max_model_tokens)
@@ -164,15 +175,16 @@ def load(
     return LlamaModel(config, loaded, ops=ops, communicator=communicator)
 
 
-def _load_layer(loader: WeightLoader, prefix: str) -> LayerWeights:
-    q, k, v, o = (f"{prefix}.self_attn.{name}_proj" for name in "qkvo")
+def _load_layer(config: LlamaConfig, loader: WeightLoader, index: int) -> LayerWeights:
+    prefix, stored = f"model.layers.{index}", matrices(config, index)
+    q, k, v, o = (stored[f"{name}_proj"] for name in "qkvo")
     return LayerWeights(
         input_layernorm=loader.plain(f"{prefix}.input_layernorm.weight"),
         qkv_proj=loader.linear(q, k, v, shard=Shard.COLUMN_PARALLEL),
         o_proj=loader.linear(o, shard=Shard.ROW_PARALLEL),
         post_attention_layernorm=loader.plain(f"{prefix}.post_attention_layernorm.weight"),
-        gate_up_proj=loader.linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj", shard=Shard.COLUMN_PARALLEL),
-        down_proj=loader.linear(f"{prefix}.mlp.down_proj", shard=Shard.ROW_PARALLEL),
+        gate_up_proj=loader.linear(stored["gate_proj"], stored["up_proj"], shard=Shard.COLUMN_PARALLEL),
+        down_proj=loader.linear(stored["down_proj"], shard=Shard.ROW_PARALLEL),
     )
 
 

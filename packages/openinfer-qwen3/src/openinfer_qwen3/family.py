@@ -17,6 +17,7 @@ from openinfer_engine.refusals import (
     value_reasons,
 )
 from openinfer_engine.weights.experts import check_expert_ranks
+from openinfer_engine.weights.quantization_config import quantisation_reasons
 from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor
 from openinfer_qwen3 import model
 
@@ -24,7 +25,7 @@ OPENINFER_CONTRACT = 1
 
 _ATTENTION: Mapping[str, str] = MappingProxyType(
     {
-        **PLAIN_WEIGHTS,
+        "compression_config": PLAIN_WEIGHTS["compression_config"],
         **{key: reason for key, reason in PLAIN_DECODER.items() if key != "attention_bias"},
         "dual_chunk_attention_config": "dual chunk attention is not served, only full attention",
         "attention_chunk_size": "chunked attention is not served, only full attention",
@@ -96,6 +97,9 @@ class Qwen3Definition(ModelDefinition[model.Qwen3Config]):
             yield f"partial_rotary_factor is {config['partial_rotary_factor']}: only whole heads are rotated"
         yield from code_reasons(config, prefix="AutoModelForCausalLM")
         yield from rope_reasons(config)
+        yield from quantisation_reasons(config)
+        if config.get("quantization_config") and config.get("attention_bias"):
+            yield "attention_bias is True: biases next to quantised weights are not served"
 
 
 class Qwen3MoeDefinition(Qwen3Definition):

@@ -31,6 +31,8 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import KvLayers, LogitsIndices, Shard, WeightSource
 from openinfer_engine.weights.experts import ExpertWeights, StoredExperts, StoredMlp
 from openinfer_engine.weights.loader import WeightLoader
+from openinfer_engine.weights.quantised import StoredMatrix
+from openinfer_engine.weights.quantization_config import QuantisedConfig
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import (
     Array,
@@ -52,7 +54,7 @@ ATTENTION = "attention"
 # --- configuration ------------------------------------------------------------------------------------------
 
 
-class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True):
+class Qwen3Config(QuantisedConfig, frozen=True, kw_only=True):
     """`config.json`, under its own names: the keys that shape the model. What else it may not say: `family.py`."""
 
     vocab_size: Positive
@@ -74,6 +76,7 @@ class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True):
     original_max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads {self.num_key_value_heads} does not divide "
@@ -131,39 +134,54 @@ class Qwen3MoeConfig(Qwen3Config, frozen=True, kw_only=True):
             routing=self.routing,
             hidden_size=self.hidden_size,
             width=self.moe_intermediate_size,
+            format_of=self.format_of,
         )
+
+
+def attention_matrices(
+    config: Qwen3Config, layer: int
+) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix, StoredMatrix]:
+    """Q, K, V and O of a layer as they are stored."""
+    h, d, prefix = config.hidden_size, config.head_dim, f"model.layers.{layer}.self_attn"
+    q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
+    return (
+        config.matrix(f"{prefix}.q_proj", q, h),
+        config.matrix(f"{prefix}.k_proj", kv, h),
+        config.matrix(f"{prefix}.v_proj", kv, h),
+        config.matrix(f"{prefix}.o_proj", h, q),
+    )
+
+
+def mlp_matrices(config: Qwen3Config, layer: int) -> StoredMlp:
+    """The plain MLP of a layer."""
+    sizes = {"width": config.intermediate_size, "h": config.hidden_size}
+    return StoredMlp.of(f"model.layers.{layer}.mlp", **sizes, format_of=config.format_of)
 
 
 def tensors(config: Qwen3Config) -> Mapping[str, TensorSpec]:
     """Every tensor of the checkpoint that `load` reads, with its whole shape."""
     h = config.hidden_size
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    layer: dict[str, TensorSpec] = {
-        "input_layernorm.weight": (h,),
-        "self_attn.q_proj.weight": (q, h),
-        "self_attn.k_proj.weight": (kv, h),
-        "self_attn.v_proj.weight": (kv, h),
-        "self_attn.q_norm.weight": (config.head_dim,),
-        "self_attn.k_norm.weight": (config.head_dim,),
-        "self_attn.o_proj.weight": (h, q),
-        "post_attention_layernorm.weight": (h,),
-    }
-    if config.attention_bias:
-        layer |= {f"self_attn.{name}_proj.bias": (rows,) for name, rows in (("q", q), ("k", kv), ("v", kv), ("o", h))}
     whole: dict[str, TensorSpec] = {"model.embed_tokens.weight": (config.vocab_size, h), "model.norm.weight": (h,)}
     if not config.tie_word_embeddings:
         whole["lm_head.weight"] = (config.vocab_size, h)
     for index in range(config.num_hidden_layers):
-        whole |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        norms = {"input_layernorm": h, "post_attention_layernorm": h}
+        norms |= {f"self_attn.{name}_norm": config.head_dim for name in "qk"}
+        whole |= {f"model.layers.{index}.{name}.weight": (size,) for name, size in norms.items()}
+        for matrix in attention_matrices(config, index):
+            whole |= matrix.tensors()
+            if config.attention_bias:
+                whole[f"{matrix.name}.bias"] = matrix.shape[:1]
         whole |= _mlp_tensors(config, index)
     return whole
 
 
 def _mlp_tensors(config: Qwen3Config, layer: int) -> dict[str, TensorSpec]:
-    h, prefix, experts = config.hidden_size, f"model.layers.{layer}.mlp", config.experts(layer)
-    if experts is not None:
-        return {f"{prefix}.gate.weight": (experts.routing.num_experts, h), **experts.tensors()}
-    return StoredMlp.of(prefix, width=config.intermediate_size, h=h).tensors()
+    experts = config.experts(layer)
+    if experts is None:
+        return mlp_matrices(config, layer).tensors()
+    router = f"model.layers.{layer}.mlp.gate.weight"
+    return {router: (experts.routing.num_experts, config.hidden_size), **experts.tensors()}
 
 
 # --- weights ------------------------------------------------------------------------------------------------
@@ -243,16 +261,16 @@ def load(
 
 def _load_layer(config: Qwen3Config, loader: WeightLoader, communicator: Communicator, index: int) -> LayerWeights:
     prefix = f"model.layers.{index}"
-    q, k, v, o = (f"{prefix}.self_attn.{name}_proj" for name in "qkvo")
-    biased = config.attention_bias
+    q, k, v, o = attention_matrices(config, index)
+    biased, biases = config.attention_bias, [f"{each.name}.bias" for each in (q, k, v)]
     return LayerWeights(
         input_layernorm=loader.plain(f"{prefix}.input_layernorm.weight"),
         qkv_proj=loader.linear(q, k, v, shard=Shard.COLUMN_PARALLEL),
-        qkv_bias=loader.plain(f"{q}.bias", f"{k}.bias", f"{v}.bias", shard=Shard.COLUMN_PARALLEL) if biased else None,
+        qkv_bias=loader.plain(*biases, shard=Shard.COLUMN_PARALLEL) if biased else None,
         q_norm=loader.plain(f"{prefix}.self_attn.q_norm.weight"),
         k_norm=loader.plain(f"{prefix}.self_attn.k_norm.weight"),
         o_proj=loader.linear(o, shard=Shard.ROW_PARALLEL),
-        o_bias=loader.plain(f"{o}.bias") if biased and communicator.rank == 0 else None,
+        o_bias=loader.plain(f"{o.name}.bias") if biased and communicator.rank == 0 else None,
         post_attention_layernorm=loader.plain(f"{prefix}.post_attention_layernorm.weight"),
         mlp=_load_mlp(config, loader, communicator, index),
     )
@@ -261,14 +279,15 @@ def _load_layer(config: Qwen3Config, loader: WeightLoader, communicator: Communi
 def _load_mlp(
     config: Qwen3Config, loader: WeightLoader, communicator: Communicator, layer: int
 ) -> MlpWeights | MixtureWeights:
-    prefix, experts = f"model.layers.{layer}.mlp", config.experts(layer)
+    experts = config.experts(layer)
     if experts is None:
+        mlp = mlp_matrices(config, layer)
         return MlpWeights(
-            gate_up_proj=loader.linear(f"{prefix}.gate_proj", f"{prefix}.up_proj", shard=Shard.COLUMN_PARALLEL),
-            down_proj=loader.linear(f"{prefix}.down_proj", shard=Shard.ROW_PARALLEL),
+            gate_up_proj=loader.linear(mlp.gate, mlp.up, shard=Shard.COLUMN_PARALLEL),
+            down_proj=loader.linear(mlp.down, shard=Shard.ROW_PARALLEL),
         )
     return MixtureWeights(
-        router=loader.plain(f"{prefix}.gate.weight"),
+        router=loader.plain(f"model.layers.{layer}.mlp.gate.weight"),
         routing=experts.routing,
         experts=experts.load(loader, communicator),
     )

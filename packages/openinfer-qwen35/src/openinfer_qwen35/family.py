@@ -19,6 +19,7 @@ from openinfer_engine.refusals import (
     value_reasons,
 )
 from openinfer_engine.weights.experts import check_expert_ranks
+from openinfer_engine.weights.quantization_config import quantisation_reasons
 from openinfer_engine.weights.safetensors_file import TensorInfo
 from openinfer_kernels import RopeConfigError, RopeParameters
 from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
@@ -34,7 +35,9 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 MOE_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {VISION_LANGUAGE_MOE: "Qwen3_5MoeForConditionalGeneration", TEXT_MOE: "Qwen3_5MoeForCausalLM"}
 )
-_LAYERS: Mapping[str, str] = MappingProxyType({**PLAIN_WEIGHTS, **PLAIN_DECODER})
+_LAYERS: Mapping[str, str] = MappingProxyType(
+    {**PLAIN_DECODER, "compression_config": PLAIN_WEIGHTS["compression_config"]}
+)
 CHANGES_THE_MODEL: Mapping[str, str] = MappingProxyType(
     {**_LAYERS, "num_experts": "mixtures of experts are another family's"}
 )
@@ -78,6 +81,7 @@ class Qwen35Definition(ModelDefinition[model.Qwen35Config]):
         yield from key_reasons(said, self.changes)
         yield from value_reasons(text, ONLY)
         yield from rope_reasons(text)
+        yield from quantisation_reasons(said)
         if _is_yarn(text):
             yield "rope_type is 'yarn': only the plain rotary embedding is served"
 

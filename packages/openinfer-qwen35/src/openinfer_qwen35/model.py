@@ -42,6 +42,8 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import KvLayers, Shard, WeightSource
 from openinfer_engine.weights.experts import ExpertWeights, StoredExperts, StoredMlp
 from openinfer_engine.weights.loader import WeightLoader
+from openinfer_engine.weights.quantised import StoredMatrix
+from openinfer_engine.weights.quantization_config import QuantisedConfig
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import (
     Array,
@@ -86,7 +88,7 @@ class LayerKind(StrEnum):
     LINEAR = "linear_attention"
 
 
-class Qwen35Config(msgspec.Struct, frozen=True, kw_only=True):
+class Qwen35Config(QuantisedConfig, frozen=True, kw_only=True):
     """The text model's part of `config.json` (`text_config`), under its own names: the keys that shape the model."""
 
     tensor_prefix: str
@@ -116,6 +118,7 @@ class Qwen35Config(msgspec.Struct, frozen=True, kw_only=True):
     rope_scaling: dict[str, Any]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for part, whole in (
             ("num_key_value_heads", "num_attention_heads"),
             ("linear_num_key_heads", "linear_num_value_heads"),
@@ -175,7 +178,8 @@ class Qwen35MoeConfig(Qwen35Config, frozen=True, kw_only=True):
     norm_topk_prob: bool = True
     """Whether the weights of a token's routed experts are divided by their sum; published configs do not say."""
     experts_are_stacked: bool = True
-    """Whether a layer's routed experts are two tensors, as published in BF16; else they are stored one by one."""
+    """Whether a layer's routed experts are two tensors, as published in BF16; else they are stored one by one, as
+    quantised ones are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,8 +202,9 @@ class Qwen35MoeConfig(Qwen35Config, frozen=True, kw_only=True):
             routing=self.routing,
             hidden_size=h,
             width=width,
-            is_stacked=self.experts_are_stacked,
-            shared=StoredMlp.of(f"{prefix}.shared_expert", width=width, h=h),
+            format_of=self.format_of,
+            is_stacked=self.experts_are_stacked and (self.stored is None or self.stored.tensors is not None),
+            shared=StoredMlp.of(f"{prefix}.shared_expert", width=width, h=h, format_of=self.format_of),
         )
 
 
@@ -215,6 +220,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     elif model_type in TEXT_OF and isinstance(config.get("text_config"), dict):
         text, prefix = dict(config["text_config"]), "model.language_model."
         text |= {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        text["quantization_config"] = text.get("quantization_config") or config.get("quantization_config")
     else:
         return None
     new, old = rope_fields(text, "rope_parameters"), rope_fields(text, "rope_scaling")
@@ -234,11 +240,27 @@ def rope_fields(text: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in _IMAGE_ROPE_FIELDS}
 
 
+def matrices(config: Qwen35Config, layer: int) -> Mapping[str, StoredMatrix]:
+    """The matrices of a layer's mixer as they are stored, by the last part of their name."""
+    h, prefix = config.hidden_size, f"{config.tensor_prefix}layers.{layer}"
+    shapes: dict[str, tuple[int, int]] = {}
+    if config.layer_kinds[layer] is LayerKind.FULL:
+        q, kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+        shapes |= {f"self_attn.{name}_proj": (rows, h) for name, rows in (("q", 2 * q), ("k", kv), ("v", kv))}
+        shapes["self_attn.o_proj"] = (h, q)
+    else:
+        n, values = config.linear_num_value_heads, config.linear_heights[2]
+        rows_of = {"qkv": sum(config.linear_heights), "z": values, "b": n, "a": n}
+        shapes |= {f"linear_attn.in_proj_{name}": (rows, h) for name, rows in rows_of.items()}
+        shapes["linear_attn.out_proj"] = (h, values)
+    return {name.partition(".")[2]: config.matrix(f"{prefix}.{name}", *shape) for name, shape in shapes.items()}
+
+
 def tensors(config: Qwen35Config) -> Mapping[str, TensorSpec]:
     """Every tensor of the checkpoint that `load` reads, with its whole shape."""
     h, prefix = config.hidden_size, config.tensor_prefix
-    mixers = {LayerKind.FULL: _attention_tensors(config), LayerKind.LINEAR: _linear_attention_tensors(config)}
-    shared: dict[str, TensorSpec] = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
+    vectors = {LayerKind.FULL: _attention_vectors(config), LayerKind.LINEAR: _linear_attention_vectors(config)}
+    shared = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
     whole: dict[str, TensorSpec] = {
         f"{prefix}embed_tokens.weight": (config.vocab_size, h),
         f"{prefix}norm.weight": (h,),
@@ -246,15 +268,23 @@ def tensors(config: Qwen35Config) -> Mapping[str, TensorSpec]:
     if not config.tie_word_embeddings:
         whole["lm_head.weight"] = (config.vocab_size, h)
     for index, kind in enumerate(config.layer_kinds):
-        whole |= {f"{prefix}layers.{index}.{name}": shape for name, shape in (shared | mixers[kind]).items()}
+        whole |= {f"{prefix}layers.{index}.{name}": shape for name, shape in (shared | vectors[kind]).items()}
+        stored = matrices(config, index).values()
+        whole |= {name: spec for matrix in stored for name, spec in matrix.tensors().items()}
         whole |= _mlp_tensors(config, index)
     return whole
+
+
+def _mlp(config: Qwen35Config, layer: int) -> StoredMlp:
+    """The plain MLP of a layer."""
+    prefix, sizes = f"{config.tensor_prefix}layers.{layer}.mlp", (config.intermediate_size, config.hidden_size)
+    return StoredMlp.of(prefix, width=sizes[0], h=sizes[1], format_of=config.format_of)
 
 
 def _mlp_tensors(config: Qwen35Config, layer: int) -> dict[str, TensorSpec]:
     h, prefix, experts = config.hidden_size, f"{config.tensor_prefix}layers.{layer}.mlp", config.experts(layer)
     if experts is None:
-        return StoredMlp.of(prefix, width=config.intermediate_size, h=h).tensors()
+        return _mlp(config, layer).tensors()
     routers: dict[str, TensorSpec] = {
         f"{prefix}.gate.weight": (experts.routing.num_experts, h),
         f"{prefix}.shared_expert_gate.weight": (1, h),
@@ -262,34 +292,17 @@ def _mlp_tensors(config: Qwen35Config, layer: int) -> dict[str, TensorSpec]:
     return routers | experts.tensors()
 
 
-def _attention_tensors(config: Qwen35Config) -> dict[str, TensorSpec]:
-    h, q, kv = (
-        config.hidden_size,
-        *(heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)),
-    )
-    return {
-        "self_attn.q_proj.weight": (2 * q, h),
-        "self_attn.k_proj.weight": (kv, h),
-        "self_attn.v_proj.weight": (kv, h),
-        "self_attn.q_norm.weight": (config.head_dim,),
-        "self_attn.k_norm.weight": (config.head_dim,),
-        "self_attn.o_proj.weight": (h, q),
-    }
+def _attention_vectors(config: Qwen35Config) -> dict[str, tuple[int, ...]]:
+    return {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
 
 
-def _linear_attention_tensors(config: Qwen35Config) -> dict[str, TensorSpec]:
-    h, n, values = config.hidden_size, config.linear_num_value_heads, config.linear_heights[2]
-    channels = sum(config.linear_heights)
+def _linear_attention_vectors(config: Qwen35Config) -> dict[str, tuple[int, ...]]:
+    n = config.linear_num_value_heads
     return {
-        "linear_attn.in_proj_qkv.weight": (channels, h),
-        "linear_attn.in_proj_z.weight": (values, h),
-        "linear_attn.in_proj_b.weight": (n, h),
-        "linear_attn.in_proj_a.weight": (n, h),
-        "linear_attn.conv1d.weight": (channels, 1, config.linear_conv_kernel_dim),
+        "linear_attn.conv1d.weight": (sum(config.linear_heights), 1, config.linear_conv_kernel_dim),
         "linear_attn.A_log": (n,),
         "linear_attn.dt_bias": (n,),
         "linear_attn.norm.weight": (config.linear_value_head_dim,),
-        "linear_attn.out_proj.weight": (h, values),
     }
 
 
@@ -320,6 +333,8 @@ class LinearAttentionWeights:
     """Among the layers of its kind, hence in the states."""
     in_proj: LinearWeight
     """`[C + N dv + 2 N, h]`: query rows, then key rows, then value rows; rows of `z`; rows of `b`, then of `a`."""
+    ba_proj: LinearWeight | None
+    """`[2 N, h]`: the last of these rows, where they are stored in another format and are not in `in_proj`."""
     conv1d: Array
     """`[C, W]`"""
     a_log: Array
@@ -404,6 +419,8 @@ class _LayerReader:
         self._experts = config.experts(layer)
         self._loader = loader
         self._communicator = communicator
+        self._stored = matrices(config, layer)
+        self._mlp = _mlp(config, layer)
 
     def read_layer(self) -> LayerWeights:
         return LayerWeights(
@@ -416,28 +433,31 @@ class _LayerReader:
     def _read_attention(self) -> AttentionWeights:
         return AttentionWeights(
             index=self._index,
-            qkv_proj=self._linear(*(f"self_attn.{name}_proj" for name in "qkv"), shard=Shard.COLUMN_PARALLEL),
+            qkv_proj=self._linear(*(f"{name}_proj" for name in "qkv"), shard=Shard.COLUMN_PARALLEL),
             q_norm=self._plain("self_attn.q_norm.weight"),
             k_norm=self._plain("self_attn.k_norm.weight"),
-            o_proj=self._linear("self_attn.o_proj", shard=Shard.ROW_PARALLEL),
+            o_proj=self._linear("o_proj", shard=Shard.ROW_PARALLEL),
         )
 
     def _read_linear_attention(self) -> LinearAttentionWeights:
-        qkv, *others = (f"{self._prefix}.linear_attn.in_proj_{name}" for name in ("qkv", *"zba"))
+        qkv, z, b, a = (self._stored[f"in_proj_{name}"] for name in ("qkv", *"zba"))
+        # Published FP8 leaves the few rows of b and a in BF16: these are then a product of their own.
+        apart = qkv.format != b.format
         return LinearAttentionWeights(
             index=self._index,
-            in_proj=self._loader.stacked_linear(qkv, self._heights, *others),
+            in_proj=self._loader.stacked_linear(qkv, self._heights, z, *(() if apart else (b, a))),
+            ba_proj=self._loader.linear(b, a, shard=Shard.COLUMN_PARALLEL) if apart else None,
             conv1d=self._loader.stacked(f"{self._prefix}.linear_attn.conv1d.weight", self._heights)[:, 0],
             a_log=self._float32("A_log", Shard.COLUMN_PARALLEL),
             dt_bias=self._float32("dt_bias", Shard.COLUMN_PARALLEL),
             norm=self._float32("norm.weight", Shard.WHOLE),
-            out_proj=self._linear("linear_attn.out_proj", shard=Shard.ROW_PARALLEL),
+            out_proj=self._linear("out_proj", shard=Shard.ROW_PARALLEL),
         )
 
     def _read_mlp(self) -> MlpWeights:
         return MlpWeights(
-            gate_up_proj=self._linear("mlp.gate_proj", "mlp.up_proj", shard=Shard.COLUMN_PARALLEL),
-            down_proj=self._linear("mlp.down_proj", shard=Shard.ROW_PARALLEL),
+            gate_up_proj=self._loader.linear(self._mlp.gate, self._mlp.up, shard=Shard.COLUMN_PARALLEL),
+            down_proj=self._loader.linear(self._mlp.down, shard=Shard.ROW_PARALLEL),
         )
 
     def _read_mixture(self, experts: StoredExperts) -> MixtureWeights:
@@ -452,7 +472,7 @@ class _LayerReader:
         return self._loader.plain(f"{self._prefix}.{name}")
 
     def _linear(self, *names: str, shard: Shard) -> LinearWeight:
-        return self._loader.linear(*(f"{self._prefix}.{name}" for name in names), shard=shard)
+        return self._loader.linear(*(self._stored[name] for name in names), shard=shard)
 
     def _float32(self, name: str, shard: Shard) -> Array:
         return self._loader.float32(f"{self._prefix}.linear_attn.{name}", shard)
@@ -525,7 +545,8 @@ class Qwen35Model:
         """`[T, h]` of a linear-attention mixer for the normed `x [T, h]`."""
         ops, states = self._ops, batch.states
         channels, values = len(mixer.conv1d), mixer.out_proj.shape[1]
-        projected = ops.linear(x, mixer.in_proj, batch)  # [T, C + N dv + 2 N]
+        projected = ops.linear(x, mixer.in_proj, batch)  # [T, C + N dv + 2 N], or without the last 2 N
+        ba = projected[:, channels + values :] if mixer.ba_proj is None else ops.linear(x, mixer.ba_proj, batch)
         qkv = ops.causal_conv_silu(  # [T, C]
             projected[:, :channels],
             mixer.conv1d,
@@ -535,7 +556,7 @@ class Qwen35Model:
         )
         attended = ops.gated_delta_rule(  # [T, N dv]
             qkv,
-            projected[:, channels + values :],
+            ba,
             a_log=mixer.a_log,
             dt_bias=mixer.dt_bias,
             state=states[f"{LINEAR_ATTENTION}.state"],

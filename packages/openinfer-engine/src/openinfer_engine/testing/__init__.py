@@ -14,6 +14,7 @@ from openinfer_engine.testing.drafts import check_drafts, check_drafts_in_traffi
 from openinfer_engine.testing.family import FamilyHarness, check_family, check_steps, step_at_random
 from openinfer_engine.testing.golden import Golden
 from openinfer_engine.testing.launched import ask_launched, check_launched
+from openinfer_engine.testing.quantised_family import check_quantised
 from openinfer_engine.testing.random_weights import bf16_exact, random_weights
 from openinfer_engine.testing.recorded import RecordedModel
 from openinfer_engine.testing.rounding import (
@@ -46,6 +47,7 @@ __all__ = [
     "check_drafts_in_traffic",
     "check_family",
     "check_launched",
+    "check_quantised",
     "check_steps",
     "computed_logprobs",
     "drafted_requests",

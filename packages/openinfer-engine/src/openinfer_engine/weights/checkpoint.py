@@ -231,9 +231,10 @@ def _problems(
         info = tensors.get(name)
         stored = isinstance(spec, StoredTensor)
         shape, possible = (spec.shape, spec.dtypes) if stored else (spec, sorted(dtypes))
+        others = spec.other_shapes if stored else ()
         if info is None:
             yield f"{name} is missing"
-        elif info.array_shape != shape:
+        elif info.array_shape not in (shape, *others):
             yield f"{name} has shape {list(info.shape)}, not {list(shape)}"
         elif info.dtype not in possible:
             yield f"{name} has dtype {info.dtype}, not one of {', '.join(possible)}"

@@ -17,10 +17,12 @@ from openinfer_core import InvalidCheckpoint
 from openinfer_engine.model import Shard
 from openinfer_engine.weights.checkpoint import shard_for_rank, share_of_rank
 from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
-from openinfer_engine.weights.stored_tensor import RandomBytes, RandomIds, Repeated, StoredTensor, TensorSpec
+from openinfer_engine.weights.stored_tensor import GroupIds, RandomBytes, RandomIds, Repeated, StoredTensor, TensorSpec
 from openinfer_kernels import HostArray, RandomCodes, RandomWeight
+from openinfer_kernels.weights.code_values import E4M3_VALUES
 
 _E8M0_BIAS = 127
+_E4M3_NAN = 0x7F  # codes below it are numbers above zero, in ascending order
 _PERIOD = 1_048_573  # the largest prime below 2^20
 
 _MATRIX_GAIN = 2.0  # logits are products of a normed vector with rows of this length: their spread, far from flat
@@ -130,6 +132,8 @@ def dummy_array(spec: StoredTensor, *, seed: int) -> HostArray:
     if isinstance(spec.dummy, Repeated):
         values = _encoded(spec.dummy.values, spec.dtypes[0])
         return np.broadcast_to(values, spec.shape) if values.size == 1 else np.resize(values, spec.shape)
+    if isinstance(spec.dummy, GroupIds):
+        return spec.dummy.of(spec.shape[0]).astype(dtype)
     rng = np.random.default_rng(seed)
     if isinstance(spec.dummy, RandomIds):
         first = rng.integers(0, spec.dummy.bound, (*spec.shape[:-1], 1))
@@ -139,11 +143,13 @@ def dummy_array(spec: StoredTensor, *, seed: int) -> HostArray:
 
 
 def _encoded(values: tuple[float, ...], dtype: str) -> HostArray:
-    """Numbers as the format stores them; E8M0 has the nearest powers of two."""
+    """Numbers as the format stores them; E8M0 and E4M3 have the nearest."""
     numbers = np.array(values, np.float64)
     match dtype:
         case "F8_E8M0":
             return (np.rint(np.log2(numbers)) + _E8M0_BIAS).astype(np.uint8)
+        case "F8_E4M3":
+            return np.abs(E4M3_VALUES[:_E4M3_NAN] - numbers[:, None]).argmin(1).astype(np.uint8)
         case "BF16":
             return (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
         case _:

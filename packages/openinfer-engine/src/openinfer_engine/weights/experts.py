@@ -8,12 +8,15 @@ Checkpoints have them one by one, `PREFIX.0.gate_proj.weight` and so on, plain o
 tensors, `PREFIX.gate_up_proj [E, 2 M, h]`, of each expert gate rows, then up rows, and `PREFIX.down_proj [E, h, M]`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from openinfer_core import Refused
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.weights.loader import WeightLoader
-from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix
+from openinfer_engine.weights.quantised import StoredMatrix
+from openinfer_engine.weights.stored_format import StoredFormat
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import LinearWeight, Routing
 
@@ -30,6 +33,15 @@ def check_expert_ranks(num_experts: int, ranks: int) -> None:
         raise Refused(f"{ranks} ranks cannot share {num_experts} experts, which are spread whole")
 
 
+FormatOf: TypeAlias = Callable[[str], StoredFormat | None]
+"""How the matrix of a name is stored, the name without `.weight`: `QuantisedConfig.format_of`."""
+
+
+def is_plain(name: str) -> None:
+    """Of every matrix: it is in BF16, float16 or float32."""
+    del name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredMlp:
     """The matrices of an MLP."""
@@ -39,11 +51,13 @@ class StoredMlp:
     down: StoredMatrix
 
     @classmethod
-    def of(cls, prefix: str, *, width: int, h: int, stored: StoredFormat | None = None) -> "StoredMlp":
+    def of(cls, prefix: str, *, width: int, h: int, format_of: FormatOf = is_plain) -> "StoredMlp":
+        def matrix(name: str, rows: int, columns: int) -> StoredMatrix:
+            whole = f"{prefix}.{name}"
+            return StoredMatrix(name=whole, shape=(rows, columns), format=format_of(whole))
+
         return cls(
-            gate=StoredMatrix(name=f"{prefix}.gate_proj", shape=(width, h), format=stored),
-            up=StoredMatrix(name=f"{prefix}.up_proj", shape=(width, h), format=stored),
-            down=StoredMatrix(name=f"{prefix}.down_proj", shape=(h, width), format=stored),
+            gate=matrix("gate_proj", width, h), up=matrix("up_proj", width, h), down=matrix("down_proj", h, width)
         )
 
     @property
@@ -75,7 +89,7 @@ class StoredExperts:
     """How some of them are chosen for a token."""
     hidden_size: int
     width: int
-    format: StoredFormat | None = None
+    format_of: FormatOf = is_plain
     is_stacked: bool = False
     """In two tensors; else one by one."""
     shared: StoredMlp | None = None
@@ -121,7 +135,7 @@ class StoredExperts:
             () if self.shared is None else (self.shared,),
         )
         routed = (
-            StoredMlp.of(f"{self.prefix}.{expert}", width=self.width, h=self.hidden_size, stored=self.format)
+            StoredMlp.of(f"{self.prefix}.{expert}", width=self.width, h=self.hidden_size, format_of=self.format_of)
             for expert in range(count)
         )
         return (*routed, *shared)

@@ -1,15 +1,18 @@
 """`WeightLoader`: a rank's weights, from the tensors of a checkpoint to arrays and weight matrices on its device."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from openinfer_core import InvalidCheckpoint
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.fused import matrices_of_stack, pad_rows, rows_of_rank, stacked_rows_of_rank, with_zeros
 from openinfer_engine.weights.quantised import StoredMatrix, read_quantised
-from openinfer_kernels import Array, LinearWeight, Ops, QuantisedPart, WeightPart
+from openinfer_kernels import Array, LinearWeight, Ops, QuantisedPart, WeightPart, WeightValueError
 
 
 class WeightLoader:
@@ -47,22 +50,27 @@ class WeightLoader:
         """`[out, in]`: matrices of one format below each other, cut alike, and below them some that are not cut.
 
         A name alone is that of a plain matrix, without `.weight`.
+
+        Raises:
+            InvalidCheckpoint: the matrices are stored in several formats, of which one product cannot be made.
         """
-        named = [StoredMatrix(name=each, shape=(0, 0)) if isinstance(each, str) else each for each in matrices]
-        parts = [(each, shard) for each in named] + [(each, Shard.WHOLE) for each in whole]
-        if parts[0][0].format is None:
+        parts = [(_named(each), shard) for each in matrices] + [(each, Shard.WHOLE) for each in whole]
+        all_of_it = [each for each, _ in parts]
+        if _is_plain(all_of_it):
             return self._ops.upload_weight(*(self._weights.read(f"{each.name}.weight", at) for each, at in parts))
-        return self._ops.upload_quantised(*self._parts(parts))
+        return self._upload(all_of_it, self._parts(parts))
 
     def stack(self, *matrices: StoredMatrix, num_matrices: int, shard: Shard = Shard.WHOLE) -> LinearWeight:
-        """`[num_matrices, out, in]`, of as many in a row as make one."""
-        if matrices[0].format is None:
+        """`[num_matrices, out, in]`, of as many in a row as make one; raises as `linear`."""
+        if _is_plain(matrices):
             plain = self.plain(*(f"{each.name}.weight" for each in matrices), shard=shard)
             return plain.reshape(num_matrices, -1, plain.shape[1])
-        return self._ops.upload_quantised(*self._parts((each, shard) for each in matrices), num_matrices=num_matrices)
+        return self._upload(matrices, self._parts((each, shard) for each in matrices), num_matrices=num_matrices)
 
     def of_stack(self, name: str, matrices: range, *below: StoredMatrix, num_matrices: int) -> Array:
         """`[num_matrices, out, in]`: some of a plain tensor `[E, out, in]`, then further plain ones, whole."""
+        if below and not _is_plain(below):
+            raise InvalidCheckpoint(f"{name} is plain and multiplied as one with {below[0].name}, which is quantised")
         some = matrices_of_stack(self._weights.read(name), matrices)
         further = (self._weights.read(f"{each.name}.weight") for each in below)
         rows = self._ops.upload_weight(*(part for part in (some, *further) if len(part)))
@@ -72,16 +80,29 @@ class WeightLoader:
         """This rank's rows of each of several arrays of such heights, which lie below each other in one tensor."""
         return self._ops.upload_weight(*self._stacked_parts(name, heights))
 
-    def stacked_linear(self, name: str, heights: Sequence[int], *below: str) -> LinearWeight:
-        """The same of a plain matrix, and below it those of further matrices, cut by rows."""
-        further = (self._weights.read(f"{each}.weight", Shard.COLUMN_PARALLEL) for each in below)
-        return self._ops.upload_weight(*self._stacked_parts(f"{name}.weight", heights), *further)
+    def stacked_linear(
+        self, stacked: StoredMatrix | str, heights: Sequence[int], *below: StoredMatrix | str
+    ) -> LinearWeight:
+        """The same of a matrix, and below it further ones, cut by rows; names and errors as in `linear`."""
+        first_of_all, *others = all_of_it = [_named(each) for each in (stacked, *below)]
+        if _is_plain(all_of_it):
+            further = (self._weights.read(f"{each.name}.weight", Shard.COLUMN_PARALLEL) for each in others)
+            return self._ops.upload_weight(*self._stacked_parts(f"{first_of_all.name}.weight", heights), *further)
+        whole = self._parts([(first_of_all, Shard.WHOLE)])[0]
+        rank, size = self._communicator.rank, self._communicator.size
+        rows = (
+            whole.rows(first + rank * height // size, first + (rank + 1) * height // size)
+            for first, height in zip(accumulate(heights, initial=0), heights, strict=False)
+        )
+        further_parts = self._parts((each, Shard.COLUMN_PARALLEL) for each in others)
+        return self._upload(all_of_it, [*rows, *further_parts])
 
     def dequantised(self, matrix: StoredMatrix, shard: Shard = Shard.WHOLE) -> Array:
         """A matrix in the compute dtype, however it is stored: for a matrix that the model takes apart."""
         if matrix.format is None:
             return self.plain(f"{matrix.name}.weight", shard=shard)
-        return self._ops.upload_dequantised(*self._parts([(matrix, shard)]))
+        with _named_errors([matrix]):
+            return self._ops.upload_dequantised(*self._parts([(matrix, shard)]))
 
     def vocabulary(self, embedding: str, head: str | None) -> tuple[Array, Array]:
         """The embedding `[V', h]`, whole on every rank, and this rank's share of the head, `[V' / ranks, h]`.
@@ -106,3 +127,31 @@ class WeightLoader:
             for each, shard in matrices
             if each.format is not None
         ]
+
+    def _upload(
+        self, matrices: Sequence[StoredMatrix], parts: Sequence[QuantisedPart], num_matrices: int | None = None
+    ) -> LinearWeight:
+        with _named_errors(matrices):
+            return self._ops.upload_quantised(*parts, num_matrices=num_matrices)
+
+
+@contextmanager
+def _named_errors(matrices: Sequence[StoredMatrix]) -> Generator[None]:
+    """An operator knows no names of matrices."""
+    try:
+        yield
+    except WeightValueError as error:
+        raise InvalidCheckpoint(f"{', '.join(each.name for each in matrices)}: {error}") from error
+
+
+def _named(matrix: StoredMatrix | str) -> StoredMatrix:
+    return StoredMatrix(name=matrix, shape=(0, 0)) if isinstance(matrix, str) else matrix
+
+
+def _is_plain(matrices: Sequence[StoredMatrix]) -> bool:
+    """Whether all of one product are; raises `InvalidCheckpoint` if they differ in format."""
+    formats = {each.format if each.format is None else each.format.format for each in matrices}
+    if len(formats) > 1:
+        listed = ", ".join(f"{each.name} {each.format.format if each.format else 'plain'}" for each in matrices)
+        raise InvalidCheckpoint(f"matrices that are multiplied as one are stored in several formats: {listed}")
+    return formats == {None}

@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.weights.checkpoint import Checkpoint
+from openinfer_engine.weights.quantization_config import IGNORED_SUFFIXES, QuantisedConfig, as_stored
 from openinfer_engine.weights.safetensors_file import TensorInfo
 
 
@@ -21,5 +22,14 @@ def check_stored(definition: ModelDefinition[Any], config: Any, checkpoint: Chec
     """The config with what the checkpoint says, once both fit; raises `InvalidCheckpoint`."""
     if isinstance(definition, FollowsTensors):
         config = definition.as_stored(config, checkpoint.tensors)
-    checkpoint.validate(definition.tensors(config), ignorable=definition.ignorable_tensors(config))
+    config = as_stored(config, checkpoint.tensors)
+    ignorable = {*definition.ignorable_tensors(config), *_scales_of_activations(config, checkpoint.tensors)}
+    checkpoint.validate(definition.tensors(config), ignorable=ignorable)
     return config
+
+
+def _scales_of_activations(config: Any, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Tensors that a quantised checkpoint may have and nothing reads."""
+    if not isinstance(config, QuantisedConfig) or config.stored is None:
+        return []
+    return [name for name in tensors if name.endswith(IGNORED_SUFFIXES)]

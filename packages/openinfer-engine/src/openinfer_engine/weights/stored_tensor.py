@@ -4,7 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
+from openinfer_kernels import HostArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +32,23 @@ class Repeated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupIds:
+    """Dummy ids of groups of so many neighbours: 0, .., 0, 1, .., 1, ..."""
+
+    size: int
+
+    def of(self, count: int) -> HostArray:
+        return np.arange(count) // self.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
     """A tensor that `WeightSource.read_stored` reads, where a plain shape stands for one that `read` reads."""
 
     shape: tuple[int, ...]  # of the array that is read: in bytes along the last axis, where two codes are in one
     dtypes: tuple[str, ...]  # of the safetensors format, that it may have; the first is what a dummy has
-    dummy: RandomBytes | RandomIds | Repeated
+    dummy: RandomBytes | RandomIds | Repeated | GroupIds
+    other_shapes: tuple[tuple[int, ...], ...] = ()  # in which checkpoints have the same numbers
 
     @property
     def num_bytes(self) -> int:

@@ -17,8 +17,8 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import ModelDefinition, Shard
 from openinfer_engine.weights.checkpoint import share_of_rank
 from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
-from openinfer_engine.weights.stored_tensor import Repeated, StoredTensor, TensorSpec, spec_bytes
-from openinfer_kernels import HostArray, Ops, QuantisedPart, QuantisedWeight, WeightPart
+from openinfer_engine.weights.stored_tensor import GroupIds, RandomBytes, Repeated, StoredTensor, TensorSpec, spec_bytes
+from openinfer_kernels import HostArray, Ops, QuantisedPart, QuantisedWeight, RandomCodes, WeightPart
 from openinfer_kernels.weights.plain import stacked_shape
 
 logger = logging.getLogger("openinfer.engine")
@@ -66,11 +66,17 @@ class _Shapes:
         shape = spec.shape if isinstance(spec, StoredTensor) else spec
         return _without_memory(self._piece(name, shape, shard), np.dtype(np.uint16))
 
-    def read_stored(self, name: str, shard: Shard = Shard.WHOLE) -> HostArray:
+    def read_stored(self, name: str, shard: Shard = Shard.WHOLE) -> HostArray | RandomCodes:
         spec = self._specs[name]
         if not isinstance(spec, StoredTensor):
             raise _NotCounted(f"{name} is no stored tensor")
         dtype, shape = np.dtype(NUMPY_DTYPES[spec.dtypes[0]]), self._piece(name, spec.shape, shard)
+        if isinstance(spec.dummy, RandomBytes):
+            return RandomCodes.whole((shape[0], shape[1]), seed=0, mask=0, itemsize=dtype.itemsize)
+        if isinstance(spec.dummy, GroupIds):
+            return spec.dummy.of(shape[0])
+        if isinstance(spec.dummy, Repeated) and len(spec.dummy.values) == 1 and dtype.kind in "iu":
+            return np.broadcast_to(np.asarray(spec.dummy.values[0], np.int64).astype(dtype), shape)
         if isinstance(spec.dummy, Repeated) and math.prod(shape) <= _SMALL and dtype.kind in "iuf":
             return np.resize(np.asarray(spec.dummy.values), shape).astype(dtype)
         return _without_memory(shape, dtype)
@@ -103,7 +109,9 @@ class _CountingOps:
         )
         scales = -(-rows // group_rows) * -(-columns // group_columns)
         code_bytes = sum(math.prod(part.codes.shape) * part.codes.itemsize for part in parts)
-        self.num_bytes += code_bytes + scales * parts[0].scales.itemsize
+        with_them = (parts[0].zero_points, parts[0].minimums)
+        scale_bytes = parts[0].scales.itemsize + sum(each.itemsize for each in with_them if each is not None)
+        self.num_bytes += code_bytes + scales * scale_bytes
         shape = (rows, columns) if num_matrices is None else (num_matrices, rows // num_matrices, columns)
         nothing = np.empty(0, np.uint8)
         return QuantisedWeight(

@@ -48,6 +48,7 @@ class MemoryOps(Protocol):
 
         Raises:
             WeightDtypeError: codes or scales in a dtype that the format does not have.
+            WeightValueError: a code of E4M3 is NaN, 0x7F or 0xFF; a GPU takes it for 480.
             ValueError: parts that do not fit each other, or scales that do not cover their codes.
         """
         ...

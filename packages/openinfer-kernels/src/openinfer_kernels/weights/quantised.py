@@ -148,3 +148,8 @@ class QuantisedPart:
         """`[out, in]`."""
         rows, entries = self.codes.shape
         return rows, entries * self.codes.itemsize * 8 // self.format.code.bits
+
+    def rows(self, begin: int, end: int) -> "QuantisedPart":
+        """Some of its rows."""
+        codes = self.codes.rows(begin, end) if isinstance(self.codes, RandomCodes) else self.codes[begin:end]
+        return replace(self, codes=codes, first_row=self.first_row + begin)

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.common.random_weight import random_codes
 from openinfer_kernels.cpu.gemm.linear import Multiply, geglu, linear, swiglu
+from openinfer_kernels.errors import WeightValueError
 from openinfer_kernels.ops.batch import AttentionBatch
 from openinfer_kernels.ops.quantised import LinearWeight, QuantisedWeight
 from openinfer_kernels.weights.code_values import E2M1_VALUES, E4M3_VALUES, pairs
@@ -25,6 +26,8 @@ def upload_quantised(*parts: QuantisedPart, num_matrices: int | None = None) -> 
         return np.concatenate(found).astype(np.float32).reshape(grid) if found else None
 
     codes = np.concatenate([_bytes_of(part) for part in parts])
+    if parts[0].format.code is Code.E4M3:
+        _require_numbers(codes)
     return QuantisedWeight(
         format=parts[0].format,
         shape=shape,
@@ -97,6 +100,12 @@ def dequantised(weight: QuantisedWeight, matrix: int | None = None) -> NDArray[n
 
 def matrix_of(weight: LinearWeight, index: int) -> NDArray[Any]:
     return dequantised(weight, index) if isinstance(weight, QuantisedWeight) else weight[index]
+
+
+def _require_numbers(codes: NDArray[np.uint8]) -> None:
+    """E4M3's two NaN are the largest signed and the largest unsigned byte."""
+    if codes.size and (codes.max() == 0xFF or codes.view(np.int8).max() == 0x7F):
+        raise WeightValueError("an E4M3 code is no number: 0x7F or 0xFF")
 
 
 def _bytes_of(part: QuantisedPart) -> NDArray[np.uint8]:
