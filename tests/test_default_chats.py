@@ -79,7 +79,7 @@ def test_context_is_what_the_pool_holds_and_no_default_chat_is_refused(shape: di
             prompt = Prompt(tuple(range(number + 1)), "", "messages")
             fields = GenerationFields(n=n)
             asked = make_plan(
-                service, fields, [prompt], tenant="", max_tokens=None, scoring=Scoring(output=top_logprobs)
+                service, fields, [prompt], tenant="", owner="", max_tokens=None, scoring=Scoring(output=top_logprobs)
             )
             assert len(asked.requests) == n
             events = [event for request in asked.requests for event in scheduler.add(request, now_s=0.0)]
@@ -96,6 +96,7 @@ def test_a_chat_without_scores_may_fill_the_context(tmp_path: Path) -> None:
         GenerationFields(),
         [Prompt((1, 2, 3), "", "messages")],
         tenant="",
+        owner="",
         max_tokens=None,
         scoring=Scoring(),
     )

@@ -105,3 +105,52 @@ def test_fair_share_remembers_a_bounded_number_of_tenants() -> None:
         policy.key(waiting(one, i))
         policy.admitted(one)
     assert MAX_INDEBTED_TENANTS // 2 <= policy.num_tenants <= 2 * MAX_INDEBTED_TENANTS
+
+
+def test_fair_share_serves_one_tenant_as_it_came_whatever_was_withdrawn_or_ended() -> None:
+    policy = FairShare(CONFIG)
+    requests = [request(i, tokens=10 + i) for i in range(10)]
+    keys = {i: policy.key(waiting(requests[i], i)) for i in range(5)}
+    for i in (0, 1, 3):
+        policy.withdrawn(requests[i])
+        del keys[i]
+    policy.admitted(requests[2])
+    policy.ended(requests[2], generated_tokens=0)
+    keys |= {i: policy.key(waiting(requests[i], i)) for i in range(5, 10)}
+    assert sorted(keys, key=keys.__getitem__) == [2, 4, 5, 6, 7, 8, 9]
+
+
+def test_fair_share_pays_back_all_of_what_was_withdrawn_when_nothing_waits() -> None:
+    policy = FairShare(CONFIG)
+    for i in range(3):
+        policy.key(waiting(request(i, tenant="a", tokens=1000), i))
+    for i in range(3):
+        policy.withdrawn(request(i, tenant="a", tokens=1000))
+    assert policy.key(waiting(request(3, tenant="a"), 3)) == (0.0, 3)
+
+
+def unbounded(request_id: int, tenant: str, max_tokens: int) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId(request_id),
+        prompt_token_ids=(1,) * 10,
+        sampling=SamplingParams(max_tokens=max_tokens),
+        tenant=tenant,
+    )
+
+
+def test_fair_share_does_not_take_a_whole_context_for_what_will_be_generated() -> None:
+    """A client that gives no `max_tokens` may have as many as the context; it is one of few that need them."""
+    policy = FairShare(CONFIG)
+    longest = [unbounded(i, "a", 100_000) for i in range(10)]
+    bounded = [unbounded(i, "b", 522) for i in range(10, 20)]
+    assert serving_order(policy, longest + bounded)[:4] == [0, 10, 1, 11]
+
+
+@pytest.mark.parametrize(("generated_tokens", "start"), [(2000, 2010.0), (30, 40.0)])
+def test_fair_share_charges_what_was_generated_when_it_is_known(generated_tokens: int, start: float) -> None:
+    policy = FairShare(CONFIG)
+    one = unbounded(0, "a", 100_000)
+    policy.key(waiting(one, 0))
+    policy.admitted(one)
+    policy.ended(one, generated_tokens=generated_tokens)
+    assert policy.key(waiting(request(1, tenant="a"), 1)) == (start, 1)

@@ -49,7 +49,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cache_salt: str | None = None
     """Requests share cached prefixes only with equal salts."""
     tenant: str = ""
-    """Whose fair share this request draws on."""
+    """Whose fair share this request draws on: a name, or a client's address where there are no names."""
     priority: int = 0
     """Smaller is served earlier by the `priority` queue policy."""
     trace_parent: str | None = None

@@ -9,7 +9,7 @@ from openinfer_core.scheduler_options import parse_scheduler_options
 from openinfer_core.scheduling import MAX_DRAFTS
 from openinfer_engine.kv_events.setting import parse_kv_events
 
-DEFAULT_QUEUE_POLICY = "fcfs"
+DEFAULT_QUEUE_POLICY = "fair-share"
 
 
 class LoadFormat(StrEnum):
@@ -106,8 +106,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """An option of the scheduler's own, NAME=VALUE; repeat the flag for several. A scheduler refuses those that it does
     not know."""
     queue_policy: str | None = None
-    """Name in the group openinfer.queue_policies; by default fcfs (first come, first served). A scheduler that
-    declares a policy of its own takes none."""
+    """Name in the group openinfer.queue_policies; by default fair-share: tenants, or addresses of clients without keys,
+    share tokens, and one alone is served in order of arrival, as with fcfs. A scheduler that declares a policy of its
+    own takes none."""
     starvation_timeout_s: int = 300
     """Seconds after which a request that the scheduler could have run, and did not, ends with an error that names the
     scheduler."""

@@ -70,7 +70,7 @@ class Answers:
 
     async def chat(self, http_request: HttpRequest) -> None:
         began_ns, service = time.monotonic_ns(), self._service
-        service.check_serving()
+        service.check_serving(http_request.owner)
         request = await http_request.read_json(_chat_decoder)
         self._check(request)
         messages = request.messages or []
@@ -86,7 +86,7 @@ class Answers:
 
     async def generate(self, http_request: HttpRequest) -> None:
         began_ns, service = time.monotonic_ns(), self._service
-        service.check_serving()
+        service.check_serving(http_request.owner)
         request = await http_request.read_json(_generate_decoder)
         self._check(request)
         if not request.prompt:

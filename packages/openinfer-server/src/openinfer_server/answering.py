@@ -161,7 +161,7 @@ async def answer(
             answer began.
         ClientDisconnected: the client has left.
     """
-    service.check_serving()
+    service.check_serving(http_request.owner)
     _check_fields(fields)
     if isinstance(prompt, str):
         parsers, encoded = None, await _encoded(http_request, service, prompt)
@@ -174,6 +174,7 @@ async def answer(
         msgspec.structs.replace(fields, max_tokens=None),
         [encoded],
         tenant=http_request.tenant,
+        owner=http_request.owner,
         max_tokens=None,
         default_tokens=_room(service.info, encoded, fields.max_tokens, context_tokens),
         scoring=Scoring(),
@@ -202,13 +203,14 @@ async def complete(http_request: HttpRequest, service: Service, prompt: str, fie
         ApiError: a value is out of range, the prompt is too long, the queue is full, or the engine failed.
         ClientDisconnected: the client has left.
     """
-    service.check_serving()
+    service.check_serving(http_request.owner)
     _check_fields(fields)
     plan = make_plan(
         service,
         fields,
         [await _encoded(http_request, service, prompt)],
         tenant=http_request.tenant,
+        owner=http_request.owner,
         max_tokens=fields.max_tokens,
         default_tokens=DEFAULT_COMPLETION_TOKENS,
         scoring=Scoring(),

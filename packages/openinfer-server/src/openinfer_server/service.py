@@ -40,7 +40,7 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
 
     def snapshot(self) -> MetricsSnapshot:
-        budgets = [*self.budgets.uses(), self.tokenizer.encoding.characters.use]
+        budgets = [*self.budgets.uses(), self.tokenizer.encoding.characters.use, *self.link.admission.uses()]
         return MetricsSnapshot.of(self.metrics, open_requests=self.link.num_open, budgets=budgets)
 
     @property
@@ -67,13 +67,16 @@ class Service:
         """Whether the model's reasoning is told from its answer."""
         return self.parsers.reasoning is not None
 
-    def check_serving(self) -> None:
-        """Refuses work while the server is ending, or the queue is full; asked before a request's body is read."""
+    def check_serving(self, owner: str = "") -> None:
+        """Refuses work while the server is ending, or the queue, or the owner's share of it, is full.
+
+        It is asked before a request's body is read, for its `HttpRequest.owner`.
+        """
         if self.draining:
             raise shutting_down("the server is shutting down")
         if self.link.dead:
             raise shutting_down("the engine has ended")
-        self.link.admission.check_open()
+        self.link.admission.check_open(owner)
 
     def resolve_model(self, name: str | None) -> str:
         """The model's name as answers show it."""

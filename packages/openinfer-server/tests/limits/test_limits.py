@@ -68,22 +68,85 @@ def test_chat_without_max_tokens_asks_for_no_more_than_it_may(start, call, info,
 
 def test_waiting_room_knows_who_is_in_it():
     room = AdmissionControl(max_requests=3, max_tokens=100)
-    room.check_room(500)  # a single request may bring more
-    room.enter(RequestId(1), 60)
-    room.check_room(40)
-    with pytest.raises(ApiError, match="41 more do not fit") as error:
-        room.check_room(41)
+    room.check_room("a", 500)  # a single request may bring more
+    room.enter(RequestId(1), "a", 60)
+    room.check_room("a", 15)
+    with pytest.raises(ApiError, match="41 more do not fit; 60 of them are yours") as error:
+        room.check_room("a", 41)
     assert error.value.status == 429
-    room.enter(RequestId(2), 40)
+    room.enter(RequestId(2), "a", 40)
     with pytest.raises(ApiError, match="100 prompt tokens are waiting"):
-        room.check_open()
+        room.check_open("a")
     room.leave(RequestId(1))
     room.leave(RequestId(1))
     assert (len(room), room.num_tokens) == (1, 40)
-    room.enter(RequestId(3), 1)
-    room.enter(RequestId(4), 1)
+    room.enter(RequestId(3), "a", 1)
+    room.enter(RequestId(4), "a", 1)
     with pytest.raises(ApiError, match="3 requests are waiting"):
-        room.check_open()
+        room.check_open("a")
+
+
+def test_owner_that_fills_the_queue_is_refused_and_a_newcomer_is_not():
+    room = AdmissionControl(max_requests=16, max_tokens=1600)
+
+    def flood(owner: str, first: int) -> int:
+        before = len(room)
+
+        def take_all() -> None:
+            for number in range(first, first + 100):
+                room.check_room(owner, 100)
+                room.enter(RequestId(number), owner, 100)
+
+        with pytest.raises(ApiError) as refusal:
+            take_all()
+        assert (refusal.value.status, dict(refusal.value.headers)[b"retry-after"]) == (429, b"1")
+        return len(room) - before
+
+    assert flood("a", 0) == 12
+    assert flood("b", 100) == 3
+    room.check_open("c")
+    with pytest.raises(ApiError, match="1500 prompt tokens are waiting, and 100 more do not fit") as error:
+        room.check_room("c", 100)
+    assert error.value.status == 503  # nothing of what waits is its own
+    for number in range(6):
+        room.leave(RequestId(number))
+    assert flood("c", 200) == 5
+    assert {use.budget: use.used for use in room.uses()} == {"queued_requests": 14, "queued_tokens": 1400}
+
+
+@pytest.mark.parametrize("bound", [{"max_waiting": 8}, {"max_queued_tokens": 80}])
+def test_flood_of_one_address_leaves_room_in_the_queue_for_another(start, call, info, bound):
+    parrot = QueueingParrot(msgspec.structs.replace(info, max_waiting=bound.get("max_waiting", 1000)))
+    server = start(parrot, ServerOptions(port=0, max_queued_tokens=bound.get("max_queued_tokens", 10**6)))
+    parrot.hold()
+    body = json.dumps({"prompt": [1] * 10, "max_tokens": 1}).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    )
+    asked = head + b"content-length: %d\r\n\r\n" % len(body) + body
+
+    def ask(address: str) -> socket.socket:
+        connection = socket.create_connection(server.address, timeout=DEADLINE_S, source_address=(address, 0))
+        connection.sendall(asked)
+        return connection
+
+    flood = [ask("127.0.0.1") for _ in range(6)]
+    wait_until(lambda: len(server.engine.submitted) == 6, "six requests")
+    with ask("127.0.0.1") as refused:
+        assert refused.recv(65536).startswith(b"HTTP/1.1 429")
+    newcomer = ask("127.0.0.2")
+    wait_until(lambda: len(server.engine.submitted) == 7, "the newcomer's request")
+    assert {(each.tenant, each.cache_salt) for each in server.engine.submitted} == {
+        ("127.0.0.1", None),
+        ("127.0.0.2", None),
+    }
+    page = call(server, "GET", "/metrics")[2].decode()
+    assert 'openinfer_budget_used{budget="queued_requests"} 7' in page
+    assert 'openinfer_budget_used{budget="queued_tokens"} 70' in page
+    parrot.go()
+    for connection in (newcomer, *flood):
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.close()
 
 
 class QueueingParrot(ParrotLoop):
@@ -119,7 +182,7 @@ def test_queue_is_bounded_by_tokens(start, call, info):
     server = start(parrot, ServerOptions(port=0, max_queued_tokens=1000))
     parrot.hold()
     with socket.create_connection(server.address, timeout=DEADLINE_S) as connection:
-        body = json.dumps({"prompt": [1] * 900, "max_tokens": 1}).encode()
+        body = json.dumps({"prompt": [1] * 700, "max_tokens": 1}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         wait_until(lambda: len(server.engine.submitted) == 1, "a request")

@@ -8,9 +8,12 @@ from openinfer_server.responses.objects import ResponseObject
 from openinfer_server.responses.store import ResponseRecord, ResponseStore
 
 
-def record(name: str, *, status: str = "completed", tenant: str = "", text: str = "") -> ResponseRecord:
+def record(
+    name: str, *, status: str = "completed", tenant: str = "", text: str = "", owner: str | None = None
+) -> ResponseRecord:
     response = ResponseObject(id=name, created_at=0, model="parrot", status=status)
-    return ResponseRecord(response, [MessageItem(role="user", content=text)], tenant)
+    items = [MessageItem(role="user", content=text)]
+    return ResponseRecord(response, items, tenant, tenant if owner is None else owner)
 
 
 @pytest.fixture
@@ -76,3 +79,41 @@ def test_response_of_another_tenant_is_not_there(store):
     store.add(record("a", tenant="ann"))
     assert names(store, "ann") == {"a"}
     assert names(store, "bob") == set()
+
+
+def test_owner_with_most_responses_makes_room():
+    store = ResponseStore(max_responses=4, max_bytes=10**6)
+    store.add(record("a", owner="quiet", text="x" * 1000))
+    for name in "bcdef":
+        store.add(record(name, owner="flood"))
+    assert names(store) == {"a", "d", "e", "f"}
+    assert [(use.used, use.limit, use.refused) for use in store.uses()] == [(4, 4, 0), (store.num_bytes, 10**6, 2)]
+
+
+def test_owner_with_most_bytes_makes_room():
+    store = ResponseStore(max_responses=100, max_bytes=12_000)
+    for name in "ab":
+        store.add(record(name, owner="quiet"))
+    for name in "cdef":
+        store.add(record(name, owner="flood", text="x" * 4000))
+    assert names(store) == {"a", "b", "e", "f"}
+
+
+def test_one_owners_background_responses_leave_room_for_anothers():
+    store = ResponseStore(max_responses=8, max_bytes=10**6)
+
+    def begin(owner: str, number: int) -> None:
+        store.add(record(f"{owner}{number}", owner=owner, status="in_progress"))
+
+    for number in range(6):
+        begin("flood", number)
+    with pytest.raises(ApiError, match="6 of them are yours") as refusal:
+        begin("flood", 6)
+    assert refusal.value.status == 429
+    for number in range(2):
+        begin("quiet", number)
+    with pytest.raises(ApiError) as refusal:
+        begin("third", 0)
+    assert refusal.value.status == 503
+    assert [use.refused for use in store.uses()] == [2, 0]
+    assert len(store) == 8

@@ -169,6 +169,19 @@ class ChoosesVictim(QueuePolicy, Protocol):
         ...
 
 
+@runtime_checkable
+class CountsTokens(QueuePolicy, Protocol):
+    """A `QueuePolicy` that is told what a request has come to.
+
+    A hook that not every policy has, nor every scheduler calls. What it raises is counted as a fault and fails no
+    request.
+    """
+
+    def ended(self, request: GenerateRequest, *, generated_tokens: int) -> None:
+        """A request that was admitted has ended, well or not, with so many tokens."""
+        ...
+
+
 class QueuePolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a user may tell a queue policy."""
 

@@ -10,11 +10,12 @@ import operator
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from openinfer_core.request import GenerateRequest
-from openinfer_core.scheduling.scheduler import ChoosesVictim, QueuePolicy, WaitingRequest
+from openinfer_core.scheduling.scheduler import ChoosesVictim, CountsTokens, QueuePolicy, WaitingRequest
 
 logger = logging.getLogger("openinfer.scheduler")
 
@@ -59,6 +60,7 @@ class WaitingQueue(Generic[Item]):
         self._policy = policy
         self._describe = describe
         self._choose = policy.victim if isinstance(policy, ChoosesVictim) else None
+        self._ended = policy.ended if isinstance(policy, CountsTokens) else None
         self._max_bypass_s = float(getattr(policy, "max_bypass_s", MAX_BYPASS_S))
         self._asks_again = bool(getattr(policy, "asks_again", False))
         self._entries: list[_Entry[Item]] = []
@@ -126,6 +128,11 @@ class WaitingQueue(Generic[Item]):
                 self._tell("withdrawn", self._policy.withdrawn, entry.request)
                 return True
         return False
+
+    def ended(self, request: GenerateRequest, *, generated_tokens: int) -> None:
+        """Tells the policy what a request that was taken out to run has come to, if it wants to know."""
+        if self._ended is not None:
+            self._tell("ended", partial(self._ended, generated_tokens=generated_tokens), request)
 
     @property
     def chooses_victim(self) -> bool:

@@ -350,6 +350,8 @@ class RunQueue:
     # --- out --------------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence) -> None:
+        if sequence.state is not SequenceState.WAITING:
+            self.waiting.ended(sequence.request, generated_tokens=sequence.completion_tokens)
         match sequence.state:
             case SequenceState.WAITING:
                 self.waiting.withdraw(sequence)

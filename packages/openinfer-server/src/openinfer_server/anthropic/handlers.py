@@ -58,7 +58,7 @@ class Messages:
 
     async def create(self, http_request: HttpRequest) -> None:
         service = self._service
-        service.check_serving()
+        service.check_serving(http_request.owner)
         request = await http_request.read_json(_decoder)
         check_prompting(request)
         model = service.resolve_model(request.model)
@@ -70,7 +70,7 @@ class Messages:
         grammar = await http_request.aside(
             lambda: chat_grammar(service, parsers.prompt, available, _constraint(request))
         )
-        plan, full_context = self._plan(request, parsers.prompt, http_request.tenant)
+        plan, full_context = self._plan(http_request, request, parsers.prompt)
         plan = constrained(plan, grammar)
         shows_thinking = getattr(thinking, "display", None) != "omitted"
         writer = http_request.stream(1) if request.stream else None
@@ -96,7 +96,7 @@ class Messages:
         end = _prompt_end(request, turns)
         return await chat_prompt(http_request, self._service, turns, variables, end=end), available
 
-    def _plan(self, request: MessagesRequest, prompt: Prompt, tenant: str) -> tuple[Plan, bool]:
+    def _plan(self, http_request: HttpRequest, request: MessagesRequest, prompt: Prompt) -> tuple[Plan, bool]:
         """What the engine is asked, and whether the context ends before `max_tokens`."""
         given: dict[str, Any] = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
         given["stop"] = request.stop_sequences
@@ -107,7 +107,8 @@ class Messages:
                 self._service,
                 fields,
                 [prompt],
-                tenant=tenant,
+                tenant=http_request.tenant,
+                owner=http_request.owner,
                 max_tokens=min(request.max_tokens, room),
                 scoring=Scoring(),
             )

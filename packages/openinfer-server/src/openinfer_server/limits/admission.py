@@ -2,18 +2,21 @@
 
     submitted ──► waiting ──scheduled | ended──► forgotten
 
-The engine bounds the number of requests in its queue; this bounds their tokens, too, and knows that a queue is full
-before the next request's body is read.
+The engine bounds the number of requests in its queue; this bounds their tokens, too, knows that a queue is full before
+the next request's body is read, and divides both between owners, so that one owner's flood is refused and no other's
+request. One that has something waiting is told 429, one that has nothing 503: the queue is full of others' requests.
 """
 
 from openinfer_core.request import RequestId
-from openinfer_server.http.api_errors import overloaded
+from openinfer_server.http.api_errors import busy, overloaded
+from openinfer_server.limits.shared_budget import SharedBudget
+from openinfer_server.observability.metrics_snapshot import BudgetUse
 
 _UNBOUNDED = 2**62
 
 
 class AdmissionControl:
-    """Requests in the queue.
+    """Requests in the queue, by owner.
 
     Args:
         max_requests: so many at most.
@@ -21,38 +24,55 @@ class AdmissionControl:
     """
 
     def __init__(self, *, max_requests: int = _UNBOUNDED, max_tokens: int = _UNBOUNDED) -> None:
-        self._max_requests = max_requests
-        self._max_tokens = max_tokens
-        self._num_tokens: dict[RequestId, int] = {}
-        self._total_tokens = 0
+        self._requests = SharedBudget("queued_requests", max_requests, unit="requests in the queue")
+        self._tokens = SharedBudget("queued_tokens", max_tokens, unit="prompt tokens in the queue")
+        self._waiting: dict[RequestId, tuple[str, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._num_tokens)
+        return len(self._waiting)
 
     @property
     def num_tokens(self) -> int:
-        return self._total_tokens
+        return self._tokens.used
 
-    def check_open(self) -> None:
-        """Refuses further requests while the queue is full."""
-        if len(self._num_tokens) >= self._max_requests:
-            raise overloaded(f"{len(self._num_tokens)} requests are waiting; try again later")
-        if self._total_tokens >= self._max_tokens:
-            raise overloaded(f"{self._total_tokens} prompt tokens are waiting; try again later")
+    def uses(self) -> list[BudgetUse]:
+        """What `/metrics` shows."""
+        return [self._requests.use, self._tokens.use]
 
-    def check_room(self, num_tokens: int) -> None:
-        """Refuses a request whose prompts do not fit next to those that wait."""
-        self.check_open()
+    def check_open(self, owner: str) -> None:
+        """Refuses further requests of an owner while the queue is full, or its share of it.
+
+        Raises:
+            ApiError: 429 or 503.
+        """
+        self._check(self._requests, owner, 1, f"{len(self._waiting)} requests are waiting")
+        self._check(self._tokens, owner, 1, f"{self.num_tokens} prompt tokens are waiting")
+
+    def check_room(self, owner: str, num_tokens: int) -> None:
+        """Refuses a request whose prompts do not fit next to those that wait; raises as `check_open` does."""
+        self.check_open(owner)
         # an empty queue takes a prompt beyond the bound: it could never be served otherwise
-        if self._num_tokens and self._total_tokens + num_tokens > self._max_tokens:
-            raise overloaded(
-                f"{self._total_tokens} prompt tokens are waiting, and {num_tokens} more do not fit; try again later"
-            )
+        if self._waiting:
+            what = f"{self.num_tokens} prompt tokens are waiting, and {num_tokens} more do not fit"
+            self._check(self._tokens, owner, num_tokens, what)
 
-    def enter(self, request_id: RequestId, num_tokens: int) -> None:
-        self._num_tokens[request_id] = num_tokens
-        self._total_tokens += num_tokens
+    def enter(self, request_id: RequestId, owner: str, num_tokens: int) -> None:
+        self._waiting[request_id] = (owner, num_tokens)
+        self._requests.hold(owner, 1)
+        self._tokens.hold(owner, num_tokens)
 
     def leave(self, request_id: RequestId) -> None:
         """It was scheduled or has ended; does nothing if it has left."""
-        self._total_tokens -= self._num_tokens.pop(request_id, 0)
+        left = self._waiting.pop(request_id, None)
+        if left is not None:
+            owner, num_tokens = left
+            self._requests.give_back(owner, 1)
+            self._tokens.give_back(owner, num_tokens)
+
+    def _check(self, budget: SharedBudget, owner: str, amount: int, what: str) -> None:
+        if budget.has_room(owner, amount):
+            return
+        budget.refused += 1
+        if held := budget.held(owner):
+            raise overloaded(f"{what}; {held} of them are yours; try again later")
+        raise busy(f"{what}; try again later")

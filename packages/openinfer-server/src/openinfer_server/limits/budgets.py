@@ -1,8 +1,8 @@
 """`Budgets`: what the requests of one server share, by owner; `/metrics` shows each."""
 
 import contextlib
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 from openinfer_core.fair_queue import FairQueue
@@ -25,12 +25,14 @@ class Budgets:
         requests: that are being answered, one per connection; how many is known when the server listens.
         body_bytes: of all requests that have not been answered.
         threads: read large requests, fair over owners.
+        further: what other parts of the server share, as they tell it.
     """
 
     connections: ConnectionTable
     requests: SharedBudget
     body_bytes: SharedBudget
     threads: FairQueue
+    further: list[Callable[[], Sequence[BudgetUse]]] = field(default_factory=list[Callable[[], Sequence[BudgetUse]]])
 
     @classmethod
     def of(cls, options: ServerOptions) -> Self:
@@ -55,6 +57,7 @@ class Budgets:
                 refused=self.connections.num_evicted,
             ),
             *(each.use for each in (self.requests, self.body_bytes)),
+            *(use for uses in self.further for use in uses()),
         ]
 
     def bound_connections(self, num_requests: int) -> None:

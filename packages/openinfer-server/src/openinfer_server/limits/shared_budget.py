@@ -45,15 +45,24 @@ class SharedBudget:
         Raises:
             ApiError: 503 if there is not so much, or not for one that has none; 429 if the owner has its share.
         """
-        held = self._by_owner.get(owner, 0)
-        left = self.limit - self.used - amount
-        # One more, so that the last one is taken, too. All of an unused budget may be: it may be less than one needs.
-        if left < 0 or (held + amount > _TIMES_WHAT_IS_LEFT * (left + 1) and self.used):
+        if not self.has_room(owner, amount):
             self.refused += 1
-            if held and left >= 0:
-                raise overloaded(f"{held} of {self.limit} {self._unit} are yours already; try again later")
+            if self.held(owner) and amount <= self.limit - self.used:
+                raise overloaded(f"{self.held(owner)} of {self.limit} {self._unit} are yours already; try again later")
             raise busy(f"the server has room for {self.limit} {self._unit} at a time; try again later")
-        self._by_owner[owner] = held + amount
+        self.hold(owner, amount)
+
+    def held(self, owner: str) -> int:
+        """What an owner has taken."""
+        return self._by_owner.get(owner, 0)
+
+    def has_room(self, owner: str, amount: int) -> bool:
+        """Whether an owner may take so much."""
+        return is_share(self.held(owner), amount, used=self.used, limit=self.limit)
+
+    def hold(self, owner: str, amount: int) -> None:
+        """Takes so much, whether there is room or not."""
+        self._by_owner[owner] += amount
         self.used += amount
 
     def give_back(self, owner: str, amount: int) -> None:
@@ -63,6 +72,15 @@ class SharedBudget:
             self._by_owner[owner] = held
         else:
             del self._by_owner[owner]
+
+
+def is_share(held: int, amount: int, *, used: int, limit: int) -> bool:
+    """Whether an owner that holds so much may have more, of a limit of which all owners have used so much."""
+    left = limit - used - amount
+    if left < 0:
+        return False
+    # One more, so that the last one is taken, too. All of an unused budget may be: it may be less than one needs.
+    return not used or held + amount <= _TIMES_WHAT_IS_LEFT * (left + 1)
 
 
 def owner_of(address: str) -> str:

@@ -55,7 +55,7 @@ class ChatCompletions:
 
     async def __call__(self, http_request: HttpRequest) -> None:
         service = self._service
-        service.check_serving()
+        service.check_serving(http_request.owner)
         request = await http_request.read_json(_decoder)
         await http_request.aside(lambda: _check(request))
         if request.logprobs and request.include_reasoning is False and service.parsers.reasoning is not None:
@@ -77,6 +77,7 @@ class ChatCompletions:
             request,
             [parsers.prompt],
             tenant=http_request.tenant,
+            owner=http_request.owner,
             max_tokens=_max_tokens(request),
             scoring=Scoring(
                 output=(request.top_logprobs or 0) if request.logprobs else None, prompt=prompt_alternatives(request)

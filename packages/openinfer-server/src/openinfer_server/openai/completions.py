@@ -54,7 +54,7 @@ class Completions:
 
     async def __call__(self, http_request: HttpRequest) -> None:
         service = self._service
-        service.check_serving()
+        service.check_serving(http_request.owner)
         request = await http_request.read_json(_decoder)
         check_rules(request)
         if request.best_of not in (None, request.n or 1):
@@ -67,6 +67,7 @@ class Completions:
             request,
             prompts,
             tenant=http_request.tenant,
+            owner=http_request.owner,
             max_tokens=request.max_tokens,
             default_tokens=DEFAULT_COMPLETION_TOKENS,
             scoring=Scoring(

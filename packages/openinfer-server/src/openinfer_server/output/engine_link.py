@@ -102,7 +102,7 @@ class EngineLink:
     def _hand_over(self, choice: Choice, request: GenerateRequest) -> None:
         choice.request_id = request.request_id
         self._choices[request.request_id] = choice
-        self.admission.enter(request.request_id, len(request.prompt_token_ids))
+        self.admission.enter(request.request_id, request.tenant, len(request.prompt_token_ids))
         try:
             self.handle.submit(request)
         except EngineClosed:

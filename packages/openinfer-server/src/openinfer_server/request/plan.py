@@ -85,6 +85,7 @@ def make_plan(
     prompts: Sequence[Prompt],
     *,
     tenant: str,
+    owner: str,
     max_tokens: int | None,
     default_tokens: int | None = None,
     scoring: Scoring,
@@ -92,11 +93,12 @@ def make_plan(
 ) -> Plan:
     """Checks a request as a whole, its cost first; it must be submitted before anything is awaited.
 
+    Cached prefixes are `tenant`'s; what is shared is taken from `owner`'s share, also where requests have no tenant.
     Parameters that are not given have the values of `defaults`, by default the server's.
     Without `max_tokens`, choices may be as long as context and budgets allow, and as `default_tokens`, if given.
 
     Raises:
-        ApiError: 400, or 429 if the prompts do not fit into the queue.
+        ApiError: 400, or 429 or 503 if the prompts do not fit into the queue.
     """
     info = service.info
     numbers = (service.sampling_defaults if defaults is None else defaults).resolve(fields.sampling_numbers)
@@ -117,7 +119,7 @@ def make_plan(
         block_size_tokens=info.block_size_tokens,
     )
     cost.check(service.options, prompts[0].field, scoring.field)
-    service.link.admission.check_room(cost.prompt_tokens)
+    service.link.admission.check_room(owner, cost.prompt_tokens)
     salt = salt_of(tenant, fields.cache_salt)
     restrictions = read_restrictions(service, fields, num_choices=n * len(prompts))
     requests = [
@@ -133,7 +135,7 @@ def make_plan(
                 choice=choice,
             ),
             request_id=service.link.new_id(),
-            tenant=tenant,
+            owner=owner,
             salt=salt,
             fields=fields,
         )
@@ -338,7 +340,7 @@ def _request(
     sampling: SamplingParams,
     *,
     request_id: RequestId,
-    tenant: str,
+    owner: str,
     salt: str | None,
     fields: GenerationFields,
 ) -> GenerateRequest:
@@ -348,7 +350,7 @@ def _request(
             prompt_token_ids=prompt.token_ids,
             sampling=sampling,
             cache_salt=salt,
-            tenant=tenant,
+            tenant=owner,
             priority=fields.priority or 0,
             deadline_s=fields.deadline_s,
             hints=fields.hints or {},

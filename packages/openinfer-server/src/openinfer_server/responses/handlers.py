@@ -67,10 +67,11 @@ class Responses:
         self.store = ResponseStore(
             max_responses=options.max_stored_responses, max_bytes=options.max_stored_response_bytes
         )
+        service.budgets.further.append(self.store.uses)
 
     async def create(self, http_request: HttpRequest) -> None:
         service = self._service
-        service.check_serving()
+        service.check_serving(http_request.owner)
         request = await http_request.read_json(_decoder)
         check_response(request)
         model = service.resolve_model(request.model)
@@ -83,7 +84,7 @@ class Responses:
         grammar = await http_request.aside(
             lambda: chat_grammar(service, parsers.prompt, available, response_constraint(request))
         )
-        plan = response_plan(service, request, parsers.prompt, tenant=http_request.tenant)
+        plan = response_plan(http_request, service, request, parsers.prompt)
         plan = constrained(plan, grammar)
         run = ResponseRun(
             service.link,
@@ -92,7 +93,7 @@ class Responses:
             scores=self._scores,
             events=[] if request.background and request.stream else None,
         )
-        record = ResponseRecord(run.response_object, items, http_request.tenant)
+        record = ResponseRecord(run.response_object, items, http_request.tenant, http_request.owner)
 
         def submit() -> None:
             pipeline.submit(service, run.response, plan, [run], parsers=parsers)

@@ -123,7 +123,7 @@ async def conversation_prompt(
         raise error.with_names(FIELD_NAMES) from error
 
 
-def response_plan(service: Service, request: ResponseRequest, prompt: Prompt, *, tenant: str) -> Plan:
+def response_plan(http_request: HttpRequest, service: Service, request: ResponseRequest, prompt: Prompt) -> Plan:
     fields = GenerationFields(**{name: getattr(request, name) for name in SamplingFields.__struct_fields__})
     scoring = Scoring(output=(request.top_logprobs or 0) if LOGPROBS in (request.include or []) else None)
     try:
@@ -131,7 +131,8 @@ def response_plan(service: Service, request: ResponseRequest, prompt: Prompt, *,
             service,
             fields,
             [prompt],
-            tenant=tenant,
+            tenant=http_request.tenant,
+            owner=http_request.owner,
             max_tokens=request.max_output_tokens,
             scoring=scoring,
         )

@@ -2,17 +2,21 @@
 
     in the making ──ended──► kept ──deleted, or the oldest when there is no room──► gone
 
-A response belongs to the tenant that asked for it; no other tenant is told that it exists. Responses in the making are
-never thrown out, so their number is bounded by refusing new ones.
+A response belongs to the tenant that asked for it; no other tenant is told that it exists. What makes room is the
+oldest of the owner with most: one tenant, or address without keys, can only throw out its own. Responses in the making
+are never thrown out, so their number is bounded by refusing new ones, and divided between owners.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from openinfer_server.http.api_errors import ApiError, overloaded
+from openinfer_server.http.api_errors import ApiError, busy, overloaded
+from openinfer_server.limits.shared_budget import is_share
+from openinfer_server.observability.metrics_snapshot import BudgetUse
 from openinfer_server.responses.items import InputItem
 from openinfer_server.responses.objects import ENDED, ResponseObject
 
@@ -28,6 +32,7 @@ class ResponseRecord:
         response: as it is now.
         items: everything its prompt was made of, but the instructions.
         tenant: whose it is.
+        owner: in whose share it is kept: the tenant, or a client's address without one.
         run: its making, where others may look on or cancel it: background responses.
         num_bytes: what it counts for.
     """
@@ -35,6 +40,7 @@ class ResponseRecord:
     response: ResponseObject
     items: Sequence[InputItem]
     tenant: str
+    owner: str
     run: "ResponseRun | None" = None
     num_bytes: int = 0
 
@@ -49,26 +55,42 @@ class ResponseStore:
     def __init__(self, *, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._records: dict[str, ResponseRecord] = {}
-        self._num_bytes = 0
+        self._records: dict[str, ResponseRecord] = {}  # the youngest last
+        self._owned_bytes: Counter[str] = Counter()
+        self._owned: Counter[str] = Counter()
+        self._thrown_out = 0
+        self._refused = 0
 
     def __len__(self) -> int:
         return len(self._records)
 
     @property
     def num_bytes(self) -> int:
-        return self._num_bytes
+        return self._owned_bytes.total()
+
+    def uses(self) -> list[BudgetUse]:
+        """What `/metrics` shows: responses, of which some were refused, and their bytes, of which some were dropped."""
+        num_records = len(self._records)
+        return [
+            BudgetUse(budget="stored_responses", used=num_records, limit=self._max_responses, refused=self._refused),
+            BudgetUse(
+                budget="stored_response_bytes", used=self.num_bytes, limit=self._max_bytes, refused=self._thrown_out
+            ),
+        ]
 
     def add(self, record: ResponseRecord) -> None:
-        """Keeps a response, and throws out the oldest ones if there is no room.
+        """Keeps a response, and throws out old ones if there is no room.
 
         Raises:
-            ApiError: 429; all that are kept are in the making.
+            ApiError: 429 or 503; what is in the making is all that is kept, or the owner's share of it.
         """
+        if not record.ended:
+            self._check_share(record.owner)
         while len(self._records) >= self._max_responses:
-            if not self._throw_out_oldest():
-                raise overloaded(f"{len(self._records)} background responses are in the making; try again later")
+            if not self._throw_out_oldest(self._owned):
+                self._refuse(record.owner, Counter(each.owner for each in self._records.values()))
         self._records[record.response.id] = record
+        self._owned[record.owner] += 1
         self.weigh(record)
 
     def weigh(self, record: ResponseRecord) -> None:
@@ -78,9 +100,9 @@ class ResponseStore:
         num_bytes = len(msgspec.json.encode((record.response, record.items)))
         if record.run is not None:
             num_bytes += record.run.num_event_bytes
-        self._num_bytes += num_bytes - record.num_bytes
+        self._owned_bytes[record.owner] += num_bytes - record.num_bytes
         record.num_bytes = num_bytes
-        while self._num_bytes > self._max_bytes and self._throw_out_oldest():
+        while self.num_bytes > self._max_bytes and self._throw_out_oldest(self._owned_bytes):
             pass
 
     def find(self, response_id: str, tenant: str) -> ResponseRecord:
@@ -93,11 +115,33 @@ class ResponseStore:
         return record
 
     def remove(self, record: ResponseRecord) -> None:
-        if self._records.pop(record.response.id, None) is not None:
-            self._num_bytes -= record.num_bytes
+        if self._records.pop(record.response.id, None) is None:
+            return
+        for owned, amount in ((self._owned, 1), (self._owned_bytes, record.num_bytes)):
+            owned[record.owner] -= amount
+            if not owned[record.owner]:
+                del owned[record.owner]
 
-    def _throw_out_oldest(self) -> bool:
-        oldest = next((record for record in self._records.values() if record.ended), None)
-        if oldest is not None:
-            self.remove(oldest)
-        return oldest is not None
+    def _check_share(self, owner: str) -> None:
+        making = Counter(record.owner for record in self._records.values() if not record.ended)
+        if not is_share(making[owner], 1, used=making.total(), limit=self._max_responses):
+            self._refuse(owner, making)
+
+    def _refuse(self, owner: str, making: "Counter[str]") -> NoReturn:
+        self._refused += 1
+        message = f"{making.total()} background responses are in the making"
+        if making[owner]:
+            raise overloaded(f"{message}; {making[owner]} of them are yours; try again later")
+        raise busy(f"{message}; try again later")
+
+    def _throw_out_oldest(self, owned: "Counter[str]") -> bool:
+        """Throws out the oldest ended response of the owner that has most, of those that have one."""
+        oldest: dict[str, ResponseRecord] = {}
+        for record in self._records.values():
+            if record.ended:
+                oldest.setdefault(record.owner, record)
+        if not oldest:
+            return False
+        self.remove(oldest[max(oldest, key=lambda owner: owned[owner])])
+        self._thrown_out += 1
+        return True

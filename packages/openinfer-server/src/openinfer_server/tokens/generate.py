@@ -55,12 +55,12 @@ class TokenGeneration:
 
     async def __call__(self, http_request: HttpRequest) -> None:
         service = self._service
-        service.check_serving()
+        service.check_serving(http_request.owner)
         request = await http_request.read_json(_decoder)
         _check(request)
         model = service.resolve_model(request.model)
         usage_wanted = check_stream_options(_fields(request))
-        plan = self._plan(request, http_request.tenant)
+        plan = self._plan(http_request, request)
         plan = constrained(plan, _grammar(request))
         head = TokenResponse(request_id=request.request_id or f"gen-{secrets.token_hex(12)}", model=model, choices=[])
         response = Response(service.link)
@@ -81,7 +81,7 @@ class TokenGeneration:
 
         await deliver(http_request, service, response, writer, body=body, end=end)
 
-    def _plan(self, request: TokenRequest, tenant: str) -> Plan:
+    def _plan(self, http_request: HttpRequest, request: TokenRequest) -> Plan:
         info, sampling = self._service.info, request.sampling_params
         check_prompt_token_ids(request.token_ids, info, "token_ids")
         if len(request.token_ids) > info.max_model_tokens:
@@ -90,7 +90,8 @@ class TokenGeneration:
             self._service,
             _fields(request),
             [Prompt(tuple(request.token_ids), "", "token_ids")],
-            tenant=tenant,
+            tenant=http_request.tenant,
+            owner=http_request.owner,
             max_tokens=sampling.max_tokens,
             default_tokens=DEFAULT_TOKENS,
             scoring=Scoring(output=sampling.logprobs, prompt=sampling.prompt_logprobs),
