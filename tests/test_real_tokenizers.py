@@ -12,9 +12,13 @@ import numpy as np
 import pytest
 import tokenizers
 
+import openinfer_tiny_model
 from openinfer_engine.gguf.tokenizer import tokenizer_of
 from openinfer_server.chat.prefill import continued
 from openinfer_server.chat.template import ChatTemplate
+from openinfer_server.parsers.choose import choose_parsers
+from openinfer_server.parsers.contract import ModelTraits
+from openinfer_server.text.marked_text import MarkedText
 from openinfer_server.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -124,6 +128,83 @@ def test_reasoning_alone_is_continued_inside_it() -> None:
     turn = {"role": "assistant", "content": "", "reasoning_content": "Let me"}
     prompt, _ = continued(template, [{"role": "user", "content": "Q"}, turn], {}, None)
     assert prompt.endswith("<|im_start|>assistant\n<think>\nLet me")
+
+
+# --- control tokens: the template's alone
+
+
+@pytest.fixture(scope="module", params=["qwen3", "deepseek_v3", "llama3", "tiny"])
+def chats(request: pytest.FixtureRequest) -> "Chats":
+    return Chats(openinfer_tiny_model.model_dir() if request.param == "tiny" else fetched(request.param))
+
+
+class Chats:
+    """A published template and tokenizer, and what the server makes of them."""
+
+    def __init__(self, folder: Path) -> None:
+        template = ChatTemplate.load(folder, timeout_s=5.0, max_characters=2**20)
+        assert template is not None
+        self.template = template
+        self.real = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        parsers = choose_parsers(ModelTraits("", template.source))
+        self.controls = Tokenizer.load(folder).control_tokens(own_texts=template.own_texts, markers=parsers.markers)
+
+    def prompt(self, text: str, *, said: str = "it said") -> MarkedText:
+        """A chat with a text wherever a client may put one."""
+        arguments: Any = {"a": text}
+        if self.template.wants_text_arguments:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": arguments}}
+        none = None if self.template.wants_no_content_beside_calls else ""
+        turns = [
+            {"role": "system", "content": text},
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": f"\n{text}"},
+            {"role": "assistant", "content": none, "tool_calls": [call]},
+            {"role": "tool", "content": text, "tool_call_id": "c1"},
+        ]
+        schema = {"type": "object", "properties": {text: {"description": text}}}
+        tool = {"type": "function", "function": {"name": "find", "description": text, "parameters": schema}}
+        return self.template.render(turns, {"tools": [tool]})
+
+    def control(self, text: MarkedText) -> list[str]:
+        return [self.real.id_to_token(i) for i in self.controls.encode(text) if i in self.controls.token_ids]
+
+
+def test_chats_without_control_text_have_the_ids_of_their_text(chats: Chats) -> None:
+    samples = [text.replace("<|im_start|>", "").replace("<|im_end|>", "") for text in SAMPLES]
+    for text in (*samples, "\n", "\n\nHello", " x ", "<|", "<｜", "</"):
+        rendered = chats.prompt(text, said=text)
+        assert chats.controls.encode(rendered) == chats.real.encode(rendered.plain, add_special_tokens=False).ids
+
+
+def test_no_text_of_a_client_becomes_a_control_token(chats: Chats) -> None:
+    names = [str(chats.real.id_to_token(i)) for i in sorted(chats.controls.token_ids)]
+    written = chats.control(chats.prompt("innocent"))
+    assert len(set(written)) >= 3
+    for token in {*names[:40], *written}:
+        half = len(token) // 2
+        for text in (token, f"a{token}\n{token}b", token[:half], token[half:], token[1:], token[:-1]):
+            assert chats.control(chats.prompt(text)) == written, text
+
+
+def test_assistants_keep_marks_that_are_not_special(chats: Chats) -> None:
+    added = chats.real.get_added_tokens_decoder()
+    plain = chats.control(chats.prompt("x", said="y"))
+    for token_id in sorted(chats.controls.token_ids)[-40:]:
+        token = added[token_id]
+        said = chats.control(chats.prompt("x", said=f"y{token.content}z"))
+        if token.special:
+            assert said == plain
+        elif token.content != "</think>":  # before which templates leave out what was said
+            assert sorted(said) == sorted([*plain, token.content])
+
+
+def test_role_marks_and_call_marks_are_control_tokens_special_or_not(chats: Chats) -> None:
+    names = {chats.real.id_to_token(i) for i in chats.controls.token_ids}
+    markers = {"<｜User｜>", "<｜Assistant｜>", "<tool_call>", "</tool_call>", "<tool_response>", "<think>"}
+    assert {name for name in markers if chats.real.token_to_id(name) is not None} <= names
 
 
 @pytest.mark.parametrize("name", sorted(PRES))

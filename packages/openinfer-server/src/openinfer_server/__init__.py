@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from openinfer_server.answering import AnswerForm, Completed, Conversation, Ended, answer, complete
     from openinfer_server.app import App, build_app, load_app
-    from openinfer_server.chat.template import ChatTemplate, RenderingRefused
+    from openinfer_server.chat.sandbox import RenderingRefused
+    from openinfer_server.chat.template import ChatTemplate
     from openinfer_server.errors import (
         CannotListen,
         ConflictingRoutes,
@@ -117,7 +118,7 @@ _MODULES = {
     "Level": "http.access",
     "Neutral": "request.rules",
     "Refused": "request.rules",
-    "RenderingRefused": "chat.template",
+    "RenderingRefused": "chat.sandbox",
     "RequestFields": "request.fields",
     "Route": "http.routes",
     "RouteDoc": "http.routes",

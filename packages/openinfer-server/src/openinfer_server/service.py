@@ -14,6 +14,7 @@ from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
 from openinfer_server.options import ServerOptions
 from openinfer_server.output.engine_link import EngineLink
 from openinfer_server.parsers.choose import ModelParsers
+from openinfer_server.text.control_tokens import ControlTokens
 from openinfer_server.text.tokenizer import Tokenizer
 from openinfer_server.workers.peers import NoPeers, Peers
 
@@ -24,6 +25,7 @@ class Service:
 
     Attributes:
         draining: whether new generation requests are refused, because the server is ending.
+        control_tokens: what of a chat only its template writes; None without a template.
     """
 
     options: ServerOptions
@@ -38,6 +40,12 @@ class Service:
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
     draining: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
+    control_tokens: ControlTokens | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.template is not None:
+            own_texts, markers = self.template.own_texts, self.parsers.markers
+            self.control_tokens = self.tokenizer.control_tokens(own_texts=own_texts, markers=markers)
 
     def snapshot(self) -> MetricsSnapshot:
         budgets = [*self.budgets.uses(), self.tokenizer.encoding.characters.use, *self.link.admission.uses()]

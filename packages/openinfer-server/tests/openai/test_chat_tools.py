@@ -10,14 +10,18 @@ from tokenizers import AddedToken
 from openinfer_server import ServerOptions
 from openinfer_server.testing import ParrotLoop, ThreadedServer, wait_until
 
+
+def spoken(*tokens: str) -> str:
+    """The last turn, in which the template writes these tokens anew: in a client's text they would be text."""
+    return "{{ messages[-1].content" + "".join(f".replace('{token}', '{token}')" for token in tokens) + " }}"
+
+
+END = "<|im_end|>"
 TEMPLATE = (
-    "{#- tools: <tool_call>, reasoning: </think> -#}"
-    "{%- for tool in tools or [] %}{{ tool | tojson }}\n{% endfor -%}"
-    "{{ messages[-1].content }}"
-)
+    "{#- tools: <tool_call>, reasoning: </think> -#}{%- for tool in tools or [] %}{{ tool | tojson }}\n{% endfor -%}"
+) + spoken(END, "<think>", "<tool_call>")
 """The parrot says its prompt: what the last turn of a test says, the model says, after the tools it was told of."""
 SAID = TEMPLATE.replace("{%- for tool in tools or [] %}{{ tool | tojson }}\n{% endfor -%}", "")
-END = "<|im_end|>"
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "Zürich 🙂"}}\n</tool_call>'
 SECOND = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 THOUGHT = "<think>\nI look at the clock …\n</think>\n\n"
@@ -347,7 +351,9 @@ def test_special_tokens_of_a_format_reach_its_parser_and_no_others_show(start, c
     from_file = type(tokenizer).from_str(tokenizer.to_str())
     from_file.add_special_tokens(names)
     from_file.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text("{#- tools " + names[0] + " -#}{{ messages[-1].content }}")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{#- tools " + names[0] + " -#}" + spoken(END, "<|im_start|>", *names)
+    )
     described = info.__class__(
         **{f: getattr(info, f) for f in info.__struct_fields__} | {"num_token_ids": from_file.get_vocab_size()}
     )

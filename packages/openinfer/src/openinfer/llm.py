@@ -36,7 +36,10 @@ from openinfer_core import (
 from openinfer_core.contracts import one_release, require_one_release
 from openinfer_core.events import Failed
 from openinfer_core.sampling_defaults import SamplingDefaultsFrom, read_sampling_defaults
-from openinfer_server.chat.template import ChatTemplate, RenderingRefused
+from openinfer_server.chat.sandbox import RenderingRefused
+from openinfer_server.chat.template import ChatTemplate
+from openinfer_server.text.control_tokens import OriginLost
+from openinfer_server.text.marked_text import MarkedText
 from openinfer_server.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 128
@@ -89,6 +92,8 @@ class LLM:
             self._engine = found.launch(self._model_dir, _options(found.options_type, options))
         self._tokenizer = Tokenizer.load(self._model_dir, num_token_ids=self._engine.info.num_token_ids)
         self._template = ChatTemplate.load(self._model_dir, timeout_s=10.0, max_characters=2**24)
+        own_texts = () if self._template is None else self._template.own_texts
+        self._control_tokens = self._tokenizer.control_tokens(own_texts=own_texts)
         self._ids = itertools.count()
         self._sinks: dict[RequestId, Callable[[TokenEvent], None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -177,12 +182,7 @@ class LLM:
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
         """
-        if self._template is None:
-            raise InvalidRequest(f"{self._model_dir} has no chat template; use generate", field="messages")
-        try:
-            return self._template.render(messages, dict(template or {}))
-        except RenderingRefused as error:
-            raise InvalidRequest(str(error), field="messages") from error
+        return self._rendered(messages, template).plain
 
     def close(self) -> None:
         """Ends the engine. Idempotent; open calls raise `GenerationFailed`."""
@@ -212,9 +212,20 @@ class LLM:
         }
         return SamplingParams(**fields)
 
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None) -> MarkedText:
+        if self._template is None:
+            raise InvalidRequest(f"{self._model_dir} has no chat template; use generate", field="messages")
+        try:
+            return self._template.render(messages, dict(variables or {}))
+        except RenderingRefused as error:
+            raise InvalidRequest(str(error), field="messages") from error
+
     def _prompt(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None) -> list[int]:
-        text = self.render(messages, template=template)  # which has the special tokens that the model wants, BOS too
-        return self._wait(self._tokenizer.encode(text, add_special_tokens=False))
+        text = self._rendered(messages, template)  # which has the special tokens that the model wants, BOS too
+        try:
+            return self._wait(self._tokenizer.encode_chat(text, self._control_tokens))
+        except OriginLost as error:
+            raise InvalidRequest(str(error), field="messages") from error
 
     def _submission(self, prompt: Prompt, params: SamplingParams, stop: Sequence[str]) -> "_Submission":
         token_ids: Sequence[int] = self._encode(prompt) if isinstance(prompt, str) else prompt

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.chat.turns import REASONING_NAMES, TemplateTurn
+from openinfer_server.text.marked_text import MarkedText, Origin
 
 _LEAVES_REASONING_OUT = "the chat template leaves the reasoning of the last message out"
 
@@ -24,7 +25,7 @@ def continued(
     turns: Sequence[TemplateTurn],
     variables: Mapping[str, object],
     tags: tuple[str, str] | None,
-) -> tuple[str, str]:
+) -> tuple[MarkedText, str]:
     """The rendered chat, which ends with the text of its last turn, the assistant's; and that text.
 
     Args:
@@ -40,24 +41,26 @@ def continued(
     last = turns[-1]
     if last.get("tool_calls"):
         raise PrefillRefused("the last message calls a tool; a call cannot be continued")
-    content, reasoning = (str(last.get(name, "")) for name in ("content", "reasoning_content"))
+    content, reasoning = (
+        MarkedText.of(str(last.get(name, "")), Origin.ASSISTANT) for name in ("content", "reasoning_content")
+    )
     if not content and not reasoning:
         raise PrefillRefused("the last message has no text that could be continued")
     if tags and not reasoning and content.lstrip().startswith(tags[0]):
-        return _opened(template, turns, variables, tags) + content, content
+        return _opened(template, turns, variables, tags) + content, content.plain
     if not content:
-        return _before_reasoning(template, turns, variables, tags) + reasoning, reasoning
+        return _before_reasoning(template, turns, variables, tags) + reasoning, reasoning.plain
     prompt = _before(template, turns, variables, ("content",))
     if prompt is None:
         raise PrefillRefused("the chat template does not write the text of the last message, or not once")
     if reasoning and _before(template, turns, variables, REASONING_NAMES) is None:
         raise PrefillRefused(_LEAVES_REASONING_OUT)
-    return prompt + content, content
+    return prompt + content, content.plain
 
 
 def _before(
     template: ChatTemplate, turns: Sequence[TemplateTurn], variables: Mapping[str, object], names: Sequence[str]
-) -> str | None:
+) -> MarkedText | None:
     """What the template writes before a field of the last turn; None if the field does not show, or not once.
 
     Args:
@@ -78,7 +81,7 @@ def _before_reasoning(
     turns: Sequence[TemplateTurn],
     variables: Mapping[str, object],
     tags: tuple[str, str] | None,
-) -> str:
+) -> MarkedText:
     prompt = _before(template, turns, variables, REASONING_NAMES)
     if prompt is None:  # templates of models that always think write no reasoning, and open it for the answer
         prompt = _generation_prompt(template, turns, variables)
@@ -87,7 +90,9 @@ def _before_reasoning(
     return prompt
 
 
-def _generation_prompt(template: ChatTemplate, turns: Sequence[TemplateTurn], variables: Mapping[str, object]) -> str:
+def _generation_prompt(
+    template: ChatTemplate, turns: Sequence[TemplateTurn], variables: Mapping[str, object]
+) -> MarkedText:
     return template.render(turns[:-1], variables)
 
 
@@ -96,7 +101,7 @@ def _opened(
     turns: Sequence[TemplateTurn],
     variables: Mapping[str, object],
     tags: tuple[str, str],
-) -> str:
+) -> MarkedText:
     """What stands before an answer that opens its reasoning itself."""
     opening, closing = tags
     prompt = _generation_prompt(template, turns, variables)

@@ -9,13 +9,16 @@ from enum import StrEnum
 import msgspec
 
 from openinfer_server.chat.prefill import PrefillRefused, continued
-from openinfer_server.chat.template import ChatTemplate, RenderingRefused
+from openinfer_server.chat.sandbox import RenderingRefused
+from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.chat.turns import TemplateTurn, num_characters, template_turns
 from openinfer_server.http.api_errors import ApiError, invalid, refused
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.openai.types import AssistantTurn, Turn
 from openinfer_server.request.plan import Prompt, check_prompt_token_ids, too_long
 from openinfer_server.service import Service
+from openinfer_server.text.control_tokens import OriginLost
+from openinfer_server.text.marked_text import MarkedText
 
 INLINE_CHARACTERS = 4096  # smaller chats are rendered in the event loop; larger ones in a thread
 INLINE_TURNS = 16
@@ -80,21 +83,26 @@ async def chat_prompt(
         num_kept: how many tokens of the prompt's end are kept; None for all. The text is kept whole.
 
     Raises:
-        ApiError: 400; there is no template, or it refused the turns, or the prompt exceeds the context. 429 or 503: see
-            `Tokenizer.encode`.
+        ApiError: 400; there is no template, or it refused the turns or lost the origin of a control token, or the
+            prompt exceeds the context. 429 or 503: see `Tokenizer.encode`.
         ClientDisconnected: the client has left.
     """
     template, info, tokenizer = service.template, service.info, service.tokenizer
-    if template is None:
+    control_tokens = service.control_tokens
+    if template is None or control_tokens is None:
         message = "the model has no chat template; use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
     if end is PromptEnd.AFTER_LAST_TURN and "add_generation_prompt" not in template.reads:
         raise refused("add_generation_prompt", "the chat template does not read it")
-    text, begun = await _render(http_request, service, template, turns, variables, end=end)
+    marked, begun = await _render(http_request, service, template, turns, variables, end=end)
+    text = marked.plain
     least = tokenizer.least_tokens(text)
     if num_kept is None and least > info.max_model_tokens:
         raise too_long(f"at least {least}", info, "messages")
-    token_ids = await tokenizer.encode(text, add_special_tokens=False, client=http_request)
+    try:
+        token_ids = await tokenizer.encode_chat(marked, control_tokens, client=http_request)
+    except OriginLost as error:
+        raise ApiError(400, str(error), param="messages", code="chat_template_loses_origin") from error
     check_prompt_token_ids(token_ids, info, "messages")
     return Prompt(tuple(token_ids[-(num_kept or 0) :]), text, "messages", begun)
 
@@ -107,7 +115,7 @@ async def _render(
     variables: Mapping[str, object],
     *,
     end: PromptEnd,
-) -> tuple[str, str]:
+) -> tuple[MarkedText, str]:
     """The rendered chat, and what of its end is the beginning of the answer."""
 
     def read() -> Sequence[TemplateTurn]:
@@ -118,7 +126,7 @@ async def _render(
             no_content_beside_calls=template.wants_no_content_beside_calls,
         )
 
-    def render(rendered: Sequence[TemplateTurn]) -> tuple[str, str]:
+    def render(rendered: Sequence[TemplateTurn]) -> tuple[MarkedText, str]:
         if end is PromptEnd.IN_LAST_TURN:
             return continued(template, rendered, variables, service.parsers.reasoning_tags)
         return template.render(rendered, variables, add_generation_prompt=end is PromptEnd.NEW_TURN), ""

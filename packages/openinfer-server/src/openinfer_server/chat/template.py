@@ -7,8 +7,6 @@ that runs long, or makes a large value by a method or filter (`replace`, `ljust`
 from the model folder, which its owner trusts as they trust the weights; requests cannot bring one.
 """
 
-import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -16,23 +14,22 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import jinja2
-import jinja2.ext
 import msgspec
-from jinja2 import nodes
 from jinja2.defaults import DEFAULT_NAMESPACE
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
 
-from openinfer_server.chat.template_reads import names_read
+from openinfer_server.chat.sandbox import TICK, RenderingRefused, Sandbox
+from openinfer_server.chat.turns import REASONING_NAMES
 from openinfer_server.errors import UnusableTemplate
+from openinfer_server.text.marked_text import MarkedText, Origin, joined
 
-MAX_REPEATED_LENGTH = 2**20  # longest string or list that a product with a number may give
-_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")  # a width or precision of five digits, or one that is an argument
-_TICK = "openinfer_loop_tick"  # context name of the function that every loop calls
-_CONCATENATE = "openinfer_concatenate"
+_ROLES = ("system", "developer", "user", "assistant", "tool")  # which the server writes, not its clients
 _TOKEN_SUFFIX = "_token"  # noqa: S105 - how variables end that name a special token
 _ARGUMENTS: Sequence[object] = ({}, "{}")  # of a call, in both forms
+_ASK: Mapping[str, object] = {"role": "user", "content": "?"}
+_CHATS: Sequence[Sequence[Mapping[str, object]]] = (
+    [{"role": "system", "content": "."}, _ASK],
+    [_ASK, {"role": "assistant", "content": "!"}, _ASK],
+)
 _OWN = frozenset(  # variables that have a meaning of their own here
     (
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
@@ -41,23 +38,15 @@ _OWN = frozenset(  # variables that have a meaning of their own here
 )
 
 
-class RenderingRefused(Exception):
-    """The template refused these messages, failed on them or exceeded a bound; the message is for the client."""
-
-
 class ChatTemplate:
     """A compiled template and the special tokens it may name."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], *, timeout_s: float, max_characters: int
     ) -> None:
-        environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.max_characters = max_characters
-        self._template, read = _compile(environment, source)
-        self._special_tokens = dict(special_tokens)
+        functions = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self._template, read, literals = Sandbox(max_characters).compile_template(source, functions)
+        self._special_tokens = {name: MarkedText.of(token, Origin.TEMPLATE) for name, token in special_tokens.items()}
         self._timeout_s = timeout_s
         self._max_characters = max_characters
         self.source = source
@@ -76,6 +65,9 @@ class ChatTemplate:
         if self.wants_no_content_beside_calls:
             as_object, as_text = (self._with_call(None, arguments) for arguments in _ARGUMENTS)
         self.wants_text_arguments = "tool_calls" in source and as_object is None and as_text is not None
+        # What the template writes itself, also put together of several texts (`<|` and a role and `|>`).
+        written = (as_object, as_text, *map(self._tried, _CHATS))
+        self.own_texts = literals.union(special_tokens.values(), *map(_own_parts, written))
 
     @classmethod
     def load(cls, model_dir: Path, *, timeout_s: float, max_characters: int) -> "ChatTemplate | None":
@@ -101,8 +93,10 @@ class ChatTemplate:
         options: Mapping[str, object],
         *,
         add_generation_prompt: bool = True,
-    ) -> str:
+    ) -> MarkedText:
         """The prompt of a chat, up to where the assistant's answer begins, or to the end of the last message.
+
+        Its characters carry their origins: template, assistant, or client.
 
         Raises:
             RenderingRefused: see there.
@@ -110,9 +104,9 @@ class ChatTemplate:
         variables: dict[str, object] = {
             **self._special_tokens,
             **options,
-            "messages": messages,
+            "messages": list(map(_marked, messages)),
             "add_generation_prompt": add_generation_prompt,
-            _TICK: _clock(self._timeout_s),
+            TICK: _clock(self._timeout_s),
         }
         try:
             return self._collect(variables)
@@ -121,23 +115,26 @@ class ChatTemplate:
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise RenderingRefused("the chat template failed on these messages") from error
 
-    def _with_call(self, content: str | None, arguments: object) -> str | None:
+    def _with_call(self, content: str | None, arguments: object) -> MarkedText | None:
         """A chat with a call, or without where there are no arguments; None if the template fails on it.
 
         What a template takes is known by trying it alone.
         """
         call = {"id": "call_0", "type": "function", "function": {"name": "probe", "arguments": arguments}}
-        turns: list[dict[str, object]] = [
-            {"role": "user", "content": "?"},
+        turns: list[Mapping[str, object]] = [
+            _ASK,
             {"role": "assistant", "content": content, "tool_calls": [] if arguments is None else [call]},
             {"role": "tool", "content": "!", "tool_call_id": "call_0"},
         ]
+        return self._tried(turns)
+
+    def _tried(self, turns: Sequence[Mapping[str, object]]) -> MarkedText | None:
         try:
             return self.render(turns, {})
         except RenderingRefused:
             return None
 
-    def _collect(self, variables: dict[str, object]) -> str:
+    def _collect(self, variables: dict[str, object]) -> MarkedText:
         parts: list[str] = []
         length = 0
         for part in self._template.generate(variables):
@@ -145,7 +142,7 @@ class ChatTemplate:
             if length > self._max_characters:
                 raise RenderingRefused(f"the rendered chat exceeds {self._max_characters} characters")
             parts.append(part)
-        return "".join(parts)
+        return joined(parts)
 
 
 def template_source(model_dir: Path) -> str | None:
@@ -157,71 +154,33 @@ def template_source(model_dir: Path) -> str | None:
     return _source(model_dir, _read_config(model_dir))
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with products, sums and padding bounded."""
-
-    max_characters = MAX_REPEATED_LENGTH
-
-    intercepted_binops = frozenset({"*", "+", "%"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            for repeated, times in ((left, right), (right, left)):
-                if isinstance(times, int) and _length(repeated) * times > MAX_REPEATED_LENGTH:
-                    raise RenderingRefused("the chat template repeats a text beyond all measure")
-        elif operator == "+" and _length(left) + _length(right) > self.max_characters:
-            raise RenderingRefused(f"the chat template makes a text of more than {self.max_characters} characters")
-        elif operator == "%" and isinstance(left, str) and _WIDTH.search(left):
-            raise RenderingRefused("the chat template pads a text beyond all measure")
-        return super().call_binop(context, operator, left, right)
+def _marked(message: Mapping[str, object]) -> Mapping[str, object]:
+    """A message whose role, and the assistant's texts, say where they come from."""
+    role = message.get("role")
+    if role not in _ROLES:
+        return message
+    marked = {**message, "role": MarkedText.of(cast("str", role), Origin.TEMPLATE)}
+    if role == "assistant":
+        marked |= {name: _of_assistant(message[name]) for name in ("content", *REASONING_NAMES) if name in message}
+    return marked
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; for serving it is only its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's declaration
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile(environment: _Environment, source: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """The template, and the names that it looks up."""
-    try:
-        parsed = environment.parse(source)
-        read = names_read(parsed)
-        tree = _BoundedConcatenation().visit(parsed)
-        for loop in list(tree.find_all(nodes.For)):
-            loop.body.insert(0, nodes.ExprStmt(nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)))
-        tree.set_environment(environment)
-        code = environment.compile(tree)
-    except jinja2.TemplateError as error:
-        raise UnusableTemplate(f"the chat template does not compile: {error}") from error
-    known = environment.make_globals(_globals(environment.max_characters))
-    return jinja2.Template.from_code(environment, code, known), read
+def _of_assistant(content: object) -> object:
+    if isinstance(content, list):  # parts, which calls from Python may have
+        return [_of_assistant(part) for part in cast("list[object]", content)]
+    if isinstance(content, str):
+        return MarkedText.of(content, Origin.ASSISTANT)
+    part = cast("dict[str, object]", content)
+    if isinstance(content, dict) and "text" in part:
+        return {**part, "text": _of_assistant(part["text"])}
+    return part
 
 
-class _BoundedConcatenation(NodeTransformer):
-    """`a ~ b` becomes a call: the sandbox intercepts other operators, not this one."""
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:  # noqa: N802 - jinja2's name
-        parts = [self.visit(part) for part in node.nodes]
-        return nodes.Call(nodes.Name(_CONCATENATE, "load"), parts, [], None, None, lineno=node.lineno)
-
-
-def _globals(max_characters: int) -> dict[str, object]:
-    def concatenate(*parts: object) -> str:
-        texts = [str(part) for part in parts]
-        if sum(map(len, texts)) > max_characters:
-            raise RenderingRefused(f"the chat template makes a text of more than {max_characters} characters")
-        return "".join(texts)
-
-    return {"raise_exception": _raise_exception, "strftime_now": _strftime_now, _CONCATENATE: concatenate}
-
-
-def _length(value: object) -> int:
-    return len(cast("Sequence[object]", value)) if isinstance(value, str | list | tuple) else 0
+def _own_parts(text: MarkedText | None) -> list[str]:
+    """Stretches of a rendered chat that the template wrote."""
+    if text is None:
+        return []
+    return [text.plain[begin:end] for begin, end, origin in text.runs() if origin is Origin.TEMPLATE]
 
 
 def _clock(timeout_s: float) -> Callable[[], str]:
@@ -241,17 +200,6 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.fromtimestamp(time.time()).astimezone().strftime(pattern)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass it by position
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002
-) -> str:
-    # jinja2's own filter escapes for HTML, which models have never seen
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _read_config(model_dir: Path) -> dict[str, Any]:

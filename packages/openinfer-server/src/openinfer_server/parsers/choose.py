@@ -70,6 +70,14 @@ class ModelParsers:
             return frozenset()
         return frozenset(begin_tokens_of(self.tools.parser))
 
+    @property
+    def markers(self) -> frozenset[str]:
+        """All that the parsers look for by name, or write."""
+        chosen = [each.parser for each in (self.tools, self.reasoning) if each is not None]
+        tags = [tag for parser in chosen for tag in getattr(parser, "tags", ())]
+        closing = [getattr(parser, "closing_text", "") for parser in chosen]
+        return self.visible_tokens.union(*(begin_tokens_of(parser) for parser in chosen), tags, closing)
+
     def check(self) -> None:
         """Makes each parser once; raises `UnusableParser` for one that cannot be made, or takes no text."""
         context = ParserContext("", {"example": {"type": "object"}}, new_call_id)

@@ -4,7 +4,7 @@ Long texts are encoded in a thread with `encode_batch_fast`, which releases the 
 it for the whole text and stall every stream (FRONTEND-CHOICES.md: 37-68 ms for 16k tokens).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -15,8 +15,10 @@ from openinfer_core.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 from openinfer_server.errors import UnusableTokenizer
 from openinfer_server.limits.queued_work import Client
 from openinfer_server.text.byte_table import ByteTable, SentencePieces, build_byte_table
+from openinfer_server.text.control_tokens import ControlTokens
 from openinfer_server.text.detokenizers import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from openinfer_server.text.encoding_threads import THIS_PROCESS, EncodingThreads
+from openinfer_server.text.marked_text import MarkedText
 
 INLINE_CHARACTERS = 512  # shorter texts take less than a thread's round trip, about 0.3 ms
 _CONTEXT_TOKENS = 4  # prompt tokens that a window detokenizer begins with
@@ -87,11 +89,27 @@ class Tokenizer:
             ApiError: 429 or 503; too much text of this client's owner, or of all, waits to be encoded.
             ClientDisconnected: the client has left.
         """
+        return await self._in_thread(client, text, lambda: self._encode(text, add_special_tokens=add_special_tokens))
+
+    async def encode_chat(
+        self, text: MarkedText, control_tokens: ControlTokens, *, client: Client = THIS_PROCESS
+    ) -> list[int]:
+        """Token ids of a rendered chat, whose control tokens are the template's.
+
+        Raises:
+            OriginLost: see there.
+            ApiError, ClientDisconnected: see `encode`.
+        """
+        return await self._in_thread(client, text, lambda: control_tokens.encode(text))
+
+    def control_tokens(self, *, own_texts: Iterable[str], markers: Iterable[str] = ()) -> ControlTokens:
+        """The control tokens of chats; see there."""
+        return ControlTokens(self._tokenizer, own_texts=own_texts, markers=markers)
+
+    async def _in_thread(self, client: Client, text: str, encode: Callable[[], list[int]]) -> list[int]:
         if len(text) <= INLINE_CHARACTERS:
-            return self._encode(text, add_special_tokens=add_special_tokens)
-        return await self.encoding.run(
-            client, len(text), lambda: self._encode(text, add_special_tokens=add_special_tokens)
-        )
+            return encode()
+        return await self.encoding.run(client, len(text), encode)
 
     def encode_short(self, text: str) -> list[int]:
         """Token ids of a few words, at once, without special tokens of the tokenizer's own."""

@@ -1,0 +1,319 @@
+"""The Jinja sandbox that templates run in: bounded, and carrying the origin of every character to the output.
+
+The template's own text (what stands between its tags, and its string constants) reaches expressions as `MarkedText`;
+what a request says is plain `str`. Of what a template can do with texts, `+`, `~`, `*`, `%`, slices, loops, blocks,
+macros, `format`, the methods of `MarkedText` and the filters below carry origins. The result of every other method and
+filter is marked as lost, if there were marks to lose: no text of the template becomes a client's in silence.
+"""
+
+import functools
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.exceptions import FilterArgumentError
+from jinja2.filters import do_title, make_attrgetter
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
+
+from openinfer_server.chat.template_reads import names_read
+from openinfer_server.errors import UnusableTemplate
+from openinfer_server.text.marked_text import (
+    CARRIED,
+    MarkedText,
+    Origin,
+    formatted,
+    holds_marks,
+    joined,
+    lost,
+    percent_formatted,
+    text_of,
+)
+
+MAX_REPEATED_LENGTH = 2**20  # longest string or list that a product with a number may give
+TICK = "openinfer_loop_tick"  # context name of the function that every loop calls
+_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")  # a width or precision of five digits, or one that is an argument
+_CONCATENATE = "openinfer_concatenate"
+_LITERAL = "openinfer_literal_"
+_HANDING_FILTERS = frozenset(  # that hand on what they are given, or make numbers of it
+    (
+        *("abs", "attr", "batch", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items"),
+        *("last", "length", "list", "map", "max", "min", "random", "reject", "rejectattr", "reverse", "round"),
+        *("select", "selectattr", "slice", "sort", "sum", "unique", "wordcount"),
+    )
+)
+
+
+class RenderingRefused(Exception):
+    """The template refused these messages, failed on them or exceeded a bound; the message is for the client."""
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of one template; products, sums and padding are bounded."""
+
+    intercepted_binops = frozenset({"*", "+", "%"})
+    concat = staticmethod(joined)  # what macros, blocks and loops that call themselves put together
+
+    def __init__(self, max_characters: int) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+            finalize=text_of,
+        )
+        self.max_characters = max_characters
+        others = {name: _losing(each) for name, each in self.filters.items() if name not in _HANDING_FILTERS}
+        self.filters.update({**others, **_CARRYING_FILTERS})
+
+    def compile_template(
+        self, source: str, variables: Mapping[str, object]
+    ) -> tuple[jinja2.Template, frozenset[str], frozenset[str]]:
+        """A template, the names that it looks up, and its own texts.
+
+        Args:
+            source: of the template.
+            variables: that it may use next to Jinja's own.
+
+        Raises:
+            UnusableTemplate: it does not compile.
+        """
+        try:
+            parsed = self.parse(source)
+            if parsed.find(nodes.EvalContextModifier):
+                raise UnusableTemplate("the chat template switches escaping on or off, which is for web pages")
+            read = names_read(parsed)
+            literals = _Literals()
+            tree = literals.visit(parsed)
+            for loop in list(tree.find_all(nodes.For)):
+                loop.body.insert(0, nodes.ExprStmt(nodes.Call(nodes.Name(TICK, "load"), [], [], None, None)))
+            tree.set_environment(self)
+            code = self.compile(tree)
+        except jinja2.TemplateError as error:
+            raise UnusableTemplate(f"the chat template does not compile: {error}") from error
+        own = {name: MarkedText.of(text, Origin.TEMPLATE) for text, name in literals.names.items()}
+        known = self.make_globals({**variables, **own, _CONCATENATE: self._concatenate})
+        return jinja2.Template.from_code(self, code, known), read, frozenset(literals.names)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            for repeated, times in ((left, right), (right, left)):
+                if isinstance(times, int) and _length(repeated) * times > MAX_REPEATED_LENGTH:
+                    raise RenderingRefused("the chat template repeats a text beyond all measure")
+        elif operator == "+" and _length(left) + _length(right) > self.max_characters:
+            raise RenderingRefused(f"the chat template makes a text of more than {self.max_characters} characters")
+        elif operator == "%" and isinstance(left, str):
+            if _WIDTH.search(left):
+                raise RenderingRefused("the chat template pads a text beyond all measure")
+            if not isinstance(left, Markup):
+                return percent_formatted(left, right)
+        result = super().call_binop(context, operator, left, right)
+        return lost(result, left, right) if isinstance(result, Markup) else result
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls what a template calls. Methods of texts carry origins, or lose them for all to see."""
+        owner = getattr(function, "__self__", None)
+        if not isinstance(owner, str):
+            return super().call(context, function, *args, **kwargs)
+        name = function.__name__
+        if name in ("join", "replace") and not isinstance(owner, MarkedText | Markup):
+            function = getattr(MarkedText(owner), name)
+        result = super().call(context, function, *args, **kwargs)
+        is_carried = name in CARRIED and not isinstance(owner, Markup)
+        return result if is_carried else lost(result, owner, args, kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """`format` and `format_map` of a text, kept from private attributes."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        owner, is_map = value.__self__, value.__name__ == "format_map"
+        formatter = SandboxedFormatter(self)
+
+        def carry(*args: Any, **kwargs: Any) -> str:
+            whole = wrapped(*args, **kwargs)
+            if isinstance(owner, Markup):
+                return cast("str", lost(whole, owner, args, kwargs))
+            positional, named = ((), args[0]) if is_map else (args, kwargs)
+            fields = formatter.parse(owner)
+            return formatted(owner, str(whole), fields, lambda name: formatter.get_field(name, positional, named)[0])
+
+        return carry
+
+    def _concatenate(self, *parts: object) -> str:
+        texts = list(map(text_of, parts))
+        if sum(map(len, texts)) > self.max_characters:
+            raise RenderingRefused(f"the chat template makes a text of more than {self.max_characters} characters")
+        return joined(texts)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training; for serving it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Literals(NodeTransformer):
+    """The template's own texts become variables, and `a ~ b` a call: the sandbox intercepts other operators, not this.
+
+    Attributes:
+        names: text -> name of its variable.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:  # noqa: N802 - jinja2's names
+        parts = [self.visit(part) for part in node.nodes]
+        return nodes.Call(nodes.Name(_CONCATENATE, "load"), parts, [], None, None, lineno=node.lineno)
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Name:  # noqa: N802
+        return self._variable(node.data, node)
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Expr:  # noqa: N802
+        return self._variable(node.value, node) if isinstance(node.value, str) else node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:  # noqa: N802
+        node.node = self.visit(node.node)
+        if not isinstance(node.arg, nodes.Const):  # a key is looked up and never written
+            node.arg = self.visit(node.arg)
+        return node
+
+    def _variable(self, text: str, node: nodes.Node) -> nodes.Name:
+        name = self.names.setdefault(text, f"{_LITERAL}{len(self.names)}")
+        return nodes.Name(name, "load", lineno=node.lineno)
+
+
+def _losing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that says so where origins are lost in it."""
+
+    @functools.wraps(function)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        return lost(function(*args, **kwargs), args, kwargs)
+
+    return apply
+
+
+@jinja2.pass_environment
+def _join(environment: jinja2.Environment, value: Iterable[object], d: object = "", attribute: Any = None) -> str:
+    items = value if attribute is None else map(make_attrgetter(environment, attribute), value)
+    return joined((text_of(d),)).join(map(text_of, items))
+
+
+def _format(value: object, *args: object, **kwargs: object) -> str:
+    if args and kwargs:
+        raise FilterArgumentError("can't handle positional and keyword arguments at the same time")
+    return percent_formatted(text_of(value), kwargs or args)
+
+
+def _trim(value: object, chars: str | None = None) -> str:
+    return text_of(value).strip(chars)
+
+
+def _replace(value: object, old: object, new: object, count: int | None = None) -> str:
+    text = joined((text_of(value),))
+    return text.replace(str(old), text_of(new), -1 if count is None else count)
+
+
+def _title(value: object) -> str:
+    text = text_of(value)
+    result = do_title(text)
+    if isinstance(text, MarkedText) and len(result) == len(text):
+        return MarkedText(result, text.origins)
+    return cast("str", lost(result, text))
+
+
+def _upper(value: object) -> str:
+    return text_of(value).upper()
+
+
+def _lower(value: object) -> str:
+    return text_of(value).lower()
+
+
+def _capitalize(value: object) -> str:
+    return text_of(value).capitalize()
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass it by position
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    # jinja2's own filter escapes for HTML, which models have never seen
+    write = functools.partial(json.dumps, ensure_ascii=ensure_ascii, indent=indent, separators=separators)
+    if not holds_marks(value):
+        return write(value, sort_keys=sort_keys)
+    stand_ins = _StandIns()
+    text = write(stand_ins.put(_in_order(value) if sort_keys else value))
+    return stand_ins.replaced(text, lambda part: write(part)[1:-1])
+
+
+_CARRYING_FILTERS: Mapping[str, Callable[..., Any]] = {
+    "capitalize": _capitalize,
+    "format": _format,
+    "join": _join,
+    "lower": _lower,
+    "replace": _replace,
+    "string": text_of,
+    "title": _title,
+    "tojson": _to_json,
+    "trim": _trim,
+    "upper": _upper,
+}
+
+
+class _StandIns:
+    """Random names in place of texts with marks, while JSON is written around them."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_hex(16)
+        self._texts: list[MarkedText] = []
+
+    def put(self, value: Any) -> Any:
+        """A copy of a value with names in it."""
+        match value:
+            case MarkedText():
+                self._texts.append(value)
+                return f"{self._secret}{len(self._texts) - 1}."
+            case Mapping():
+                items = cast("Mapping[Any, Any]", value).items()
+                return {self.put(key): self.put(item) for key, item in items}
+            case list() | tuple():
+                return [self.put(item) for item in cast("Sequence[Any]", value)]
+            case _:
+                return value
+
+    def replaced(self, text: str, write: Callable[[str], str]) -> MarkedText:
+        """The text with the names' own texts, each stretch of one origin as `write` has it."""
+        parts = re.split(rf"{self._secret}(\d+)\.", text)
+        parts[1::2] = [self._written(self._texts[int(index)], write) for index in parts[1::2]]
+        return joined(parts)
+
+    def _written(self, text: MarkedText, write: Callable[[str], str]) -> MarkedText:
+        return joined(MarkedText.of(write(text.plain[begin:end]), origin) for begin, end, origin in text.runs())
+
+
+def _in_order(value: Any) -> Any:
+    """The value with the keys of every object sorted."""
+    if isinstance(value, dict):
+        return {key: _in_order(item) for key, item in sorted(cast("dict[Any, Any]", value).items())}
+    if isinstance(value, list | tuple):
+        return [_in_order(item) for item in cast("Sequence[Any]", value)]
+    return value
+
+
+def _length(value: object) -> int:
+    return len(cast("Sequence[object]", value)) if isinstance(value, str | list | tuple) else 0

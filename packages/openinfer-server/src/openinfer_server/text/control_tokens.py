@@ -1,0 +1,275 @@
+"""`ControlTokens`: encodes a rendered chat so that control tokens come from the template alone.
+
+Control tokens are the added tokens that are marked special, and those with a character that is no space which the
+template or a parser writes (Qwen3's `<tool_call>` and DeepSeek-V3's role marks are not special). In a second tokenizer,
+which shares the first one's model, each has a random name of 128 bits. A rendered chat is encoded there as one text,
+in which the template's control tokens have been replaced by these names: they are found where the first tokenizer would
+find them, with its rules for spaces and neighbours, and nothing else that looks like one of them is. So nothing is cut,
+and without control text in what a client wrote the ids are those of the whole text.
+
+Within a turn of the assistant the control tokens that are not special count, too.
+"""
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken
+
+from openinfer_server.text.marked_text import MarkedText, Origin
+
+UNWANTED = -1
+_LOST = re.compile(bytes((Origin.LOST,)) + b"+")
+
+
+class OriginLost(Exception):
+    """A control token stands where the template lost its texts' origins; the message is for the client."""
+
+
+class _Place(NamedTuple):
+    """A control token in a text, by its own name there."""
+
+    begin: int
+    end: int
+    token_id: int
+
+
+class ControlTokens:
+    """The control tokens of one model.
+
+    Attributes:
+        token_ids: of all of them.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, own_texts: Iterable[str], markers: Iterable[str]) -> None:
+        """Shares the tokenizer's model.
+
+        Args:
+            tokenizer: of the model; not changed.
+            own_texts: what the template writes itself.
+            markers: what parsers look for in the model's output.
+        """
+        added = tokenizer.get_added_tokens_decoder()
+        written = "\0".join((*own_texts, *markers))
+        control = {
+            token_id: each
+            for token_id, each in added.items()
+            if each.special or (each.content.strip() and each.content in written)
+        }
+        self.token_ids = frozenset(control)
+        self._names = _Names({token_id: each.content for token_id, each in control.items()})
+        self._any = _pattern(each.content for each in control.values())
+        self._longest = max((len(each.content) for each in control.values()), default=0)
+        self._patterns = {
+            Origin.TEMPLATE: _Patterns.of(added.values()),
+            Origin.ASSISTANT: _Patterns.of(each for each in added.values() if not each.special),
+        }
+        self._ids = {each.content: token_id for token_id, each in control.items()}
+        self._tokenizer = tokenizer
+        self._encoder = _Encoder(tokenizer, tokenizer.model, self._names)
+        self._copying = threading.Lock()
+
+    def encode(self, text: MarkedText) -> list[int]:
+        """Token ids of a rendered chat.
+
+        Raises:
+            OriginLost: see there.
+        """
+        self._check_lost(text)
+        places = list(self._find(text))
+        while True:
+            encoder = self._encoder
+            written, named = self._written(text, places)
+            ids = encoder.encode(written)
+            control_ids = encoder.control_ids(ids)
+            if control_ids == [place.token_id for place in places]:
+                return encoder.restored(ids)
+            if UNWANTED in control_ids:
+                self._copy_model(encoder)
+            else:
+                places = _found_places(places, named, encoder.found(written))
+
+    def _find(self, text: MarkedText) -> Iterator[_Place]:
+        """The control tokens all of whose characters are the template's, or an assistant's that may write them."""
+        plain = text.plain
+        for begin, end, origin in text.runs():
+            patterns = self._patterns.get(origin)
+            for found in () if patterns is None else patterns.find(plain, begin, end):
+                token_id = self._ids.get(found.group())
+                if token_id is not None:
+                    yield _Place(found.start(), found.end(), token_id)
+
+    def _written(self, text: MarkedText, places: Sequence[_Place]) -> tuple[str, list[_Place]]:
+        """The text with the names of its control tokens, and where these are."""
+        plain = text.plain
+        parts: list[str] = []
+        named: list[_Place] = []
+        end = shift = 0
+        for place in places:
+            name = self._names[place.token_id]
+            parts += (plain[end : place.begin], name)
+            named.append(_Place(place.begin + shift, place.begin + shift + len(name), place.token_id))
+            shift += len(name) - (place.end - place.begin)
+            end = place.end
+        return "".join((*parts, plain[end:])), named
+
+    def _copy_model(self, used: "_Encoder") -> None:
+        """Goes on with a model that knows no control tokens: the first one makes them of other text, as words."""
+        with self._copying:
+            if self._encoder is used:
+                self._encoder = _Encoder(self._tokenizer, _renamed_model(self._tokenizer, self._names), self._names)
+
+    def _check_lost(self, text: MarkedText) -> None:
+        """Refuses control text that has characters of lost origin."""
+        if self._any is None or Origin.LOST not in text.origins:
+            return
+        plain = text.plain
+        for lost in _LOST.finditer(text.origins):
+            begin, last = max(0, lost.start() - self._longest + 1), lost.end() + self._longest - 1
+            while (found := self._any.search(plain, begin, last)) is not None and found.start() < lost.end():
+                if found.end() > lost.start():
+                    message = "the chat template changes texts in a way that hides who wrote them, and they have"
+                    raise OriginLost(f"{message} {found.group()!r}, which only the template may write")
+                begin = found.start() + 1
+
+
+class _Names(dict[int, str]):
+    """Names of control tokens that no client can guess, by token id.
+
+    A name begins and ends as its token does, since rules for neighbouring spaces and words look at these characters.
+    """
+
+    def __init__(self, contents: Mapping[int, str]) -> None:
+        secret = secrets.token_hex(16)
+        super().__init__((i, f"{text[0]}{secret}.{i}.{text[-1]}") for i, text in contents.items())
+        self.of_content = {text: self[token_id] for token_id, text in contents.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Patterns:
+    """What a tokenizer looks for in a text, in its order: tokens as they stand, then what it looks for in the rest."""
+
+    patterns: Sequence[re.Pattern[str]]
+
+    @classmethod
+    def of(cls, tokens: Iterable[AddedToken]) -> "_Patterns":
+        several = list(tokens)
+        both = (_pattern(each.content for each in several if each.normalized is kind) for kind in (False, True))
+        return cls([pattern for pattern in both if pattern is not None])
+
+    def find(self, text: str, begin: int, end: int, first: int = 0) -> Iterator[re.Match[str]]:
+        """The tokens between two places, in order."""
+        if first == len(self.patterns):
+            return
+        for found in self.patterns[first].finditer(text, begin, end):
+            yield from self.find(text, begin, found.start(), first + 1)
+            yield found
+            begin = found.end()
+        yield from self.find(text, begin, end, first + 1)
+
+
+class _Encoder:
+    """A tokenizer that knows control tokens by their names alone."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, model: Any, names: _Names) -> None:
+        self._tokenizer = tokenizers.Tokenizer(model)
+        if tokenizer.normalizer is not None:
+            self._tokenizer.normalizer = tokenizer.normalizer
+        if tokenizer.pre_tokenizer is not None:
+            self._tokenizer.pre_tokenizer = tokenizer.pre_tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        # Tokens get ids as they come, after the model's own: first those that have got theirs in the same way.
+        known = tokenizer.model
+        order = sorted(added, key=lambda token_id: (known.id_to_token(token_id) is not None, token_id))
+        named = [_named(added[token_id], names.get(token_id)) for token_id in order]
+        self._tokenizer.add_tokens(named)  # pyright: ignore[reportUnknownMemberType]
+        ours = {each.content: token_id for token_id, each in self._tokenizer.get_added_tokens_decoder().items()}
+        ids = {ours[names.get(token_id, each.content)]: token_id for token_id, each in added.items()}
+        self._restored = {our_id: token_id for our_id, token_id in ids.items() if our_id != token_id}
+        words = [model.token_to_id(text) for text in names.of_content]
+        made = {token_id: UNWANTED for token_id in words if token_id is not None}
+        self._control = made | {ours[name]: token_id for token_id, name in names.items()}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of this tokenizer."""
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def control_ids(self, ids: Sequence[int]) -> list[int]:
+        """The control tokens among ids, as the first tokenizer's; `UNWANTED` for one that the model made of text."""
+        control = self._control
+        return [control[token_id] for token_id in ids if token_id in control]
+
+    def restored(self, ids: list[int]) -> list[int]:
+        """The first tokenizer's ids."""
+        restored = self._restored
+        return [restored.get(token_id, token_id) for token_id in ids] if restored else ids
+
+    def found(self, text: str) -> list[_Place]:
+        """Where control tokens are found."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return [
+            _Place(*offsets, self._control[token_id])
+            for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True)
+            if token_id in self._control
+        ]
+
+
+def _found_places(places: list[_Place], named: list[_Place], found: Sequence[_Place]) -> list[_Place]:
+    """The places whose names are found.
+
+    Rules for neighbours and normalisation keep a tokenizer from finding others, as they would in the whole text: there
+    the token is the text that it is.
+    """
+    kept = [place for place, name in zip(places, named, strict=True) if _is_found(name, found)]
+    if len(kept) == len(places):
+        raise RuntimeError("control tokens are found that are not in the text")
+    return kept
+
+
+def _named(token: AddedToken, name: str | None) -> AddedToken:
+    return AddedToken(
+        token.content if name is None else name,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+    )
+
+
+def _renamed_model(tokenizer: tokenizers.Tokenizer, names: _Names) -> Any:
+    """A copy of a tokenizer's model that knows its control tokens by their names alone."""
+    content = json.loads(tokenizer.to_str())
+    model, of_content = content["model"], names.of_content
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {of_content.get(text, text): token_id for text, token_id in model["vocab"].items()}
+    else:
+        model["vocab"] = [[of_content.get(text, text), score] for text, score in model["vocab"]]
+    if "merges" in model:
+        model["merges"] = [merge for merge in model["merges"] if not _makes_any(merge, of_content)]
+    if isinstance(model.get("unk_token"), str):
+        model["unk_token"] = of_content.get(model["unk_token"], model["unk_token"])
+    content |= {"added_tokens": [], "post_processor": None}
+    return tokenizers.Tokenizer.from_str(json.dumps(content)).model
+
+
+def _makes_any(merge: str | Sequence[str], texts: Mapping[str, str]) -> bool:
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return not texts.keys().isdisjoint((left, right, left + right))
+
+
+def _pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """The longest of several texts at the first place that has one, as tokenizers look for added tokens."""
+    several = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, several))) if several else None
+
+
+def _is_found(place: _Place, found: Iterable[_Place]) -> bool:
+    # a token may take the white space next to it along
+    return any(
+        each.token_id == place.token_id and each.begin <= place.begin and place.end <= each.end for each in found
+    )
