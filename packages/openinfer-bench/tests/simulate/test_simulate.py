@@ -73,7 +73,7 @@ def test_attacks_alone_hold_up_no_other_tenant() -> None:
     assert code == 0, output
     report = json.loads(output.splitlines()[-1])
     assert sorted(report["faults"]) == kinds
-    assert 0 < report["slowest_victim_s"] < 4
+    assert 0 < report["slowest_victim_s"] < 5
 
 
 def check_found(monkeypatch: pytest.MonkeyPatch, said: str, *, mutant: str, **options: object) -> None:

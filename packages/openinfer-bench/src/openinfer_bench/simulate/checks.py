@@ -11,7 +11,7 @@ from openinfer_core.request import GenerateRequest
 from openinfer_core.testing import fake_model
 
 LONGEST_S = 30.0  # that a request may take, in virtual seconds; the slowest of thousands took 9
-VICTIM_S = 4.0  # the same of a request of another tenant than the attacker, while nothing but attacks is wrong
+VICTIM_S = 5.0  # the same of a request of another tenant than the attacker, while nothing but attacks is wrong
 _LATE_BY_S = 0.5  # what the news of a deadline may take, beside a step of a slow GPU
 _BUSY, _LATE = {429, 503}, 504
 

@@ -14,9 +14,9 @@ from openinfer_core.testing.fake_grammar import fake_grammar
 TENANTS = ("a", "b", "c")
 ATTACKER = "mallory"
 _SALTS = (None, None, "one", "two")
-_FLOOD_GRAMMARS, _FLOOD_CHARACTERS = 20, 100_000
+_FLOOD_GRAMMARS, _FLOOD_CHARACTERS = 15, 200_000
 _FLOOD_MASKED, _MASKED_CHOICES = 8, 4
-_FLOOD_BODIES, _BODY_TOKEN_IDS = 3, [1_000_000] * 110_000  # a megabyte
+_FLOOD_BODIES, _BODY_TOKEN_IDS = 2, [1_000_000] * 110_000  # a megabyte
 
 
 class Api(StrEnum):
