@@ -50,6 +50,7 @@ _DECODE_GEMM = "benchmarks/results/h200/decode-gemm.json"
 _GEMM = "benchmarks/results/h200/products-2026-11-21.json"
 _ATTENTION = "benchmarks/results/h200/attention-2026-11-21.json"
 _ATTENTION_DECODE = "benchmarks/results/h200/attention-decode-2026-11-21.json"
+_LOWBIT = "benchmarks/results/h200/lowbit-products-2026-11-23.json"
 _EXPERTS = "benchmarks/results/h200/experts-2026-11-22.json"
 _SAMPLING = "benchmarks/results/h200/sampling-2026-11-21.json"
 _ATTENTION_VARIANT = "attention with a window, a soft cap or sinks"
@@ -262,6 +263,37 @@ SERVINGS = (
         Serving(
             part="quantised products",
             phase=Phase.ANY,
+            operators=("linear", "linear_swiglu"),
+            kernel=f"lowbit_gemm_{each}",
+            architectures=(HOPPER,),
+            when=f"{codes}; up to 1,024 tokens, not with --batch-invariant",
+            measured=measured,
+            source=_LOWBIT,
+        )
+        for each, codes, measured in (
+            (
+                "fp8",
+                "E4M3",
+                "Qwen3-4B's products and norms of 1, 8 and 64 tokens: 1.79, 1.74, 2.47 ms; BF16 2.33, 2.30, 2.56",
+            ),
+            ("int4", "INT4", "with groups of 128, zero points and a BF16 head: 1.65, 1.61, 2.24 ms"),
+            ("int8", "INT8", ""),
+            ("fp4", "E2M1", ""),
+        )
+    ),
+    Serving(
+        part="quantised products",
+        phase=Phase.ANY,
+        operators=("upload_quantised", "upload_dequantised", "linear", "linear_swiglu"),
+        kernel="lowbit_tiles",
+        architectures=(HOPPER,),
+        when="more than 1,024 tokens multiply a copy of the weight in BF16",
+        source=_LOWBIT,
+    ),
+    *(
+        Serving(
+            part="quantised products",
+            phase=Phase.ANY,
             operators=("linear", "linear_swiglu", "grouped_linear", "experts"),
             kernel=f"grouped_gemm_{each}",
             when=when,
@@ -269,7 +301,7 @@ SERVINGS = (
             source=_EXPERTS,
         )
         for each, when, measured in (
-            ("fp8", "FP8 in blocks", "a rank of Kimi-K2: 0.87 of 4.3 TB/s at 64 tokens"),
+            ("fp8", "FP8", "a rank of Kimi-K2: 0.87 of 4.3 TB/s at 64 tokens"),
             ("int4", "INT4 in groups of 32", "a rank of Kimi-K2: 0.64 of 4.3 TB/s at 64 tokens"),
             ("fp4", "FP4 in groups of 32", "a rank of DeepSeek-V4-Flash: 0.52 of 4.3 TB/s at 64 tokens"),
         )
@@ -279,7 +311,7 @@ SERVINGS = (
         phase=Phase.ANY,
         operators=("upload_quantised", "upload_dequantised", "linear", "linear_swiglu", "grouped_linear"),
         kernel="quantised",
-        when="more than 32 tokens multiply a copy of the weight in BF16",
+        when="where not in tiles: more than 32 tokens multiply a copy of the weight in BF16",
     ),
     Serving(part="embedding", phase=Phase.ANY, operators=("embedding", "residual_embedding"), kernel="embedding"),
     Serving(

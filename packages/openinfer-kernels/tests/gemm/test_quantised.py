@@ -124,7 +124,10 @@ DESCRIBED = [
     WeightFormat(code=Code.INT4, group_rows=1, group_columns=128, scales=ScaleType.F16),
     WeightFormat(code=Code.INT4, group_rows=1, group_columns=64, scales=ScaleType.F16, zero_points=True),
     WeightFormat(code=Code.INT4, group_rows=1, group_columns=32, scales=ScaleType.F16, minimums=True),
+    WeightFormat(code=Code.INT4, group_rows=1, group_columns=128, scales=ScaleType.BF16, zero_points=True),
+    WeightFormat(code=Code.INT4, group_rows=1, group_columns=None, scales=ScaleType.F16),
     WeightFormat(code=Code.INT8, group_rows=1, group_columns=None, scales=ScaleType.BF16),
+    WeightFormat(code=Code.INT8, group_rows=1, group_columns=128, scales=ScaleType.F16, zero_points=True),
     WeightFormat(code=Code.INT8, group_rows=1, group_columns=32, scales=ScaleType.F32, zero_points=True),
     WeightFormat(code=Code.E2M1, group_rows=1, group_columns=16, scales=ScaleType.E4M3, global_scale=True),
 ]
@@ -133,7 +136,11 @@ DESCRIBED = [
 def described_values(part: QuantisedPart) -> np.ndarray:
     """By the definition in `WeightFormat`, value by value in float64, with float32 scales."""
     made, (rows, columns) = part.format, part.shape
-    dtype = {ScaleType.BF16: ml_dtypes.bfloat16, ScaleType.E4M3: ml_dtypes.float8_e4m3fn}.get(made.scales)
+    dtype = {
+        ScaleType.BF16: ml_dtypes.bfloat16,
+        ScaleType.E4M3: ml_dtypes.float8_e4m3fn,
+        ScaleType.E8M0: ml_dtypes.float8_e8m0fnu,
+    }.get(made.scales)
     scales = (part.scales if dtype is None else part.scales.view(dtype)).astype(np.float64)
     if made.global_scale:
         scales = (scales * part.global_scale).astype(np.float32).astype(np.float64)
@@ -178,8 +185,14 @@ def test_parts_of_one_scale_each_keep_their_own():
     np.testing.assert_array_equal(dequantised(CpuOps().upload_quantised(share)), stacked[24:48])
 
 
-def has_kernels(described: WeightFormat) -> bool:
-    """What a GPU serves by scales that are repeated, or as it is."""
+def has_kernels(described: WeightFormat, ops) -> bool:
+    """What a GPU multiplies, a matrix on Hopper in tiles."""
+    if ops.name == "cpu":
+        return True
+    if ops.device.architecture == "sm_90a" and not described.minimums and described.group_columns != 16:
+        stored_as_is = described.scales in (ScaleType.F16, ScaleType.BF16) and not described.global_scale
+        if described.code in (Code.E4M3, Code.INT8) or stored_as_is:
+            return True
     plain = not (described.zero_points or described.minimums or described.global_scale)
     return plain and (described.code is Code.E4M3 or described in FORMATS)
 
@@ -189,7 +202,7 @@ def test_gpu_multiplies_a_described_format_or_refuses_it_by_name(ops, activation
     """What has no kernel there is never taken for what has one."""
     part = random_part(np.random.default_rng(5), described, 64, 128)
     x = activation(np.random.default_rng(6).normal(size=(5, 128)).astype(np.float32))
-    if ops.name == "cuda" and not has_kernels(described):
+    if not has_kernels(described, ops):
         with pytest.raises(ArrayMismatchError, match=r"weights of .* have no kernel on a GPU"):
             ops.upload_quantised(part)
         return
@@ -198,6 +211,48 @@ def test_gpu_multiplies_a_described_format_or_refuses_it_by_name(ops, activation
     got = host(ops.linear(x, weight, BATCH))
     error = np.abs(got - expected).max() / np.sqrt((expected**2).mean())
     assert error < (1e-5 if ops.name == "cpu" else 2.0**-5)
+
+
+SERVED = [described for described in [*DESCRIBED, *FORMATS] if not described.minimums and described.group_columns != 16]
+
+
+@pytest.mark.parametrize("described", SERVED, ids=str)
+@pytest.mark.parametrize("rows_columns", [(192, 416), (328, 1152)], ids=str)
+def test_products_of_every_number_of_tokens_equal_float64(ops, activation, host, described, rows_columns):
+    """All sizes of tiles, their tails, and K divided."""
+    part = random_part(np.random.default_rng(7), described, *rows_columns)
+    if not has_kernels(described, ops):
+        pytest.skip("refused, as another test holds")
+    weight, values = ops.upload_quantised(part), described_values(part)
+    for tokens in (1, 8, 15, 31, 64, 65, 129, 257, 300, 1100) if ops.name == "cuda" else (1, 15):
+        x = activation(np.random.default_rng(tokens).normal(size=(tokens, rows_columns[1])).astype(np.float32))
+        expected = host(x).astype(np.float64) @ values.T
+        got = host(ops.linear(x, weight, BATCH))
+        error = np.abs(got - expected).max() / np.sqrt((expected**2).mean())
+        assert error < (1e-5 if ops.name == "cpu" else 2.0**-5), tokens
+
+
+@pytest.mark.parametrize("described", SERVED, ids=str)
+@pytest.mark.parametrize("height", [128, 96])
+def test_gated_products_equal_the_gate_after_the_product(ops, activation, host, described, height):
+    """By one kernel, and where gate and up are no whole tiles."""
+    if not has_kernels(described, ops):
+        pytest.skip("refused, as another test holds")
+    parts = [random_part(np.random.default_rng(seed), described, height, 256) for seed in (1, 2)]
+    weight = ops.upload_quantised(*parts)
+    for tokens in (3, 30, 100):
+        x = activation(np.random.default_rng(tokens).normal(size=(tokens, 256)).astype(np.float32))
+        got, expected = host(ops.linear_swiglu(x, weight, BATCH)), host(ops.swiglu(ops.linear(x, weight, BATCH)))
+        np.testing.assert_allclose(got, expected, atol=1e-5 if ops.name == "cpu" else 2.0**-6)
+
+
+@pytest.mark.parametrize("described", SERVED, ids=str)
+def test_dequantised_matrices_hold_the_values_rounded_once(ops, host, described):
+    if not has_kernels(described, ops):
+        pytest.skip("refused, as another test holds")
+    part = random_part(np.random.default_rng(9), described, 72, 160)
+    got, expected = host(ops.upload_dequantised(part)), described_values(part)
+    np.testing.assert_allclose(got, expected, rtol=1e-6 if ops.name == "cpu" else 2.0**-8 * 1.01, atol=1e-30)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=str)
@@ -288,7 +343,7 @@ def test_every_tile_multiplies_alike(ops, activation, host, weight_format, tile_
     x = activation(np.random.default_rng(tile_tokens).normal(size=(45, 640)).astype(np.float32))
     out = activation(np.zeros((45, 200), np.float32))
     gemm = GroupedGemm(ops.device, tile_tokens=tile_tokens)
-    gemm.multiply(x, ops.upload_quantised(part), out, epilogue=Epilogue.STORE)
+    gemm.multiply(x, ops.upload_quantised(part, num_matrices=1), out, epilogue=Epilogue.STORE)
     expected = host(x).astype(np.float64) @ values.astype(np.float64).T
     assert np.abs(host(out) - expected).max() / np.sqrt((expected**2).mean()) < 2.0**-5
 
@@ -384,7 +439,7 @@ def test_codes_that_are_loaded_beside_each_other_are_those_loaded_alone(ops, act
         alone = ops.linear(tokens, ops.upload_quantised(given), BATCH)
         np.testing.assert_array_equal(host(ops.linear(tokens, weight, BATCH)), host(alone))
     if ops.name == "cuda":
-        assert sum(told) >= sum(weight.codes.nbytes for weight in weights)
+        assert sum(told) >= sum(np.asarray(each.codes).nbytes for each in (part, piece))
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=str)

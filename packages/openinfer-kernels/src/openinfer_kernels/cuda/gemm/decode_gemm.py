@@ -53,12 +53,12 @@ class DecodeGemm:
     def linear_float32(self, x: Array, weight: Array, out: Array) -> None:
         self._multiply(self._float32, x, _rows_box(weight), out)
 
-    def linear_swiglu(self, x: Array, gate_up: Array, out: Array) -> None:
+    def linear_swiglu(self, x: Array, gate_up: Array, out: Array, *, weights_first: bool = True) -> None:
         """Gate and up are the halves of `gate_up [2 F, k]`; `out [T, F]`."""
         n, k = gate_up.shape
         row_bytes = k * _BF16_BYTES
         box = _weight_box(gate_up, second_bytes=n // 2 * row_bytes, third_bytes=8 * row_bytes)
-        self._multiply(self._swiglu, x, box, out)
+        self._multiply(self._swiglu, x, box, out, overlap=weights_first)
 
     def _multiply(
         self, kernels: dict[int, Kernel], x: Array, weight: TensorBox, out: Array, *, overlap: bool = True

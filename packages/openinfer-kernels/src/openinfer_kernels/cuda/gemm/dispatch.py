@@ -1,7 +1,8 @@
 """How a matrix is multiplied by few tokens' kernels, and up to how many tokens: by measurement.
 
-    few tokens    csrc/gemm/grouped_gemm.cuh, tiles of 8, 32 or 128 tokens: each tile dequantises codes in registers
-    more          the matrix is dequantised to BF16 in memory, once, and multiplied as any other
+    matrices on Hopper    csrc/gemm/lowbit_gemm.cuh, which dequantises codes in registers
+    few tokens else       csrc/gemm/grouped_gemm.cuh, tiles of 8, 32 or 128 tokens, which does so too
+    more                  the matrix is dequantised to BF16 in memory, once, and multiplied as any other
 
 A table per format, a function of the number of tokens alone. `tools/device/quantised_products.py` measures all ways at
 the sizes of published models.
@@ -16,6 +17,9 @@ MOST_TOKENS: Mapping[str, Mapping[int, int]] = {
     "bf16": {8: 8, 32: 32},
 }
 """By the name of kernels, BF16's being for groups alone: tokens of a tile -> the most tokens it multiplies."""
+
+MOST_LOWBIT_TOKENS: Mapping[str, int] = {"fp8": 1024, "int8": 1024, "int4": 1024, "fp4": 1024}
+"""Of a matrix in tiles, by the name of kernels: with more tokens it is dequantised to BF16 first."""
 
 
 def tile_of(kernels: str, num_tokens: int) -> int | None:

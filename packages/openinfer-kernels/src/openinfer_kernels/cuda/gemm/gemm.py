@@ -50,8 +50,9 @@ class Gemm:
     def linear_float32(self, x: Array, weight: Array, out: Array) -> None:
         self.multiply(Epilogue.FLOAT32, self._partition(Epilogue.FLOAT32, x, weight), x, weight, out)
 
-    def linear_swiglu(self, x: Array, gate_up: Array, out: Array) -> None:
-        self.multiply(Epilogue.SWIGLU, self._partition(Epilogue.SWIGLU, x, gate_up), x, gate_up, out)
+    def linear_swiglu(self, x: Array, gate_up: Array, out: Array, *, weights_first: bool = True) -> None:
+        partition = self._partition(Epilogue.SWIGLU, x, gate_up)
+        self.multiply(Epilogue.SWIGLU, partition, x, gate_up, out, weights_first=weights_first)
 
     def multiply(
         self,

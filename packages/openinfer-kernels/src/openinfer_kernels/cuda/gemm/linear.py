@@ -83,15 +83,15 @@ class Linear:
             own.linear_float32(hidden, head, out)
         return out
 
-    def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
+    def linear_swiglu(self, x: Array, gate_up: Array, *, weights_first: bool = True) -> Array:
         _check(x, gate_up, None)
         num_tokens, width = x.shape[0], gate_up.shape[0] // 2
         out = cupy.empty((num_tokens, width), bfloat16)
         own = self._own(Epilogue.SWIGLU, x, gate_up)
         if own is None:
-            _gate(self._swiglu, self.linear(x, gate_up), out)
+            _gate(self._swiglu, self.linear(x, gate_up, weights_first=weights_first), out)
         else:
-            own.linear_swiglu(x, gate_up, out)
+            own.linear_swiglu(x, gate_up, out, weights_first=weights_first)
         return out
 
     def linear_geglu(self, x: Array, gate_up: Array) -> Array:

@@ -31,7 +31,8 @@ class Projections:
         del batch
         if not isinstance(gate_up, QuantisedWeight):
             return self._linear.linear_swiglu(x, gate_up)
-        return self._experts().swiglu(self._quantised().linear(x, gate_up))
+        gated = self._quantised().linear_swiglu(x, gate_up)
+        return self._experts().swiglu(self._quantised().linear(x, gate_up)) if gated is None else gated
 
     def linear_geglu(self, x: Array, gate_up: LinearWeight, batch: AttentionBatch) -> Array:
         return self._linear.geglu(self.linear(x, gate_up, batch))

@@ -1,4 +1,8 @@
-"""Quantised weights on a GPU: uploaded in the order that `csrc/gemm/weight_formats.cuh` reads them in."""
+"""Quantised weights on a GPU: uploaded in the order of the kernels that multiply them.
+
+matrices on Hopper           tiles of `lowbit_tiles.py`, for `lowbit_gemm.py`
+several in one, other GPUs   the order of `csrc/gemm/weight_formats.cuh`, for `grouped_gemm.py`
+"""
 
 import ctypes
 import math
@@ -9,15 +13,18 @@ from typing import TypeAlias
 import numpy as np
 
 from openinfer_kernels.cpu.common.random_weight import random_codes
-from openinfer_kernels.cuda.common.arrays import require
+from openinfer_kernels.cuda.common.arrays import fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.memory import Memory
 from openinfer_kernels.cuda.common.uploads import Convert
-from openinfer_kernels.cuda.gemm.dispatch import tile_of
+from openinfer_kernels.cuda.gemm import dispatch
 from openinfer_kernels.cuda.gemm.grouped_gemm import NAMES, Epilogue, GroupedGemm, kernels_of_format
 from openinfer_kernels.cuda.gemm.linear import Linear
+from openinfer_kernels.cuda.gemm.lowbit_gemm import LowbitGemm
+from openinfer_kernels.cuda.gemm.lowbit_tiles import LowbitTiles, TiledWeight
+from openinfer_kernels.cuda.gemm.tiles import Epilogue as DenseEpilogue
 from openinfer_kernels.cuda.moe.experts import check_weight
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, HostArray, QuantisedWeight
@@ -30,6 +37,8 @@ _BLOCK_BYTES = 64
 """That are put in order together; a row has whole ones, zeros at its end."""
 _GROUP = 32
 """Columns of a scale on the device, whatever shares it in the checkpoint."""
+_GATED_ROWS = 64
+"""Of gate, and of up, which a kernel that gates takes together."""
 _PITCH = 16
 """Scales in a row are a multiple of this, zeros after the last, so that a chunk of them is always there."""
 
@@ -44,6 +53,10 @@ class Quantised:
         self._gemm = gemm
         self._memory = memory
         self._linear = linear
+        # Sums of its kernels depend on how many tokens there are, which a product that does not choose must not.
+        has_lowbit = gemm.chooses and LowbitGemm.there_is_one(device)
+        self._tiles = LowbitTiles(device, memory) if has_lowbit else None
+        self._lowbit = LowbitGemm(device)
         self._dequantise = {each: device.kernel("quantised", f"dequantise_{each}") for each in NAMES}
         self._random = device.kernel("quantised", "random_codes")
         self._arrangements = {each: device.kernel("quantised", f"arrange_{each}") for each in NAMES}
@@ -57,8 +70,10 @@ class Quantised:
 
     def _upload(self, parts: tuple[QuantisedPart, ...], num_matrices: int | None, bring: _Bring) -> QuantisedWeight:
         shape = stacked_shape(parts, num_matrices)
-        kernels_of_format(parts[0].format)  # refuses what has none
         block = common_block(parts, shape)
+        if self._tiles is not None and self._tiles.serve(parts[0].format, block, shape):
+            return self._upload_tiles(self._tiles, parts, shape, block, bring)
+        kernels_of_format(parts[0].format)  # refuses what has none
         if block[1] % _GROUP:
             raise ArrayMismatchError(
                 f"weights of {parts[0].format} have no kernel on a GPU where scales change inside of {_GROUP} columns: "
@@ -80,7 +95,9 @@ class Quantised:
         check_weight(weight, ndim=2, what="the weight")
         if x.shape[1] != weight.shape[1]:
             raise ArrayMismatchError(f"x {x.shape} and the weight {weight.shape} do not agree on the inner size")
-        tile_tokens = tile_of(kernels_of_format(weight.format), len(x))
+        if isinstance(weight, TiledWeight):
+            return self._multiply_tiles(x, weight, DenseEpilogue.STORE)
+        tile_tokens = dispatch.tile_of(kernels_of_format(weight.format), len(x))
         if self._gemm.chooses and tile_tokens is None:
             # The copy is made by the kernel just ahead: a product that reads its weight early would read it unfinished.
             return self._linear.linear(x, self.dequantised(weight), weights_first=False)
@@ -89,7 +106,30 @@ class Quantised:
             self._gemm.multiply(x, weight, out, epilogue=Epilogue.STORE, tile_tokens=tile_tokens)
         return out
 
+    def linear_swiglu(self, x: Array, gate_up: QuantisedWeight) -> Array | None:
+        """None where no kernel gates what it multiplies."""
+        if not isinstance(gate_up, TiledWeight) or gate_up.shape[0] % (2 * _GATED_ROWS):
+            return None
+        require(x, bfloat16, ndim=2, what="x")
+        check_weight(gate_up, ndim=2, what="gate and up")
+        if x.shape[1] != gate_up.shape[1]:
+            raise ArrayMismatchError(f"x {x.shape} and the weight {gate_up.shape} do not agree on the inner size")
+        return self._multiply_tiles(x, gate_up, DenseEpilogue.SWIGLU)
+
+    def _multiply_tiles(self, x: Array, weight: TiledWeight, epilogue: DenseEpilogue) -> Array:
+        gates = epilogue is DenseEpilogue.SWIGLU
+        if len(x) > dispatch.MOST_LOWBIT_TOKENS[weight.kernels]:
+            dense = self.dequantised(weight)
+            multiply = self._linear.linear_swiglu if gates else self._linear.linear
+            return multiply(x, dense, weights_first=False)
+        out = cupy.empty((len(x), weight.shape[0] // (2 if gates else 1)), bfloat16)
+        if len(x):
+            self._lowbit.multiply(x if fits_vectors(x) else x.copy(), weight, out, epilogue=epilogue)
+        return out
+
     def dequantised(self, weight: QuantisedWeight) -> Array:
+        if self._tiles is not None and isinstance(weight, TiledWeight):
+            return self._tiles.dequantised(weight)
         *matrices, height, k = weight.shape
         rows = math.prod(matrices) * height
         out = cupy.empty(weight.shape, bfloat16)
@@ -99,6 +139,31 @@ class Quantised:
         arguments = [weight.codes, weight.scales, out, *map(ctypes.c_int, sizes)]
         self._dequantise[kernels_of_format(weight.format)](grid, (_THREADS, 1, 1), arguments, overlap=True)
         return out
+
+    def _upload_tiles(
+        self,
+        tiles: LowbitTiles,
+        parts: tuple[QuantisedPart, ...],
+        shape: tuple[int, ...],
+        block: tuple[int, int],
+        bring: _Bring,
+    ) -> TiledWeight:
+        weight = tiles.empty(parts[0].format, block, shape)
+        check_weight(weight, ndim=2, what=f"a weight of {parts[0].format}")
+        self._lowbit.load(weight.kernels)
+        tiles.fill_scales(weight, parts)
+        begin = 0
+        for part in parts:
+            place = tiles.place(weight, first_row=begin)
+            begin += part.shape[0]
+            target = place.view(part.shape[0])
+            if isinstance(part.codes, RandomCodes):
+                words = cupy.empty_like(target)
+                self._fill(part.codes, words)
+                place(words, target)
+            else:
+                bring(_words_of(part, padding_bytes=0), target, place)
+        return weight
 
     def _upload_codes(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], bring: _Bring) -> Array:
         """`[matrices.., out, bytes of a row]`, in the kernels' order."""
@@ -111,7 +176,8 @@ class Quantised:
             piece = out[begin : begin + part.shape[0]].view(np.uint32)
             begin += part.shape[0]
             if isinstance(part.codes, RandomCodes) and padded_bytes == row_bytes:
-                self._fill(part.codes, piece, arrangement)
+                self._fill(part.codes, piece)
+                _Arrange(arrangement)(piece, piece)
             else:
                 words = _words_of(part, padding_bytes=padded_bytes - row_bytes)
                 bring(words, piece, _Arrange(arrangement))
@@ -131,13 +197,12 @@ class Quantised:
         self._memory.tell(scales.nbytes)
         return self._memory.upload(scales.reshape(*shape[:-2], -1, scales.shape[1]))
 
-    def _fill(self, codes: RandomCodes, words: Array, arrangement: Kernel) -> None:
+    def _fill(self, codes: RandomCodes, words: Array) -> None:
         row_bytes = words.shape[1] * words.itemsize
         sizes = words.nbytes, row_bytes, codes.row_length * codes.itemsize, codes.origin * codes.itemsize
         arguments = [words, *map(ctypes.c_int64, sizes), ctypes.c_uint64(codes.seed), ctypes.c_uint32(codes.mask)]
         if words.size:
             self._random((-(-words.nbytes // _THREADS), 1, 1), (_THREADS, 1, 1), arguments)
-            _Arrange(arrangement)(words, words)
             self._memory.tell(words.nbytes)
 
 

@@ -1,0 +1,606 @@
+// Y = X W^T with a quantised W, for any number of tokens: codes are streamed once and dequantised in registers.
+//
+// Operands are swapped (swap-AB), as in decode_gemm.cu: 64 rows of W are the tensor cores' 64-row side, whose operand a
+// warpgroup may hold in registers, and tokens the other, in shared memory. So a code goes from memory to shared memory
+// to a register, in which it becomes a BF16, and a dequantised weight is never stored.
+//
+//   two producer threads:   wait for a free slot ─► bulk copies of tiles of W; TMA of boxes of X
+//   warpgroups:             wait for a full slot ─► dequantise ─► wgmma ─► free the slots ─► after a tile: epilogue
+//
+// W and X have rings of slots of their own: codes are there, and the first of them dequantised, before the kernel ahead
+// has ended (programmatic dependent launch), and only X waits for it.
+//
+//     tokens of a tile    warpgroups             blocks on a multiprocessor
+//     8, 16               two, which divide K    2
+//     32                  two with 64 rows each  2
+//     64, 128             three                  1
+//     256                 two                    1
+//
+// Scaling::kSums       the codes are multiplied and the sums of 128 columns scaled, in float32: exact, but for two sets
+//                      of sums; for groups of 128 columns or more
+// Scaling::kWeights    weights are scaled and rounded to BF16 before they are multiplied
+//
+// A cluster of CTAs is either splits, which divide K of one tile and add up their sums in order, or multicast CTAs with
+// the same tokens, which each read a share of X for all. One run twice is bit-identical.
+#pragma once
+#include "common/hopper.cuh"
+#include "gemm/gemm_epilogue.cuh"
+#include "gemm/lowbit_tiles.cuh"
+#include "gemm/wgmma_registers.cuh"
+
+using namespace hopper;
+
+namespace lowbit {
+
+enum class Scaling { kSums, kWeights };
+
+constexpr int kBoxColumns = 64, kBoxesOfTile = kTileColumns / kBoxColumns;  // of X: 128 bytes, one swizzle row
+constexpr int kStepsOfBox = kBoxColumns / 16;
+constexpr int kAlignment = 1024;  // of swizzled boxes
+constexpr int kWarpgroup = 128;
+constexpr int kMostSlots = 16;
+
+// A weight and what a launch does; `Problem` of cuda/gemm/lowbit_gemm.py.
+struct Problem {
+  const uint8_t* tiles;
+  void* y;
+  int m, n;                // of y
+  int tile_rows, chunks;   // tiles along the rows of W, which end at multiples of 64 rows, and along K
+  int tile_bytes;
+  Scales scales;
+  int multicast_ctas;
+  int token_tiles, wide_tiles;  // tiles of the product: along its tokens, and along its rows those of a cluster
+  int token_group;              // token tiles that are multiplied before the next rows
+};
+
+template <int kTokens_>
+struct Sizes {
+  static constexpr int kTokens = kTokens_;
+  static constexpr int kRowWarpgroups = kTokens <= 16 ? 1 : kTokens == 64 || kTokens == 128 ? 3 : 2;
+  static constexpr int kChunks = kRowWarpgroups == 1 ? 2 : 1;  // of a slot of W: one for each warpgroup that divides K
+  static constexpr int kConsumers = kRowWarpgroups * kChunks * kWarpgroup;
+  static constexpr int kBlocks = kTokens <= 32 ? 2 : 1;
+  // Registers are traded where sums take many, for which a producer must be a whole warpgroup.
+  static constexpr bool kTrades = kTokens >= 64;
+  static constexpr int kThreads = kConsumers + (kTrades ? kWarpgroup : 64);
+  static constexpr int kConsumerRegisters = kRowWarpgroups == 3 ? 152 : 232, kProducerRegisters = 40;
+  static constexpr int kSharedBytes = (kBlocks == 1 ? 225 : kTokens <= 16 ? 113 : 105) * 1024;
+  static constexpr int kSums = kTokens / 2;
+  static constexpr int kBoxBytes = kTokens * kBoxColumns * 2;
+  static constexpr int kBoxes = kTokens <= 64 ? kChunks * kBoxesOfTile : 1;  // of a slot of X
+  static constexpr int kXSlots = kTokens == 16 || kTokens == 64 ? 4 : 5;
+  static constexpr int kXBytes = kBoxBytes * kBoxes;
+  static constexpr int kTilesOfSlot = 2 * kRowWarpgroups * kChunks;
+  static constexpr bool kPushes = kTokens <= 16;  // sums of splits to the first of them, which has room for them
+  static constexpr int kMostPushed = 3;
+  static constexpr bool kGathers = kTokens >= 64;  // results of several tokens into 16 bytes, before they are stored
+};
+
+template <int kTokens>
+struct Barriers {
+  using S = Sizes<kTokens>;
+  uint64_t w_full[kMostSlots], w_empty[kMostSlots], x_full[S::kXSlots], x_empty[S::kXSlots];
+  uint64_t pushed;
+};
+
+// Shared memory: X, W, the sums that a warpgroup hands to the other one, barriers.
+template <int kTokens>
+struct Shared {
+  using S = Sizes<kTokens>;
+  static constexpr int kW = S::kXSlots * S::kXBytes;
+  static constexpr int kSumsBytes = S::kSums * kWarpgroup * 4;
+  static constexpr int kHandedBytes = (S::kChunks > 1 ? kSumsBytes : 0) + (S::kPushes ? S::kMostPushed * kSumsBytes : 0);
+  static constexpr int kBarriers = S::kSharedBytes - int(sizeof(Barriers<kTokens>));
+  static constexpr int kHanded = kBarriers - kHandedBytes;
+  uint8_t* base;
+  int w_slots, w_bytes;
+
+  __device__ Shared(uint8_t* base, int tile_bytes) : base(base) {
+    w_bytes = S::kTilesOfSlot * tile_bytes;
+    w_slots = min(kMostSlots, (kHanded - kW) / w_bytes);
+  }
+  __device__ uint8_t* x(int slot) const { return base + slot * S::kXBytes; }
+  __device__ uint8_t* w(int slot) const { return base + kW + slot * w_bytes; }
+  __device__ float* handed() const { return reinterpret_cast<float*>(base + kHanded); }
+  __device__ float* pushed(int split) const { return handed() + split * S::kSums * kWarpgroup; }
+  __device__ Barriers<kTokens>& barriers() const { return *reinterpret_cast<Barriers<kTokens>*>(base + kBarriers); }
+};
+
+// A place in a ring.
+struct Slot {
+  int at = 0, phase = 0;
+  __device__ __forceinline__ void advance(int slots) {
+    if (++at == slots) at = 0, phase ^= 1;
+  }
+};
+
+struct Tile {
+  int first_token, row_tile;
+};
+
+template <int kTokens>
+struct Work {
+  int multicast_ctas, multicast_rank, splits, split;
+  int first, stride, tiles;  // of the cluster, each `multicast_ctas` row tiles
+  int token_tiles, wide_tiles, token_group;
+  int first_chunk, num_chunks;
+
+  __device__ explicit Work(const Problem& p) {
+    const int rank = cluster_rank(), size = cluster_size();
+    const bool is_multicast = p.multicast_ctas > 1;
+    multicast_ctas = p.multicast_ctas, multicast_rank = is_multicast ? rank : 0;
+    splits = is_multicast ? 1 : size, split = is_multicast ? 0 : rank;
+    first = blockIdx.x / size, stride = gridDim.x / size;
+    token_tiles = p.token_tiles, wide_tiles = p.wide_tiles, tiles = token_tiles * wide_tiles;
+    token_group = p.token_group;
+    first_chunk = p.chunks * split / splits;
+    num_chunks = p.chunks * (split + 1) / splits - first_chunk;
+  }
+
+  // Tiles go through `token_group` token tiles before the next rows, so that both stay in the L2 cache for a while.
+  __device__ Tile tile(int index) const {
+    if (token_tiles == 1) return {0, index * multicast_ctas + multicast_rank};
+    const int of_group = token_group * wide_tiles, first_row = index / of_group * token_group;
+    const int rows = min(token_group, token_tiles - first_row), within = index % of_group;
+    return {(first_row + within % rows) * kTokens, within / rows * multicast_ctas + multicast_rank};
+  }
+};
+
+__device__ __forceinline__ void load_bulk(void* target, const void* from, uint32_t bytes, uint64_t* barrier,
+                                          uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(target)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// --- producers --------------------------------------------------------------------------------------------------------
+
+// Each is one thread. Nothing is divided inside their loops: a thread alone takes some cycles for each instruction.
+template <int kTokens, Epilogue kEpilogue>
+struct Producer {
+  using S = Sizes<kTokens>;
+  const Problem& p;
+  const Work<kTokens>& work;
+  const Shared<kTokens>& s;
+
+  __device__ void load_w() const {
+    const uint64_t policy = work.token_tiles == 1 ? evict_first_policy() : evict_normal_policy();
+    constexpr int kTiles = 2 * S::kRowWarpgroups;
+    // The lower and the higher rows of a warpgroup are neighbours, or of gate and of up.
+    const int64_t along_k = int64_t(p.chunks) * p.tile_bytes, next = along_k * (kEpilogue == kSwiglu ? 1 : 2);
+    const int64_t half = along_k * (kEpilogue == kSwiglu ? p.tile_rows / 2 : 1);
+    Slot slot;
+    for (int index = work.first; index < work.tiles; index += work.stride) {
+      const int row_tile = work.tile(index).row_tile;
+      // Pairs of tiles after the last one are that one again: their sums are stored nowhere.
+      const int first = row_tile * S::kRowWarpgroups, after = p.tile_rows / 2 - 1 - first;
+      const int pair = first + min(0, after);
+      const uint8_t* from = p.tiles + pair * next + int64_t(work.first_chunk) * p.tile_bytes;
+      for (int left = work.num_chunks; left > 0; left -= S::kChunks, slot.advance(s.w_slots)) {
+        const int bytes = min(S::kChunks, left) * p.tile_bytes;
+        uint64_t* full = &s.barriers().w_full[slot.at];
+        uint8_t* to = s.w(slot.at);
+        barrier_wait(&s.barriers().w_empty[slot.at], slot.phase ^ 1);  // at first all slots are free
+        barrier_expect(full, kTiles * bytes);
+#pragma unroll
+        for (int i = 0; i < kTiles; i++) {
+          load_bulk(to, from + max(0, min(i / 2, after)) * next + (i % 2 ? half : 0), bytes, full, policy);
+          to += S::kChunks * p.tile_bytes;
+        }
+        from += bytes;
+      }
+    }
+  }
+
+  __device__ void load_x(const CUtensorMap& map) const {
+    const uint64_t policy = work.token_tiles == 1 ? evict_last_policy() : evict_normal_policy();
+    const int share = kTokens / work.multicast_ctas, first = share * work.multicast_rank;
+    const uint16_t targets = (1 << work.multicast_ctas) - 1;
+    wait_for_previous_kernel();
+    Slot slot;
+    for (int index = work.first; index < work.tiles; index += work.stride) {
+      const int first_token = work.tile(index).first_token + first;
+      int column = work.first_chunk * kTileColumns;
+      for (int left = work.num_chunks * kBoxesOfTile; left > 0; left -= S::kBoxes, slot.advance(S::kXSlots)) {
+        const int boxes = min(S::kBoxes, left);
+        uint64_t* full = &s.barriers().x_full[slot.at];
+        uint8_t* to = s.x(slot.at) + first * (kBoxColumns * 2);
+        barrier_wait(&s.barriers().x_empty[slot.at], slot.phase ^ 1);
+        barrier_expect(full, boxes * S::kBoxBytes);
+#pragma unroll
+        for (int box = 0; box < S::kBoxes; box++, column += kBoxColumns) {
+          if (box >= boxes) break;
+          if (work.multicast_ctas == 1)
+            load_box(to + box * S::kBoxBytes, &map, full, column, first_token, policy);
+          else
+            load_box_into(to + box * S::kBoxBytes, &map, full, column, first_token, targets, policy);
+        }
+      }
+    }
+  }
+};
+
+// --- consumers ----------------------------------------------------------------------------------------------------------
+
+// The 64 columns of a box as four fragments, not scaled; `zeros` of both rows.
+template <typename Format>
+__device__ __forceinline__ void codes_of_box(uint32_t (&a)[kStepsOfBox][4], const Rows<Format>& rows,
+                                             const typename Format::Zero (&zeros)[2], int box) {
+  constexpr int kStepsOfPiece = kSteps / Format::kPieces;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const uint4 piece = rows.piece(half, box * kStepsOfBox / kStepsOfPiece);
+#pragma unroll
+    for (int step = 0; step < kStepsOfBox; step++) {
+      uint32_t pairs[2];
+      Format::codes(piece, (box * kStepsOfBox + step) % kStepsOfPiece, zeros[half], pairs);
+      a[step][half] = pairs[0], a[step][half + 2] = pairs[1];
+    }
+  }
+}
+
+// What weights of a thread's two rows are made with: of the group of the columns at hand.
+template <typename Format>
+struct Factors {
+  typename Format::Zero zeros[2];
+  typename Format::Factor scales[2];
+
+  __device__ __forceinline__ Factors(const Rows<Format>& rows, const Scales& s, int group)
+      : zeros{rows.zero(s, 0, group), rows.zero(s, 1, group)},
+        scales{typename Format::Factor(rows.scale(s, 0, group)), typename Format::Factor(rows.scale(s, 1, group))} {}
+};
+
+// The same, scaled; `factors` are those of the first group, which may be the only one.
+template <typename Format>
+__device__ __forceinline__ void weights_of_box(uint32_t (&a)[kStepsOfBox][4], const Rows<Format>& rows,
+                                               const Factors<Format>& factors, const Problem& p, int box) {
+  constexpr int kStepsOfPiece = kSteps / Format::kPieces;
+#pragma unroll
+  for (int first = 0; first < kStepsOfBox; first += 2) {  // 32 columns, of one group
+    const int group = (box * kStepsOfBox + first) * p.scales.groups / kSteps;
+    Factors<Format> own = factors;
+    if (p.scales.groups > 1) own = Factors<Format>(rows, p.scales, group);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint4 piece = rows.piece(half, box * kStepsOfBox / kStepsOfPiece);
+#pragma unroll
+      for (int step = first; step < first + 2; step++) {
+        uint32_t pairs[2];
+        Format::weights(piece, (box * kStepsOfBox + step) % kStepsOfPiece, own.zeros[half], own.scales[half], pairs);
+        a[step][half] = pairs[0], a[step][half + 2] = pairs[1];
+      }
+    }
+  }
+}
+
+template <int kTokens>
+__device__ __forceinline__ void multiply_box(float (&d)[kTokens / 2], const uint32_t (&a)[kStepsOfBox][4],
+                                             const uint8_t* box, int adds) {
+  const uint64_t x = tile_descriptor(box);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kStepsOfBox; step++)
+    wgmma_of_registers<kTokens>(d, a[step], x + step * 2, adds || step > 0);
+  wgmma_commit();
+}
+
+template <typename Format, int kTokens, Scaling kScaling, Epilogue kEpilogue>
+struct Consumer {
+  using S = Sizes<kTokens>;
+  const Problem& p;
+  const Work<kTokens>& work;
+  const Shared<kTokens>& s;
+  int warpgroup, thread;  // of the block, of the warpgroup
+  Slot w_slot, x_slot;
+
+  __device__ __forceinline__ void release_w(int slot) const {
+    if (thread % 32 == 0) barrier_arrive(&s.barriers().w_empty[slot]);
+  }
+
+  // Tells the multicast CTAs, which write into the slot, that this warp has read it.
+  __device__ __forceinline__ void release_x(int slot) const {
+    const int lane = thread % 32;
+    if (work.multicast_ctas == 1) {
+      if (lane == 0) barrier_arrive(&s.barriers().x_empty[slot]);
+    } else if (lane < work.multicast_ctas) {
+      barrier_arrive_nearby(address_in(&s.barriers().x_empty[slot], lane));
+    }
+  }
+
+  __device__ __forceinline__ Rows<Format> rows(int slot, int chunk) const {
+    const int of_warpgroup = S::kRowWarpgroups > 1 ? 2 * warpgroup : 0;
+    const uint8_t* first = s.w(slot) + (of_warpgroup * S::kChunks + chunk) * p.tile_bytes;
+    return {{first, first + S::kChunks * p.tile_bytes}, thread};
+  }
+
+  // One slot of W and of X for each step: warpgroups that divide K have a chunk each.
+  __device__ __forceinline__ void multiply_slots(float (&d)[S::kSums]) {
+    static_assert(S::kBoxes == S::kChunks * kBoxesOfTile);
+    const int chunk = S::kChunks > 1 ? warpgroup : 0;
+#pragma unroll
+    for (int i = 0; i < S::kSums; i++) d[i] = 0;
+    for (int done = 0; done < work.num_chunks; done += S::kChunks) {
+      barrier_wait(&s.barriers().w_full[w_slot.at], w_slot.phase);
+      if (done + chunk < work.num_chunks) {
+        const Rows<Format> from = rows(w_slot.at, chunk);
+        const uint8_t* boxes = s.x(x_slot.at) + chunk * kBoxesOfTile * S::kBoxBytes;
+        float part[S::kSums];
+        float (&sums)[S::kSums] = kScaling == Scaling::kSums ? part : d;
+        const float scales[2] = {from.scale(p.scales, 0, 0), from.scale(p.scales, 1, 0)};
+        const typename Format::Zero zeros[2] = {from.zero(p.scales, 0, 0), from.zero(p.scales, 1, 0)};
+        uint32_t a[kBoxesOfTile][kStepsOfBox][4];
+#pragma unroll
+        for (int box = 0; box < kBoxesOfTile; box++) {
+          if constexpr (kScaling == Scaling::kSums)
+            codes_of_box<Format>(a[box], from, zeros, box);
+          else
+            weights_of_box<Format>(a[box], from, Factors<Format>(from, p.scales, 0), p, box);
+          if (box == 0) barrier_wait(&s.barriers().x_full[x_slot.at], x_slot.phase);
+          multiply_box<kTokens>(sums, a[box], boxes + box * S::kBoxBytes, kScaling == Scaling::kWeights || box > 0);
+        }
+        release_w(w_slot.at);
+        wgmma_wait<0>();
+        if constexpr (kScaling == Scaling::kSums) {
+#pragma unroll
+          for (int i = 0; i < S::kSums; i++) d[i] += scales[i / 2 % 2] * part[i];
+        }
+      } else {
+        release_w(w_slot.at);
+        barrier_wait(&s.barriers().x_full[x_slot.at], x_slot.phase);
+      }
+      release_x(x_slot.at);
+      w_slot.advance(s.w_slots);
+      x_slot.advance(S::kXSlots);
+    }
+  }
+
+  // One slot of X for each box, so that the tensor cores go on while the next box is dequantised.
+  __device__ __forceinline__ void multiply_boxes(float (&d)[S::kSums]) {
+    static_assert(S::kBoxes == 1 && S::kChunks == 1 && kScaling == Scaling::kWeights);
+    int before = 0;
+    for (int chunk = 0; chunk < work.num_chunks; chunk++) {
+      barrier_wait(&s.barriers().w_full[w_slot.at], w_slot.phase);
+      const Rows<Format> from = rows(w_slot.at, 0);
+      const Factors<Format> factors(from, p.scales, 0);
+      uint32_t a[kBoxesOfTile][kStepsOfBox][4];
+#pragma unroll
+      for (int box = 0; box < kBoxesOfTile; box++) {
+        weights_of_box<Format>(a[box], from, factors, p, box);
+        if (box == kBoxesOfTile - 1) release_w(w_slot.at);
+        barrier_wait(&s.barriers().x_full[x_slot.at], x_slot.phase);
+        multiply_box<kTokens>(d, a[box], s.x(x_slot.at), chunk + box);
+        wgmma_wait<1>();
+        if (chunk + box > 0) release_x(before);  // one group is pending, so the products before it have ended
+        before = x_slot.at;
+        x_slot.advance(S::kXSlots);
+      }
+      w_slot.advance(s.w_slots);
+    }
+    wgmma_wait<0>();
+    release_x(before);
+  }
+
+  __device__ __forceinline__ int feature(int row_tile, int of_warpgroup, int of_thread, int half) const {
+    const int pair = row_tile * S::kRowWarpgroups + of_warpgroup, in_warp = of_thread / 32 * 16 + of_thread % 32 / 4;
+    if constexpr (kEpilogue == kSwiglu) return pair / 2 * 64 + pair % 2 * 8 + in_warp;
+    return pair * 64 + half * 8 + in_warp;
+  }
+
+  // Sums of tokens `token` and `token + 1`: of the lower row, then of the higher one.
+  __device__ __forceinline__ void store_four(float4 four, int token, int feature) const {
+    const float first[2] = {four.x, four.y}, second[2] = {four.z, four.w};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if (token + i >= p.m || feature >= p.n) continue;
+      if constexpr (kEpilogue == kFloat32) {
+        float* to = static_cast<float*>(p.y) + int64_t(token + i) * p.n + feature;
+        to[0] = first[i];
+        if (feature + 8 < p.n) to[8] = second[i];
+      } else {
+        bf16* to = static_cast<bf16*>(p.y) + int64_t(token + i) * p.n + feature;
+        if constexpr (kEpilogue == kStore) {
+          to[0] = __float2bfloat16_rn(first[i]);
+          if (feature + 8 < p.n) to[8] = __float2bfloat16_rn(second[i]);
+        } else {
+          to[0] = __float2bfloat16_rn(silu(rounded(first[i])) * rounded(second[i]));
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const float (&d)[S::kSums], const Tile& tile) const {
+    const int first = feature(tile.row_tile, S::kRowWarpgroups > 1 ? warpgroup : 0, thread, 0);
+#pragma unroll
+    for (int block = 0; block < kTokens / 8; block++)
+      store_four(make_float4(d[4 * block], d[4 * block + 1], d[4 * block + 2], d[4 * block + 3]),
+                 tile.first_token + 8 * block + thread % 4 * 2, first);
+  }
+
+  static __device__ __forceinline__ uint32_t transposed(uint32_t matrix) {
+    uint32_t result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
+    return result;
+  }
+
+  // Eight features of a token at a time. A matrix of 8 features x 8 tokens is transposed in registers, and four threads
+  // exchange theirs for a matrix each.
+  __device__ __forceinline__ void store_gathered(const float (&d)[S::kSums], const Tile& tile) const {
+    constexpr int kMatricesOfBlock = kEpilogue == kSwiglu ? 1 : 2, kBlocksAtOnce = kGroup / kMatricesOfBlock;
+    const int lane = thread % 32, quarter = lane % 4;
+    const int first = feature(tile.row_tile, warpgroup, thread / 32 * 32, 0) + quarter % kMatricesOfBlock * 8;
+    bf16* y = static_cast<bf16*>(p.y);
+#pragma unroll
+    for (int block = 0; block < kTokens / 8; block += kBlocksAtOnce) {
+      uint32_t words[kGroup];
+#pragma unroll
+      for (int i = 0; i < kBlocksAtOnce; i++) {
+        const int at = 4 * (block + i);
+        if constexpr (kEpilogue == kSwiglu) {
+          words[i] = transposed(gated(d[at], d[at + 1], d[at + 2], d[at + 3]));
+        } else {
+          words[2 * i] = transposed(packed(d[at], d[at + 1]));
+          words[2 * i + 1] = transposed(packed(d[at + 2], d[at + 3]));
+        }
+      }
+      const uint4 eight = gathered(words);
+      const int token = tile.first_token + 8 * (block + quarter / kMatricesOfBlock) + lane / 4;
+      if (token < p.m && first < p.n) *reinterpret_cast<uint4*>(y + int64_t(token) * p.n + first) = eight;
+    }
+  }
+
+  // The other warpgroup's sums, where the two divide K, come to the first one; false for the other.
+  __device__ __forceinline__ bool hand_over(float (&d)[S::kSums]) const {
+    if constexpr (S::kChunks == 1) return true;
+    float* place = s.handed() + thread;
+    if (warpgroup == 1) {
+      asm volatile("bar.sync 1, %0;" ::"n"(S::kConsumers) : "memory");  // the last tile's have been read
+#pragma unroll
+      for (int i = 0; i < S::kSums; i++) place[i * kWarpgroup] = d[i];
+      asm volatile("bar.sync 2, %0;" ::"n"(S::kConsumers) : "memory");
+      return false;
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(S::kConsumers) : "memory");
+    asm volatile("bar.sync 2, %0;" ::"n"(S::kConsumers) : "memory");
+#pragma unroll
+    for (int i = 0; i < S::kSums; i++) d[i] += place[i * kWarpgroup];
+    return true;
+  }
+
+  // Sends this split's sums to the first one, or, there, adds the others' in their order; false for the others.
+  __device__ __forceinline__ bool push(float (&d)[S::kSums]) const {
+    if (work.split != 0) {
+      const uint32_t place = address_in(s.pushed(work.split) + thread, 0);
+#pragma unroll
+      for (int i = 0; i < S::kSums; i++) store_in(place + i * (kWarpgroup * 4), d[i]);
+      barrier_arrive_in(address_in(&s.barriers().pushed, 0));
+      return false;
+    }
+    barrier_wait_cluster(&s.barriers().pushed, 0);  // the only phase: a cluster has one tile
+    for (int split = 1; split < work.splits; split++) {
+#pragma unroll
+      for (int i = 0; i < S::kSums; i++) d[i] += s.pushed(split)[i * kWarpgroup + thread];
+    }
+    return true;
+  }
+
+  // Adds up this split's share of the sums of all splits, in their order, and stores them. They lie where X and W were.
+  __device__ void pull(const float (&d)[S::kSums], const Tile& tile) const {
+    constexpr int kMostSplits = 8, kVectors = kTokens / 8 * S::kConsumers;
+    float4* mine = reinterpret_cast<float4*>(s.base);
+    asm volatile("bar.sync 3, %0;" ::"n"(S::kConsumers) : "memory");  // all have read the last slots
+#pragma unroll
+    for (int block = 0; block < kTokens / 8; block++)
+      mine[block * S::kConsumers + int(threadIdx.x)] =
+          make_float4(d[4 * block], d[4 * block + 1], d[4 * block + 2], d[4 * block + 3]);
+    cluster_sync();
+    const int end = kVectors * (work.split + 1) / work.splits;
+    for (int at = kVectors * work.split / work.splits + threadIdx.x; at < end; at += S::kConsumers) {
+      float4 parts[kMostSplits];
+#pragma unroll
+      for (int split = 0; split < kMostSplits; split++)
+        if (split < work.splits) parts[split] = load_in(address_in(mine + at, split));
+      float4 sum = parts[0];
+#pragma unroll
+      for (int split = 1; split < kMostSplits; split++) {
+        if (split >= work.splits) break;
+        sum.x += parts[split].x, sum.y += parts[split].y, sum.z += parts[split].z, sum.w += parts[split].w;
+      }
+      const int holder = at % S::kConsumers, of_thread = holder % kWarpgroup;
+      store_four(sum, tile.first_token + at / S::kConsumers * 8 + of_thread % 4 * 2,
+                 feature(tile.row_tile, holder / kWarpgroup, of_thread, 0));
+    }
+  }
+
+  __device__ void run() {
+    float d[S::kSums];
+    for (int index = work.first; index < work.tiles; index += work.stride) {
+      const Tile tile = work.tile(index);
+      if constexpr (S::kBoxes == 1)
+        multiply_boxes(d);
+      else
+        multiply_slots(d);
+      if (!hand_over(d)) continue;
+      if (work.splits > 1) {  // there is one tile
+        if constexpr (S::kPushes) {
+          if (push(d)) store(d, tile);
+        } else {
+          pull(d, tile);
+        }
+        return;
+      }
+      if constexpr (S::kGathers)
+        store_gathered(d, tile);
+      else
+        store(d, tile);
+    }
+  }
+};
+
+template <typename Format, int kTokens, Scaling kScaling, Epilogue kEpilogue>
+__device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) {
+  using S = Sizes<kTokens>;
+  extern __shared__ __align__(kAlignment) uint8_t raw[];
+  const Shared<kTokens> s(raw, p.tile_bytes);
+  const Work<kTokens> work(p);
+  if (threadIdx.x == 0) {
+    Barriers<kTokens>& barriers = s.barriers();
+    for (int i = 0; i < s.w_slots; i++) {
+      barrier_init(&barriers.w_full[i], 1);
+      barrier_init(&barriers.w_empty[i], S::kConsumers / 32);
+    }
+    for (int i = 0; i < S::kXSlots; i++) {
+      barrier_init(&barriers.x_full[i], 1);
+      barrier_init(&barriers.x_empty[i], S::kConsumers / 32 * p.multicast_ctas);
+    }
+    if (work.splits > 1) barrier_init(&barriers.pushed, (work.splits - 1) * kWarpgroup);
+    barrier_init_fence();
+  }
+  const bool is_cluster = cluster_size() > 1;
+  if (is_cluster)
+    cluster_meet();  // multicast copies arrive at the barriers of all blocks of the cluster
+  else
+    __syncthreads();
+  launch_dependents();
+  if (threadIdx.x < S::kConsumers) {
+    Consumer<Format, kTokens, kScaling, kEpilogue> consumer{
+        p, work, s, __shfl_sync(~0u, int(threadIdx.x) / kWarpgroup, 0), int(threadIdx.x) % kWarpgroup, {}, {}};
+    if constexpr (S::kTrades) take_registers<S::kConsumerRegisters>();
+    consumer.run();
+  } else {
+    if constexpr (S::kTrades) leave_registers<S::kProducerRegisters>();
+    const Producer<kTokens, kEpilogue> producer{p, work, s};
+    if (threadIdx.x == S::kConsumers) producer.load_w();
+    if (threadIdx.x == S::kConsumers + 32) producer.load_x(x_map);
+    __syncwarp();
+    if (!S::kPushes && work.splits > 1) cluster_sync();
+  }
+  if (is_cluster) {  // no CTA may end while others still reach into its shared memory
+    __syncwarp();
+    cluster_meet();
+  }
+}
+
+}  // namespace lowbit
+
+#define LOWBIT_GEMM(FORMAT, FORMAT_NAME, TOKENS, SCALING, SCALING_NAME, EPILOGUE, EPILOGUE_NAME)                   \
+  extern "C" __global__ void __launch_bounds__(lowbit::Sizes<TOKENS>::kThreads, lowbit::Sizes<TOKENS>::kBlocks)                   \
+      lowbit_gemm_##FORMAT_NAME##_##EPILOGUE_NAME##_##SCALING_NAME##_##TOKENS(                                     \
+          const __grid_constant__ CUtensorMap x_map, const __grid_constant__ lowbit::Problem problem) {            \
+    lowbit::run<lowbit::FORMAT, TOKENS, lowbit::Scaling::SCALING, EPILOGUE>(x_map, problem);                       \
+  }
+
+#define LOWBIT_GEMM_SUMS(FORMAT, NAME, EPILOGUE, EPILOGUE_NAME)             \
+  LOWBIT_GEMM(FORMAT, NAME, 8, kSums, sums, EPILOGUE, EPILOGUE_NAME)        \
+  LOWBIT_GEMM(FORMAT, NAME, 16, kSums, sums, EPILOGUE, EPILOGUE_NAME)       \
+  LOWBIT_GEMM(FORMAT, NAME, 32, kSums, sums, EPILOGUE, EPILOGUE_NAME)       \
+  LOWBIT_GEMM(FORMAT, NAME, 64, kSums, sums, EPILOGUE, EPILOGUE_NAME)
+
+#define LOWBIT_GEMM_WEIGHTS(FORMAT, NAME, EPILOGUE, EPILOGUE_NAME)          \
+  LOWBIT_GEMM(FORMAT, NAME, 8, kWeights, weights, EPILOGUE, EPILOGUE_NAME)  \
+  LOWBIT_GEMM(FORMAT, NAME, 16, kWeights, weights, EPILOGUE, EPILOGUE_NAME) \
+  LOWBIT_GEMM(FORMAT, NAME, 32, kWeights, weights, EPILOGUE, EPILOGUE_NAME) \
+  LOWBIT_GEMM(FORMAT, NAME, 64, kWeights, weights, EPILOGUE, EPILOGUE_NAME) \
+  LOWBIT_GEMM(FORMAT, NAME, 128, kWeights, weights, EPILOGUE, EPILOGUE_NAME) \
+  LOWBIT_GEMM(FORMAT, NAME, 256, kWeights, weights, EPILOGUE, EPILOGUE_NAME)

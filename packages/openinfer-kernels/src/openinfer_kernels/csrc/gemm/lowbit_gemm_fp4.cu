@@ -1,0 +1,7 @@
+// Products with Fp4 weights for any number of tokens: see lowbit_gemm.cuh.
+#include "gemm/lowbit_gemm.cuh"
+
+LOWBIT_GEMM_SUMS(Fp4, fp4, kStore, store)
+LOWBIT_GEMM_SUMS(Fp4, fp4, kSwiglu, swiglu)
+LOWBIT_GEMM_WEIGHTS(Fp4, fp4, kStore, store)
+LOWBIT_GEMM_WEIGHTS(Fp4, fp4, kSwiglu, swiglu)

@@ -1,0 +1,117 @@
+"""Products of quantised matrices on Hopper: `csrc/gemm/lowbit_gemm.cuh` dequantises codes in registers."""
+
+import ctypes
+from itertools import product
+
+from openinfer_kernels.cuda.common.arrays import address
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.launch import Kernel
+from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
+from openinfer_kernels.cuda.gemm.lowbit_partition import (
+    MOST_TOKENS_OF_SUMS,
+    SIZES,
+    Partition,
+    Room,
+    Size,
+    partition_product,
+)
+from openinfer_kernels.cuda.gemm.lowbit_tiles import TiledWeight
+from openinfer_kernels.cuda.gemm.tiles import Epilogue
+from openinfer_kernels.ops import Array
+
+_STEM = "lowbit_gemm_"
+_BF16_BYTES = 2
+_BOX_COLUMNS = 64
+_TOKEN_GROUP = 8
+"""Token tiles that are multiplied before the next rows: what they read stays in the L2 cache."""
+_MOST_KEPT = 4096
+
+
+class _Problem(ctypes.Structure):
+    """`lowbit::Problem`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("tiles", "y")),
+        *((name, ctypes.c_int) for name in ("m", "n", "tile_rows", "chunks", "tile_bytes")),
+        *((name, ctypes.c_int) for name in ("groups", "float16_scales", "scale_rows", "zeros")),
+        *((name, ctypes.c_int) for name in ("multicast_ctas", "token_tiles", "wide_tiles", "token_group")),
+    )
+
+
+class LowbitGemm:
+    """The products on one device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._maps = TensorMaps()
+        self._kernels: dict[tuple[str, Epilogue, bool, int], Kernel] = {}
+        self._some: dict[int, Kernel] = {}  # by its tokens: clusters of all codes are alike
+        self._clusters: dict[tuple[int, int], int] = {}
+        self._partitions: dict[tuple[int, int, int], Partition] = {}
+        self._room = Room(device.num_multiprocessors, self._clusters_of)
+
+    @staticmethod
+    def there_is_one(device: Device) -> bool:
+        """Whether the device has the kernels."""
+        return device.has(f"{_STEM}fp8")
+
+    def load(self, kernels: str) -> None:
+        """Loads all kernels of a code, which are not loaded while a graph is captured."""
+        for epilogue, size, scales_sums in product((Epilogue.STORE, Epilogue.SWIGLU), SIZES, (True, False)):
+            key = kernels, epilogue, scales_sums, size.tokens
+            if key in self._kernels or (scales_sums and size.tokens > MOST_TOKENS_OF_SUMS):
+                continue
+            name = f"{_STEM}{kernels}_{epilogue}_{'sums' if scales_sums else 'weights'}_{size.tokens}"
+            self._kernels[key] = self._device.kernel(f"{_STEM}{kernels}", name, shared_bytes=size.shared_kib << 10)
+            self._some.setdefault(size.tokens, self._kernels[key])
+
+    def multiply(
+        self, x: Array, weight: TiledWeight, out: Array, *, epilogue: Epilogue, scales_sums: bool | None = None
+    ) -> None:
+        """Writes `x [T, k] @ weight.T` into `out [T, n]`, for `SWIGLU` its gated halves into `out [T, n / 2]`.
+
+        Its kernels were loaded. Arrays are contiguous and begin at multiples of 16 bytes; T at least 1. `SWIGLU` takes
+        halves of multiples of 64 rows. `scales_sums` says whether codes are multiplied rather than weights; None: where
+        that is faster.
+        """
+        num_tokens, k = x.shape
+        size, token_tiles, row_tiles, blocks, splits, multicast_ctas = self._partition(num_tokens, weight)
+        may_scale_sums = weight.sums_may_be_scaled and size.tokens <= MOST_TOKENS_OF_SUMS
+        scales_sums = may_scale_sums if scales_sums is None else scales_sums
+        problem = _Problem(
+            address(weight.codes),
+            address(out),
+            num_tokens,
+            out.shape[1],
+            *weight.codes.shape,
+            weight.groups,
+            int(weight.float16_scales),
+            weight.scale_rows,
+            weight.zeros,
+            multicast_ctas,
+            token_tiles,
+            -(-row_tiles // multicast_ctas),
+            _TOKEN_GROUP,
+        )
+        # The map ends at the last token and column, and the copy engine fills up with zeros.
+        box = (_BOX_COLUMNS, size.tokens // multicast_ctas)
+        x_map = self._maps.of(TensorBox(address(x), (k, num_tokens), (k * _BF16_BYTES,), box))
+        kernel = self._kernels[weight.kernels, epilogue, scales_sums, size.tokens]
+        cluster = splits * multicast_ctas
+        kernel((blocks, 1, 1), (size.threads, 1, 1), [x_map, problem], overlap=True, cluster=cluster)
+
+    def _partition(self, num_tokens: int, weight: TiledWeight) -> Partition:
+        key = num_tokens, weight.codes.shape[0], weight.num_chunks
+        if key not in self._partitions:
+            # Prompts have any length: without an end the table would grow as long as the process lives.
+            if len(self._partitions) >= _MOST_KEPT:
+                self._partitions.clear()
+            self._partitions[key] = partition_product(*key, self._room)
+        return self._partitions[key]
+
+    def _clusters_of(self, size: Size, blocks: int) -> int:
+        # The driver is asked, as groups of multiprocessors differ in size: fewer clusters run than blocks suggest.
+        key = size.tokens, blocks
+        if key not in self._clusters:
+            self._clusters[key] = self._some[size.tokens].most_clusters(blocks, threads=size.threads)
+        return self._clusters[key]

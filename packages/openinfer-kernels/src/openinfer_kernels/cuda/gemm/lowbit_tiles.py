@@ -1,0 +1,220 @@
+"""Quantised matrices in the tiles of `csrc/gemm/lowbit_tiles.cuh`, which has their order.
+
+Codes come to the device in the rows of a checkpoint, in pieces and from any thread; a kernel puts each piece where it
+belongs, and another one the scales and zero points.
+"""
+
+import ctypes
+import math
+import threading
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openinfer_kernels.cuda.common.arrays import address
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.launch import Kernel
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.common.memory import Memory
+from openinfer_kernels.ops import Array, QuantisedWeight
+from openinfer_kernels.weights.quantised import Code, QuantisedPart, ScaleType, WeightFormat
+from openinfer_kernels.weights.scale_blocks import float32_scales, of_blocks
+
+TILE_ROWS = 32
+TILE_COLUMNS = 128
+_STEM = "lowbit_tiles"
+_THREADS = 128
+_VECTOR_BYTES = 16
+_LEAST_COLUMNS = 32
+"""Of a group."""
+_PAIR_ROWS = 2 * TILE_ROWS
+"""Rows of two tiles, which lie among each other."""
+_INT4_OFFSET = 128
+"""Tiles hold 128 + zero point."""
+
+
+class _Layout(NamedTuple):
+    """Of the tiles of a code."""
+
+    kernels: str
+    """In the names of kernels."""
+    arrangement: str
+    unit_bytes: int
+    """Of codes that a thread arranges."""
+    code_bytes: int
+    scale_bytes: int
+
+
+_LAYOUTS = {
+    Code.E4M3: _Layout("fp8", "fp8", 4, 4096, 4),
+    Code.INT8: _Layout("int8", "bytes", 4, 4096, 4),
+    Code.INT4: _Layout("int4", "nibbles", 8, 2048, 2),
+    Code.E2M1: _Layout("fp4", "nibbles", 8, 2048, 2),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiledWeight(QuantisedWeight):
+    """A quantised matrix whose `codes [tiles along the rows, along the columns, bytes of a tile]` hold its scales."""
+
+    kernels: str
+    groups: int
+    """In the columns of a tile."""
+    scale_rows: int
+    """Scales of a group: one for each row of a tile, or one for all."""
+    zeros: int
+    """Where in a tile zero points begin; 0: there are none."""
+    float16_scales: bool
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.codes.shape[2]
+
+    @property
+    def num_chunks(self) -> int:
+        """Tiles along the columns."""
+        return self.codes.shape[1]
+
+    @property
+    def sums_may_be_scaled(self) -> bool:
+        """Whether codes may be multiplied and the sums of a tile's columns scaled: codes are exact in BF16."""
+        return self.groups == 1 and not (self.format.code is Code.INT8 and self.zeros)
+
+
+class LowbitTiles:
+    """Makes the tiles of one device, and matrices of BF16 out of them."""
+
+    def __init__(self, device: Device, memory: Memory) -> None:
+        self._memory = memory
+        self._arrangements = {
+            layout.arrangement: device.kernel(_STEM, f"arrange_tiles_{layout.arrangement}")
+            for layout in _LAYOUTS.values()
+        }
+        self._scales = {bytes_: device.kernel(_STEM, f"arrange_scales_{8 * bytes_}") for bytes_ in (2, 4)}
+        self._dequantise = {
+            layout.kernels: device.kernel(_STEM, f"dequantise_tiles_{layout.kernels}") for layout in _LAYOUTS.values()
+        }
+
+    def serve(self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
+        """Whether a matrix of `shape` may be in tiles; `block`: rows and columns within which no scale changes."""
+        is_fine = block[1] % _LEAST_COLUMNS == 0 and shape[1] % _LEAST_COLUMNS == 0
+        if len(shape) != 2 or weight_format.minimums or not is_fine:
+            return False
+        if _LAYOUTS[weight_format.code].scale_bytes == 4:
+            return True
+        in_16_bits = (ScaleType.BF16, ScaleType.F16, ScaleType.E8M0)
+        return weight_format.scales in in_16_bits and not weight_format.global_scale
+
+    def empty(self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> TiledWeight:
+        """Tiles without anything in them; `fill_scales` and `place` write all that is read."""
+        layout, (rows, columns) = _LAYOUTS[weight_format.code], shape
+        width = TILE_COLUMNS if block[1] == columns else math.gcd(TILE_COLUMNS, block[1])
+        groups = TILE_COLUMNS // width
+        scale_rows = 1 if block[0] % _PAIR_ROWS == 0 else TILE_ROWS
+        scale_bytes = -(-groups * scale_rows * layout.scale_bytes // _VECTOR_BYTES) * _VECTOR_BYTES
+        end = layout.code_bytes + scale_bytes
+        has_zeros = weight_format.zero_points
+        tile_bytes = end + (groups * TILE_ROWS * 2 if has_zeros else 0)
+        tiles = cupy.empty((-(-rows // _PAIR_ROWS) * 2, -(-columns // TILE_COLUMNS), tile_bytes), np.uint8)
+        return TiledWeight(
+            format=weight_format,
+            shape=shape,
+            codes=tiles,
+            scales=tiles,
+            block_rows=block[0],
+            block_columns=block[1],
+            kernels=layout.kernels,
+            groups=groups,
+            scale_rows=scale_rows,
+            zeros=end if has_zeros else 0,
+            float16_scales=layout.scale_bytes == 2 and weight_format.scales is ScaleType.F16,
+        )
+
+    def place(self, weight: TiledWeight, *, first_row: int) -> "Place":
+        """Puts the codes of a part into the tiles, whose rows begin at `first_row`."""
+        layout = _LAYOUTS[weight.format.code]
+        return Place(self._arrangements[layout.arrangement], weight, first_row, layout.unit_bytes)
+
+    def fill_scales(self, weight: TiledWeight, parts: tuple[QuantisedPart, ...]) -> None:
+        layout, block = _LAYOUTS[weight.format.code], (weight.block_rows, weight.block_columns)
+        scales = np.concatenate([_stored_scales(part, block, layout) for part in parts])
+        self._fill(weight, scales, offset=layout.code_bytes, rows=weight.scale_rows)
+        if weight.zeros:
+            self._fill(weight, _stored_zeros(parts, block), offset=weight.zeros, rows=TILE_ROWS)
+
+    def dequantised(self, weight: TiledWeight) -> Array:
+        """The matrix in BF16, rounded once."""
+        out = cupy.empty(weight.shape, bfloat16)
+        tile_rows, chunks, tile_bytes = weight.codes.shape
+        sizes = *weight.shape, tile_bytes, weight.groups, int(weight.float16_scales), weight.scale_rows, weight.zeros
+        arguments = [weight.codes, out, *map(ctypes.c_int, sizes)]
+        self._dequantise[weight.kernels]((chunks, tile_rows, 1), (_THREADS, 1, 1), arguments, overlap=True)
+        return out
+
+    def _fill(self, weight: TiledWeight, values: NDArray[Any], *, offset: int, rows: int) -> None:
+        tile_rows, chunks, tile_bytes = weight.codes.shape
+        count = tile_rows * chunks * weight.groups * rows
+        sizes = offset, rows, weight.groups, *weight.shape, weight.block_rows, weight.block_columns, chunks, tile_bytes
+        arguments = [
+            self._memory.upload(values),
+            weight.codes,
+            ctypes.c_int64(count),
+            *map(ctypes.c_int, sizes),
+        ]
+        self._scales[values.itemsize]((-(-count // _THREADS), 1, 1), (_THREADS, 1, 1), arguments)
+        self._memory.tell(values.nbytes)
+
+
+class Place:
+    """Puts pieces of a part's codes into the tiles; from any thread.
+
+    A piece is told by its target: views of the tiles stand for the rows of the part, as if these lay there one after
+    the other from the first byte on. Nothing is written to where a view points.
+    """
+
+    _launching = threading.Lock()  # threads that load and the one that made them have the same kernels
+
+    def __init__(self, kernel: Kernel, weight: TiledWeight, first_row: int, unit_bytes: int) -> None:
+        self._kernel = kernel
+        self._weight = weight
+        self._first_row = first_row
+        self._unit_bytes = unit_bytes
+        self._row_bytes = weight.shape[1] * weight.format.code.bits // 8
+
+    def view(self, num_rows: int) -> Array:
+        """Of the words of so many rows."""
+        words = self._row_bytes // 4
+        return self._weight.codes.reshape(-1)[: num_rows * self._row_bytes].view(np.uint32).reshape(num_rows, words)
+
+    def __call__(self, words: Array, out: Array) -> None:
+        tiles = self._weight.codes
+        first = address(out) - address(tiles)
+        sizes = self._row_bytes, self._first_row, tiles.shape[1], tiles.shape[2]
+        arguments = [words, tiles, ctypes.c_int64(first), ctypes.c_int64(words.nbytes), *map(ctypes.c_int, sizes)]
+        if words.size:
+            grid = (-(-words.nbytes // (self._unit_bytes * _THREADS)), 1, 1)
+            with self._launching:
+                self._kernel(grid, (_THREADS, 1, 1), arguments)
+
+
+def _stored_scales(part: QuantisedPart, block: tuple[int, int], layout: _Layout) -> NDArray[Any]:
+    """The scale of each block as tiles hold it: float32, or 16 bits as they are, those of E8M0 as BF16."""
+    if layout.scale_bytes == 4:
+        return float32_scales(part, block)
+    if part.format.scales is ScaleType.E8M0:
+        return _upper_halves(float32_scales(part, block))
+    return of_blocks(part, part.scales, block).view(np.uint16)
+
+
+def _stored_zeros(parts: tuple[QuantisedPart, ...], block: tuple[int, int]) -> NDArray[Any]:
+    zeros = np.concatenate([of_blocks(part, np.asarray(part.zero_points), block) for part in parts])
+    if parts[0].format.code is Code.INT4:
+        return _upper_halves(zeros.astype(np.float32) + _INT4_OFFSET)
+    return zeros.astype(np.float16).view(np.uint16)
+
+
+def _upper_halves(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The bits of BF16 numbers that are held in float32."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16)

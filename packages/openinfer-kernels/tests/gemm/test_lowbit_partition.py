@@ -1,0 +1,51 @@
+"""How low-bit products are divided among blocks: pure arithmetic, for an H200."""
+
+import pytest
+
+from openinfer_kernels.cuda.gemm.lowbit_partition import SIZES, Room, partition_product
+
+CLUSTERS = {1: 132, 2: 66, 3: 42, 4: 30, 5: 25, 6: 20, 7: 16, 8: 15}
+H200 = Room(132, lambda size, blocks: CLUSTERS[blocks] * size.blocks)
+
+
+def tiles_of(rows: int) -> int:
+    return -(-rows // 64) * 2
+
+
+@pytest.mark.parametrize(("num_tokens", "tokens"), [(1, 8), (8, 8), (9, 16), (17, 32), (33, 64), (65, 128), (128, 128)])
+def test_all_tokens_are_in_one_tile_while_one_has_room(num_tokens, tokens):
+    partition = partition_product(num_tokens, tiles_of(19456), 20, H200)
+    assert (partition.size.tokens, partition.token_tiles) == (tokens, 1)
+    assert partition.splits == 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 30, 64, 128, 200, 256, 257, 1000, 4096])
+@pytest.mark.parametrize("rows", [64, 1088, 2560, 6144, 19456])
+@pytest.mark.parametrize("chunks", [1, 3, 20, 76])
+def test_every_tile_has_a_block_and_splits_run_all_at_a_time(num_tokens, rows, chunks):
+    partition = partition_product(num_tokens, tiles_of(rows), chunks, H200)
+    size = partition.size
+    assert partition.token_tiles * size.tokens >= num_tokens
+    assert partition.row_tiles * size.warpgroups * 64 >= rows
+    assert partition.splits <= min(chunks, size.most_splits)
+    assert partition.splits == 1 or partition.multicast_ctas == 1
+    assert partition.blocks % (partition.splits * partition.multicast_ctas) == 0
+    assert partition.blocks <= 132 * size.blocks
+    if partition.splits > 1:
+        assert partition.blocks == partition.token_tiles * partition.row_tiles * partition.splits
+
+
+def test_k_is_divided_where_tiles_are_few():
+    assert partition_product(8, tiles_of(2560), 76, H200).splits == 4
+    assert partition_product(128, tiles_of(2560), 76, H200).splits == 8
+    assert partition_product(8, tiles_of(151936), 20, H200).splits == 1
+
+
+def test_clusters_that_do_not_run_all_at_a_time_are_not_taken():
+    narrow = Room(132, lambda size, blocks: 10 if blocks > 2 else 66)
+    assert partition_product(128, tiles_of(2560), 76, narrow).splits == 2
+
+
+def test_prompts_take_the_largest_tiles_in_pairs():
+    partition = partition_product(8192, tiles_of(19456), 20, H200)
+    assert (partition.size, partition.multicast_ctas) == (SIZES[-1], 2)

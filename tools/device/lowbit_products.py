@@ -1,0 +1,295 @@
+"""Products of low-bit matrices on a Hopper GPU: checked against float64, and timed next to BF16.
+
+    python3 tools/device/lowbit_products.py [check] [memcheck] [chains] [single] [--tokens N ...] [--json FILE]
+
+check      every code, grouping, epilogue and size of tiles, each twice: the same bits, and near float64
+memcheck   a few small ones of these, for compute-sanitizer
+chains     all products and norms of a Qwen3-4B step, in CUDA graphs, also by one way alone from 65 tokens on
+single     each product alone, over all layers' weights; from 256 tokens on also what dequantising it takes
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from source_packages import folders
+
+sys.path[:0] = [*folders(), str(Path(__file__).parent)]
+
+import cupy  # noqa: E402
+import numpy as np  # noqa: E402
+import products  # noqa: E402
+
+from openinfer_kernels.cuda.common.device import Device  # noqa: E402
+from openinfer_kernels.cuda.common.libraries import bfloat16  # noqa: E402
+from openinfer_kernels.cuda.common.memory import Memory  # noqa: E402
+from openinfer_kernels.cuda.gemm import dispatch  # noqa: E402
+from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm  # noqa: E402
+from openinfer_kernels.cuda.gemm.gemm import Gemm  # noqa: E402
+from openinfer_kernels.cuda.gemm.grouped_gemm import GroupedGemm  # noqa: E402
+from openinfer_kernels.cuda.gemm.library_products import LibraryProducts  # noqa: E402
+from openinfer_kernels.cuda.gemm.linear import Linear  # noqa: E402
+from openinfer_kernels.cuda.gemm.lowbit_gemm import LowbitGemm  # noqa: E402
+from openinfer_kernels.cuda.gemm.quantised import Quantised  # noqa: E402
+from openinfer_kernels.cuda.gemm.tiles import Epilogue  # noqa: E402
+from openinfer_kernels.cuda.norm.rms_norm import Norm  # noqa: E402
+from openinfer_kernels.weights.code_values import E4M3_VALUES  # noqa: E402
+from openinfer_kernels.weights.quantised import (  # noqa: E402
+    Code,
+    QuantisedPart,
+    RandomCodes,
+    ScaleType,
+    WeightFormat,
+)
+
+HOST = np.random.default_rng(7)
+RNG = cupy.random.default_rng(7)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+SIZES_OF_SCALES = {Code.E4M3: 4e-4, Code.INT4: 1e-2, Code.INT8: 5e-4, Code.E2M1: 1e-2}
+TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 8192)
+MOST_ERROR = {Epilogue.STORE: 4e-3, Epilogue.SWIGLU: 1.5e-2}
+"""Of the length of a result; a gate's inputs are rounded, which one token's few values may show."""
+
+
+def described(code: Code, rows: int | None, columns: int | None, scales: ScaleType, *, zeros: bool = False):
+    return WeightFormat(code=code, group_rows=rows, group_columns=columns, scales=scales, zero_points=zeros)
+
+
+CASES = (
+    described(Code.E4M3, 128, 128, ScaleType.F32),
+    described(Code.E4M3, 1, None, ScaleType.BF16),
+    described(Code.E4M3, None, None, ScaleType.F32),
+    described(Code.E4M3, 64, 64, ScaleType.F32),
+    described(Code.INT4, 1, 128, ScaleType.F16, zeros=True),
+    described(Code.INT4, 1, 128, ScaleType.BF16),
+    described(Code.INT4, 1, 64, ScaleType.BF16, zeros=True),
+    described(Code.INT4, 1, 32, ScaleType.BF16),
+    described(Code.INT4, 1, None, ScaleType.F16),
+    described(Code.INT8, 1, 128, ScaleType.BF16),
+    described(Code.INT8, 1, None, ScaleType.F32),
+    described(Code.INT8, 1, 32, ScaleType.F16, zeros=True),
+    described(Code.INT8, 1, 128, ScaleType.F16, zeros=True),
+    described(Code.E2M1, 1, 32, ScaleType.E8M0),
+)
+STEPS = {"fp8": CASES[0], "int4": CASES[4]}
+
+
+def stored_scales(scales: ScaleType, values):
+    """Scales as a checkpoint has them, and as they are then read."""
+    match scales:
+        case ScaleType.F32:
+            return values, values
+        case ScaleType.F16:
+            return values.astype(np.float16), values.astype(np.float16).astype(np.float32)
+        case ScaleType.BF16:
+            bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+            return bits, (bits.astype(np.uint32) << 16).view(np.float32)
+        case _:
+            exponents = np.floor(np.log2(values)).astype(int)
+            return (exponents + 127).astype(np.uint8), np.ldexp(np.float32(1), exponents)
+
+
+def random_part(made: WeightFormat, rows: int, columns: int):
+    """A part, and the numbers it stands for in float64."""
+    grid = (-(-rows // (made.group_rows or rows)), -(-columns // (made.group_columns or columns)))
+    spread = HOST.uniform(0.5, 1.5, grid) * SIZES_OF_SCALES[made.code]
+    stored, scales = stored_scales(made.scales, spread.astype(np.float32))
+    zeros = HOST.integers(0, 1 << made.code.bits, grid, dtype=np.uint8) if made.zero_points else None
+    codes = HOST.integers(0, 256, (rows, columns * made.code.bits // 8), dtype=np.uint8)
+    if made.code is Code.E4M3:
+        codes = np.where((codes & 0x7F) == 0x7F, codes & 0x3F, codes)
+    part = QuantisedPart(format=made, codes=codes, scales=stored, zero_points=zeros)
+    if made.code.bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(rows, columns)
+    r = np.arange(rows) // (made.group_rows or rows)
+    c = np.arange(columns) // (made.group_columns or columns)
+    if made.code is Code.E4M3:
+        numbers = E4M3_VALUES[codes].astype(np.float64)
+    elif made.code is Code.E2M1:
+        numbers = np.concatenate([E2M1, -E2M1])[codes]
+    else:
+        centre = 1 << (made.code.bits - 1)
+        numbers = codes.astype(np.float64) - (centre if zeros is None else zeros.astype(np.float64)[r[:, None], c])
+    return part, cupy.asarray(numbers * scales.astype(np.float64)[r[:, None], c])
+
+
+def random_matrix(quantised: Quantised, made: WeightFormat, rows: int, columns: int):
+    """One whose codes no host holds."""
+    grid = (-(-rows // (made.group_rows or rows)), -(-columns // (made.group_columns or columns)))
+    stored, _ = stored_scales(made.scales, np.full(grid, SIZES_OF_SCALES[made.code], np.float32))
+    zeros = HOST.integers(0, 1 << made.code.bits, grid, dtype=np.uint8) if made.zero_points else None
+    shape, mask = (rows, columns * made.code.bits // 8), 0xBF if made.code is Code.E4M3 else 0xFF
+    codes = RandomCodes.whole(shape, seed=int(HOST.integers(1 << 30)), mask=mask, itemsize=1)
+    return quantised.upload_quantised(QuantisedPart(format=made, codes=codes, scales=stored, zero_points=zeros))
+
+
+def reference(x, weight, epilogue: Epilogue):
+    y = x.astype(np.float64) @ weight.T
+    if epilogue is Epilogue.STORE:
+        return y
+    gate, up = (half.astype(np.float32).astype(bfloat16).astype(np.float64) for half in cupy.split(y, 2, axis=1))
+    return gate / (1 + cupy.exp(-gate)) * up
+
+
+def check(quantised: Quantised, gemm: LowbitGemm, tokens, shapes) -> None:
+    """Prints the largest errors by format; anything above the limits, or other bits the second time, is BAD."""
+    num_bad = 0
+    for made in CASES:
+        worst: dict[str, float] = {}
+        for rows, columns in shapes:
+            part, weight = random_part(made, rows, columns)
+            matrix = quantised.upload_quantised(part)
+            dense = quantised.dequantised(matrix).astype(np.float64)
+            worst["dequantised"] = max(
+                worst.get("dequantised", 0), float(abs(dense - weight).max() / abs(weight).max())
+            )
+            for m in tokens:
+                x = RNG.standard_normal((m, columns), dtype=np.float32).astype(bfloat16)
+                for epilogue in (Epilogue.STORE, Epilogue.SWIGLU) if rows % 128 == 0 else (Epilogue.STORE,):
+                    expected = reference(x, weight, epilogue)
+                    for sums in (True, False) if matrix.sums_may_be_scaled and m <= 64 else (False,):
+                        error = error_of(gemm, x, matrix, expected, epilogue, scales_sums=sums)
+                        name = f"{epilogue} {'sums' if sums else 'weights'}"
+                        worst[name] = max(worst.get(name, 0), error)
+                        if not error < MOST_ERROR[epilogue]:
+                            num_bad += 1
+                            print("BAD", made, (rows, columns), m, name, error)
+        num_bad += not worst["dequantised"] <= 2.0**-8
+        print(made, "  ".join(f"{name} {error:.1e}" for name, error in worst.items()), flush=True)
+    print("check:", f"{num_bad} BAD" if num_bad else "ok", flush=True)
+
+
+def error_of(gemm: LowbitGemm, x, matrix, expected, epilogue: Epilogue, *, scales_sums: bool) -> float:
+    """NaN where two runs differ, or something was not written."""
+    found = []
+    for _ in range(2):
+        out = cupy.full(expected.shape, np.nan, np.float32).astype(bfloat16)
+        gemm.multiply(x, matrix, out, epilogue=epilogue, scales_sums=scales_sums)
+        found.append(out)
+    if not (found[0].view(np.uint16) == found[1].view(np.uint16)).all():
+        return float("nan")
+    return float(cupy.linalg.norm(found[0].astype(np.float64) - expected) / cupy.linalg.norm(expected))
+
+
+class Dense:
+    """A step's products in BF16."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.step, self.linear, self.linear_swiglu = products.Step(), linear.linear, linear.linear_swiglu
+        self.layers, self.num_bytes = self.step.layers, self.step.num_bytes
+
+
+class Lowbit:
+    """The same in one format, with the head in BF16."""
+
+    def __init__(self, quantised: Quantised, made: WeightFormat, dense: Dense) -> None:
+        self.linear, self.linear_swiglu = quantised.linear, quantised.linear_swiglu
+        self.dequantised = quantised.dequantised
+        self.layers = [
+            {name: random_matrix(quantised, made, *shape) for name, shape in products.SHAPES.items()}
+            for _ in range(products.NUM_LAYERS)
+        ]
+        codes = sum(matrix.codes.nbytes for layer in self.layers for matrix in layer.values())
+        self.num_bytes = codes + dense.step.head.nbytes
+
+
+def chain(way: Dense | Lowbit, step: products.Step, linear: Linear, norm: Norm, num_tokens: int):
+    """All products and norms of a step, the head for its last 256 tokens at most."""
+    x, attended = products.random_bf16((num_tokens, products.H)), products.random_bf16((num_tokens, 4096))
+    residual = products.random_bf16((num_tokens, products.H)).astype(np.float32)
+
+    def normed(x):
+        return norm.add_rms_norm(x, residual, step.norm, eps=1e-6)
+
+    def run() -> None:
+        y = normed(x)
+        for layer in way.layers:
+            way.linear(y, layer["qkv"])
+            y = normed(way.linear(attended, layer["o_proj"]))
+            y = normed(way.linear(way.linear_swiglu(y, layer["gate_up"]), layer["down"]))
+        linear.logits(y[-256:], step.head)
+
+    return run
+
+
+@contextmanager
+def limited(most_tokens: int) -> Iterator[None]:
+    """Another number of tokens up to which codes are dequantised in registers."""
+    usual, dispatch.MOST_LOWBIT_TOKENS = dispatch.MOST_LOWBIT_TOKENS, dict.fromkeys(
+        dispatch.MOST_LOWBIT_TOKENS, most_tokens
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        dispatch.MOST_LOWBIT_TOKENS = usual
+
+
+def time_chains(ways, step, linear, norm, num_tokens: int) -> dict[str, float]:
+    repeats = 11 if num_tokens <= 256 else 3
+    row: dict[str, float] = {"tokens": num_tokens}
+    for name, way in ways.items():
+        row[name] = products.median_ms(chain(way, step, linear, norm, num_tokens), repeats)
+        row[f"{name}_floor_share"] = way.num_bytes / products.BYTES_PER_S * 1e3 / row[name]
+        if isinstance(way, Lowbit) and num_tokens > 64:
+            for label, most in (("in_registers", 1 << 30), ("dequantised", 0)):
+                with limited(most):
+                    row[f"{name}_{label}"] = products.median_ms(chain(way, step, linear, norm, num_tokens), repeats)
+    print("  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
+    return row
+
+
+def time_product(ways, name: str, num_tokens: int) -> dict[str, float | str]:
+    x = products.random_bf16((num_tokens, products.SHAPES[name][1]))
+    row: dict[str, float | str] = {"tokens": num_tokens, "product": name}
+    for label, way in ways.items():
+        multiply = way.linear_swiglu if name == "gate_up" else way.linear
+        row[f"{label}_us"] = over_layers(way, lambda layer, multiply=multiply: multiply(x, layer[name]))
+        if isinstance(way, Lowbit) and num_tokens >= 256:
+            row[f"dequantise_{label}_us"] = over_layers(way, lambda layer, way=way: way.dequantised(layer[name]))
+    print("  ".join(f"{key} {value:.2f}" if isinstance(value, float) else str(value) for key, value in row.items()))
+    return row
+
+
+def over_layers(way, call) -> float:
+    """Microseconds of a call for one layer, over all layers."""
+    return products.median_ms(lambda: [call(layer) for layer in way.layers], 5) * 1e3 / len(way.layers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="+", choices=("check", "memcheck", "chains", "single"))
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    device = Device.open()
+    linear, norm = Linear(device, DecodeGemm(device), Gemm(device), LibraryProducts(device)), Norm(device)
+    quantised, gemm = Quantised(device, GroupedGemm(device), Memory(device), linear), LowbitGemm(device)
+    for kernels in ("fp8", "int8", "int4", "fp4"):
+        gemm.load(kernels)
+    if "memcheck" in given.what:
+        check(quantised, gemm, (1, 9, 31, 64, 100, 257), ((256, 416),))
+    if "check" in given.what:
+        odd = (1, 3, 8, 9, 16, 17, 31, 33, 64, 65, 100, 129, 200, 256, 257, 520)
+        check(quantised, gemm, odd, ((256, 512), (448, 1184), (136, 640)))
+        check(quantised, gemm, (1, 12, 32, 57, 128, 255, 600), ((2560, 1536),))
+    if not {"chains", "single"} & set(given.what):
+        return
+    dense = Dense(linear)
+    with linear.tuning():
+        for tokens in given.tokens:
+            chain(dense, dense.step, linear, norm, tokens)()
+    ways = {"bf16": dense} | {name: Lowbit(quantised, made, dense) for name, made in STEPS.items()}
+    record: dict[str, object] = {"gpu": device.name}
+    if "chains" in given.what:
+        record["chains"] = [time_chains(ways, dense.step, linear, norm, tokens) for tokens in given.tokens]
+    if "single" in given.what:
+        record["products"] = [time_product(ways, name, tokens) for tokens in given.tokens for name in products.SHAPES]
+    if given.json:
+        given.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
