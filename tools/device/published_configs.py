@@ -107,10 +107,60 @@ KIMI_K2_INT4 = {
         },
     }
 }
+QWEN3_30B_A3B: Mapping[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+    "eos_token_id": 151645,
+}
+QWEN35_35B_A3B: Mapping[str, Any] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+    "vocab_size": 248320,
+    "eos_token_id": 248044,
+}
+"""The text model of Qwen3.5-35B-A3B and Qwen3.6-35B-A3B."""
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "deepseek-v4-flash": DEEPSEEK_V4_FLASH,
     "kimi-k2-int4": {**KIMI_K2, **KIMI_K2_INT4},
     "kimi-k2-fp8": {**KIMI_K2, **KIMI_K2_FP8},
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3.5-35b-a3b": QWEN35_35B_A3B,
 }
 
 
