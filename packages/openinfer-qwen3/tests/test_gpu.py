@@ -56,8 +56,10 @@ MIXTURE = CONFIG | {
     "num_experts_per_tok": 4,
 }
 MODELS = {"qwen3": (Qwen3, CONFIG), "qwen3_moe": (Qwen3Moe, MIXTURE)}
-BF16_LOGPROB = 0.15
-"""How far a log-probability may be from the CPU's in float32, with three layers of random weights."""
+BF16_LOGPROB, BF16_LOGPROB_OF_MIXTURE = 0.15, 0.6
+"""How far a log-probability may be from the CPU's in float32, with three layers of random weights. Of a mixture,
+rounding alone makes 0.15 where it makes 0.03 of a dense model: it turns near ties of routers, and other experts follow.
+"""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -73,6 +75,10 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def definition_of(model_dir: Path) -> ModelDefinition[Any]:
     family, _ = MODELS[read_config(model_dir)["model_type"]]
     return family().definition
+
+
+def bf16_logprob(model_dir: Path) -> float:
+    return BF16_LOGPROB_OF_MIXTURE if "num_experts" in read_config(model_dir) else BF16_LOGPROB
 
 
 def make_loop(model_dir: Path, *, device: DeviceKind = DeviceKind.CUDA, **options: object) -> StepLoop:
@@ -102,8 +108,8 @@ def test_log_probabilities_are_close_to_the_cpus(model_dir: Path) -> None:
     gpu = run(make_loop(model_dir), asked)
     differences = prompt_differences(gpu, cpu)
     assert len(differences) > 300
-    assert max(differences) < BF16_LOGPROB
-    assert np.mean(differences) < BF16_LOGPROB / 5
+    assert max(differences) < bf16_logprob(model_dir)
+    assert np.mean(differences) < bf16_logprob(model_dir) / 5
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 7}])

@@ -62,8 +62,10 @@ MIXTURE = {key: value for key, value in CONFIG.items() if key != "intermediate_s
     "shared_expert_intermediate_size": 96,
 }
 MODELS = {"qwen3_5_text": (Qwen35, CONFIG), "qwen3_5_moe_text": (Qwen35Moe, MIXTURE)}
-BF16_LOGPROB = 0.15
-"""How far a log-probability may be from the CPU's in float32, with four layers of random weights."""
+BF16_LOGPROB, BF16_LOGPROB_OF_MIXTURE = 0.15, 0.6
+"""How far a log-probability may be from the CPU's in float32, with four layers of random weights. Of a mixture,
+rounding alone makes 0.15 where it makes 0.03 of a dense model: it turns near ties of routers, and other experts follow.
+"""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -88,6 +90,10 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def definition_of(model_dir: Path) -> ModelDefinition[Any]:
     family, _ = MODELS[read_config(model_dir)["model_type"]]
     return family().definition
+
+
+def bf16_logprob(model_dir: Path) -> float:
+    return BF16_LOGPROB_OF_MIXTURE if "num_experts" in read_config(model_dir) else BF16_LOGPROB
 
 
 def make_loop(model_dir: Path, *, device: DeviceKind = DeviceKind.CUDA, **options: object) -> StepLoop:
@@ -118,8 +124,8 @@ def test_log_probabilities_are_close_to_the_cpus(model_dir: Path, max_step_token
     gpu = run(make_loop(model_dir, max_step_tokens=max_step_tokens), asked)
     differences = prompt_differences(gpu, cpu)
     assert len(differences) > 600
-    assert max(differences) < BF16_LOGPROB
-    assert np.mean(differences) < BF16_LOGPROB / 5
+    assert max(differences) < bf16_logprob(model_dir)
+    assert np.mean(differences) < bf16_logprob(model_dir) / 5
 
 
 def test_captured_steps_say_what_uncaptured_ones_say(model_dir: Path) -> None:
@@ -148,7 +154,7 @@ def test_states_restored_from_copies_give_the_log_probabilities_of_computed_ones
         (ours,), (theirs,) = answer.logprobs, computed[i].logprobs
         differences = top_differences(ours, theirs)
         assert len(differences) > 4, "near ties of BF16 may change places at the end of the list"
-        assert max(differences) < BF16_LOGPROB
+        assert max(differences) < bf16_logprob(model_dir)
     cached = sum(answer.cached_tokens for answer in answers.values())
     assert cached >= 96 * (len(asked) - 2), "the first prompt is computed, the second one leaves a copy"
     assert loop.stats().state_snapshots > 0
