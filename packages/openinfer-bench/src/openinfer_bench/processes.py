@@ -31,7 +31,7 @@ def tree_memory(pid: int) -> TreeMemory:
     if not sys.platform.startswith("linux"):
         raise Refused("the memory of processes is read from /proc, which Linux has")
     try:
-        found = [_rollup(each) for each in _tree(pid)]
+        found = [_rollup(each) for each in descendants(pid)]
     except OSError as error:
         raise Refused(f"process {pid} cannot be looked at: {error}") from error
     return TreeMemory(
@@ -51,11 +51,12 @@ def device_memory_mib() -> float | None:
         return None
 
 
-def _tree(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """`pid` first, then the processes that it and they have started; raises `OSError` if one ends meanwhile."""
     found = [pid]
     for thread in os.listdir(f"/proc/{pid}/task"):
         for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
-            found += _tree(int(child))
+            found += descendants(int(child))
     return found
 
 

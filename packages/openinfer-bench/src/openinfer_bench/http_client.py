@@ -1,0 +1,114 @@
+"""`ask`: one HTTP request over a connection of its own, followed event by event."""
+
+import asyncio
+import contextlib
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+DEADLINE_S = 120.0
+_READ_BYTES = 2**20  # of a line; an event may hold a whole completion
+LOST, HANG = 0, -1  # in the place of a status: the connection ended without an end of the answer; no end came in time
+
+
+class Address(NamedTuple):
+    """Of a server."""
+
+    host: str
+    port: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of one request.
+
+    Attributes:
+        status: of HTTP, or `LOST`, or `HANG`.
+        begin_s: on the monotonic clock, as all times.
+        event_s: when each event of a stream came.
+        text: of completions, all deltas in order; else the body.
+        left: the client did, as it was asked to.
+    """
+
+    begin_s: float
+    status: int = LOST
+    end_s: float = 0.0
+    event_s: list[float] = field(default_factory=list[float])
+    text: str = ""
+    left: bool = False
+
+    @property
+    def ttft_s(self) -> float:
+        return self.event_s[0] - self.begin_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [late - early for early, late in zip(self.event_s, self.event_s[1:], strict=False)]
+
+
+async def ask(
+    address: Address, path: str, body: bytes | dict[str, Any], *, key: str = "", leave_after: int | None = None
+) -> Answer:
+    """Posts a body, a dictionary as JSON; never raises for what the server or the network do.
+
+    The client leaves after `leave_after` events.
+    """
+    encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = Answer(begin_s=time.monotonic())
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            reader, writer = await asyncio.open_connection(*address, limit=_READ_BYTES)
+            try:
+                writer.write(_request(path, encoded, key))
+                status = await _follow(reader, answer, leave_after)
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+            answer.status = status
+    except TimeoutError:
+        answer.status = HANG
+    except (OSError, ValueError, asyncio.IncompleteReadError):
+        answer.status = LOST
+    answer.end_s = time.monotonic()
+    return answer
+
+
+def _request(path: str, body: bytes, key: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", "connection: close"]
+    lines += [f"authorization: Bearer {key}"] if key else []
+    return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
+
+
+async def _follow(reader: asyncio.StreamReader, answer: Answer, leave_after: int | None) -> int:
+    """Reads the whole answer; returns its status, `LOST` if the end is missing."""
+    line = await reader.readline()
+    if not line.startswith(b"HTTP/1.1 "):
+        return LOST
+    status = int(line.split()[1])
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    if b"text/event-stream" not in head:
+        answer.text = (await _body(reader, head)).decode(errors="replace")
+        return status
+    while line := await reader.readline():
+        if line.startswith(b"data: [DONE]"):
+            return status
+        if line.startswith(b"data: {"):
+            answer.event_s.append(time.monotonic())
+            answer.text += _delta(json.loads(line[6:]))
+            if len(answer.event_s) == leave_after:
+                answer.left = True
+                return status
+    return LOST
+
+
+async def _body(reader: asyncio.StreamReader, head: bytes) -> bytes:
+    """Raises `IncompleteReadError` if it is cut."""
+    _, found, rest = head.partition(b"content-length:")
+    return await reader.readexactly(int(rest.split(b"\r\n")[0])) if found else await reader.read()
+
+
+def _delta(event: dict[str, Any]) -> str:
+    choices: list[dict[str, Any]] = event.get("choices", [])
+    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
