@@ -39,16 +39,18 @@ class Answer:
     left: bool = False
 
     @property
-    def ttft_s(self) -> float:
-        return self.event_s[0] - self.begin_s
-
-    @property
-    def gaps_s(self) -> list[float]:
-        return [late - early for early, late in zip(self.event_s, self.event_s[1:], strict=False)]
+    def is_whole(self) -> bool:
+        return self.status > 0 and not self.left
 
 
 async def ask(
-    address: Address, path: str, body: bytes | dict[str, Any], *, key: str = "", leave_after: int | None = None
+    address: Address,
+    path: str,
+    body: bytes | dict[str, Any],
+    *,
+    key: str = "",
+    leave_after: int | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> Answer:
     """Posts a body, a dictionary as JSON; never raises for what the server or the network do.
 
@@ -57,7 +59,7 @@ async def ask(
     encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = Answer(begin_s=time.monotonic())
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(deadline_s):
             reader, writer = await asyncio.open_connection(*address, limit=_READ_BYTES)
             try:
                 writer.write(_request(path, encoded, key))

@@ -15,6 +15,7 @@ import msgspec
 from openinfer.start_report import StartReport
 from openinfer_core import EngineClosed
 
+OPENINFER = (sys.executable, "-P", "-m", "openinfer.commands.main")
 _END_S = 60.0
 
 
@@ -32,15 +33,23 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(flags: Sequence[str]) -> Generator[Served]:
+def served(
+    flags: Sequence[str], *, command: Sequence[str] = OPENINFER, max_open_files: int | None = None
+) -> Generator[Served]:
     """`openinfer serve FLAGS` on a free port; drained and ended at the end.
+
+    Args:
+        flags: of `serve`.
+        command: another installation's `openinfer`.
+        max_open_files: what `ulimit -n` is for it.
 
     Raises:
         EngineClosed: it ended before it served; why stands in its log, on standard error.
     """
     with tempfile.TemporaryDirectory(prefix="openinfer-bench-") as folder:
         report = Path(folder) / "start.json"
-        command = [sys.executable, "-P", "-m", "openinfer.commands.main", "serve", *flags]
+        limited = () if max_open_files is None else ("sh", "-c", f'ulimit -n {max_open_files}; exec "$0" "$@"')
+        command = [*limited, *command, "serve", *flags]
         command += ["--host", "127.0.0.1", "--port", "0", "--start-report", str(report)]
         began_s = time.monotonic()
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603

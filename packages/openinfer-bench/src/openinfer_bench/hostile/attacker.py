@@ -1,23 +1,34 @@
 """One attack from a process of its own.
 
-    python -m openinfer_bench.hostile.attacker NAME HOST PORT COUNT CONCURRENCY SECONDS
+    python -m openinfer_bench.hostile.attacker NAME HOST PORT KEY CONCURRENCY
 
-Prints how often each outcome came, as JSON.
+Prints an empty line when it begins, ends on SIGTERM, and prints how often each outcome came, as JSON.
 """
 
 import asyncio
-import json
+import signal
 import sys
 
-from openinfer_bench.hostile.attacks import run_attack
+import msgspec
+
+from openinfer_bench.hostile.attacks import Counts, run_attack
+from openinfer_bench.http_client import Address
+from openinfer_core.process.descriptors import raise_descriptor_limit
 
 
 def main() -> int:
     """Attacks."""
-    name, host, port, count, concurrency, seconds = sys.argv[1:]
-    attack = run_attack(name, host, int(port), count=int(count), concurrency=int(concurrency), seconds=float(seconds))
-    print(json.dumps(asyncio.run(attack)))
+    raise_descriptor_limit()
+    sys.stdout.write(msgspec.json.encode(asyncio.run(_attack(*sys.argv[1:]))).decode())
     return 0
+
+
+async def _attack(name: str, host: str, port: str, key: str, concurrency: str) -> Counts:
+    told_to_end = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end.set)
+    address = Address(host, int(port))
+    print(flush=True)  # it has begun
+    return await run_attack(name, address, told_to_end.wait(), key=key, concurrency=int(concurrency))
 
 
 if __name__ == "__main__":

@@ -1,102 +1,26 @@
-"""Requests of an attacker, and how each may be answered.
-
-An outcome is a status, `closed` (the server ended the connection without one), `left` (the attacker did), or `hang`
-(nothing came within `PATIENCE_S`).
-"""
+"""`ATTACKS`: what an attacker does, how many times at once, what may come of it, and whom it would hurt."""
 
 import asyncio
-import contextlib
 import json
+import random
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
 
-PATIENCE_S = 30.0
-_PIECE_BYTES = 64 * 2**10
-_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+from openinfer_bench.hostile import bodies
+from openinfer_bench.hostile.connection import Attacker, Connection, Outcome, leaving, posting
+from openinfer_bench.hostile.framing import idle, long_head, slow_body, slow_head, unread_stream
+from openinfer_bench.http_client import Address
 
-Outcome = str
-
-
-class Connection:
-    """One connection of an attacker."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    async def send(self, data: bytes) -> bool:
-        """Sends all of it; returns whether the server still listened."""
-        try:
-            for begin in range(0, len(data), _PIECE_BYTES):
-                self._writer.write(data[begin : begin + _PIECE_BYTES])
-                await self._writer.drain()
-        except OSError:
-            return False
-        return True
-
-    async def outcome(self) -> Outcome:
-        """The status, or what came instead."""
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                line = await self._reader.readline()
-        except TimeoutError:
-            return "hang"
-        except OSError:
-            return "closed"
-        return line.split()[1].decode() if line.startswith(b"HTTP/1.1 ") else "closed"
-
-    async def close(self) -> None:
-        """Ends it."""
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+HONEST = "honest"
+ADMITTED = frozenset({"200", "left"})
+_REFUSED = "400 413 429 503 closed"
+_ANY = f"200 {_REFUSED}"
+_REFUSALS_PER_S = 100  # of one attacker: more would be a flood of the network, and of the machine that both share
 
 
-Attacker = Callable[[Connection], Awaitable[Outcome]]
-
-
-def post(body: bytes) -> bytes:
-    """A whole request."""
-    return _HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
-
-
-def _posting(body: bytes) -> Attacker:
-    async def attack(connection: Connection) -> Outcome:
-        await connection.send(post(body))
-        return await connection.outcome()
-
-    return attack
-
-
-async def _slow_head(connection: Connection) -> Outcome:
-    """Sends a byte of a head now and then, and never its end."""
-    answered = asyncio.ensure_future(connection.outcome())
-    await connection.send(_HEAD)
-    while not answered.done():
-        if not await connection.send(b"x"):
-            break
-        await asyncio.wait((answered,), timeout=0.5)
-    return await answered
-
-
-async def _long_head(connection: Connection) -> Outcome:
-    await connection.send(_HEAD + b"x-long: " + b"x" * 10_000_000)
-    return await connection.outcome()
-
-
-async def _leave(connection: Connection) -> Outcome:
-    """Asks for a long answer and is gone."""
-    await connection.send(post(b'{"prompt": "stone", "max_tokens": 1000, "stream": true}'))
-    return "left"
-
-
-def _nested(depth: int) -> bytes:
-    return b'{"a":' * depth + b"1" + b"}" * depth
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attack:
     """One kind of attack.
 
@@ -104,57 +28,151 @@ class Attack:
         attacker: makes one attempt over a connection of its own.
         outcomes: what may come of it.
         about: one line.
+        concurrency: attempts at a time.
+        is_stranger: the attacker has no key.
+        on_grammars: victims ask for grammars, new ones; else for plain streams.
     """
 
     attacker: Attacker
     outcomes: frozenset[Outcome]
     about: str
+    concurrency: int = 8
+    is_stranger: bool = False
+    on_grammars: bool = False
 
 
-def _attack(attacker: Attacker, outcomes: str, about: str) -> Attack:
-    return Attack(attacker, frozenset(outcomes.split()), about)
+def _attack(
+    attacker: Attacker,
+    outcomes: str,
+    about: str,
+    concurrency: int = 8,
+    *,
+    is_stranger: bool = False,
+    on_grammars: bool = False,
+) -> Attack:
+    return Attack(
+        attacker=attacker,
+        outcomes=frozenset(outcomes.split()),
+        about=about,
+        concurrency=concurrency,
+        is_stranger=is_stranger,
+        on_grammars=on_grammars,
+    )
 
 
-_SCHEMA = b'{"prompt": "a", "structured_outputs": {"json": %b}}'
-_REGEX = b'{"prompt": "a", "structured_outputs": {"regex": "(((((a+)+)+)+)+)+$(x{1,9999}){1,9999}"}}'
-_GOOD = json.dumps({"prompt": "stone " * 20, "max_tokens": 8}).encode()
+_LISTS = b'{"prompt": [' + b"[]," * 2_000_000 + b"[]]}"
+_DEAR = bodies.constrained(bodies.dear_masks(), n=16, max_tokens=400, temperature=1.0, stream=True)
+_TEXT_8_MB = json.dumps({"prompt": "stone " * 1_390_000}).encode()
+_SHORT = bodies.completion(prompt="stone " * 20, max_tokens=8)
+_LONG = bodies.completion(max_tokens=1000, stream=True)
 
 ATTACKS: Mapping[str, Attack] = {
-    "slow-heads": _attack(_slow_head, "408 closed 503", "heads that never end, a byte at a time"),
-    "long-heads": _attack(_long_head, "431 closed", "heads of 10 MB"),
-    "long-prompts": _attack(_posting(json.dumps({"prompt": [1] * 1_000_000}).encode()), "400 503", "1e6 token ids"),
-    "many-choices": _attack(_posting(b'{"prompt": "a", "n": 1000000000}'), "400", "n = 1e9"),
-    "deep-schemas": _attack(_posting(_SCHEMA % _nested(50_000)), "400", "a schema 50,000 deep"),
-    "regexes": _attack(_posting(_REGEX), "400", "a regular expression that explodes"),
-    "empty-lists": _attack(_posting(b'{"prompt": [' + b"[]," * 2_000_000 + b"[]]}"), "400 503", "2e6 empty lists"),
-    "disconnects": _attack(_leave, "left closed", "clients that ask and leave"),
-    "flood": _attack(_posting(_GOOD), "200 429 503 closed", "good requests, too many at once"),
+    "idle": _attack(idle, "closed 408 hang", "1,100 silent connections without a key", 1100, is_stranger=True),
+    "slow-heads": _attack(slow_head, "408 closed 503", "heads that never end", 400, is_stranger=True),
+    "slow-bodies": _attack(slow_body, "408 429 503 closed", "bodies of 8 MB that never end", 200),
+    "slow-readers": _attack(unread_stream, "left", "streams that are not read", 60),
+    "dear-masks": _attack(posting(_DEAR), _ANY, "12 x n=16 rows of one schema of 237 KB", 12),
+    "new-schemas": _attack(posting(bodies.new_schema), _ANY, "schemas of 40 KB, each a new one"),
+    "queued-schemas": _attack(posting(bodies.new_schema), _ANY, "70 new schemas at a time", 70, on_grammars=True),
+    "guard-deaths": _attack(
+        posting(bodies.exploding_regex), "400 429 503", "grammars that end the guard", 4, on_grammars=True
+    ),
+    "regexes": _attack(
+        posting(bodies.exploding_regex), "400 429 503", "grammars that end the guard, beside plain streams"
+    ),
+    "tokenize": _attack(posting(_TEXT_8_MB, "/tokenize"), _ANY, "9 texts of 8 MB to tokenize", 9),
+    "tokenize-left": _attack(
+        leaving(_TEXT_8_MB, "/tokenize", after_s=0.5), "left", "the same, by clients that leave", 9
+    ),
+    "texts": _attack(posting(bodies.text(68_000)), _ANY, "prompts of 68,000 characters", 16),
+    "tools": _attack(posting(bodies.many_tools(), "/v1/chat/completions"), _ANY, "a megabyte of tools", 4),
+    "id-prompts": _attack(posting(bodies.token_prompts), _ANY, "128 prompts of 2,000 ids in one body", 4),
+    "long-prompts": _attack(posting(json.dumps({"prompt": [1] * 1_000_000}).encode()), _REFUSED, "1e6 token ids"),
+    "long-rows": _attack(posting(bodies.long_rows), _ANY, "n=16 of 2,000 tokens each: all rows and KV blocks", 16),
+    "stored": _attack(posting(bodies.stored_response(), "/v1/responses"), _ANY, "responses that are stored", 16),
+    "flood": _attack(posting(_SHORT), _ANY, "good requests, too many at once", 400),
+    "disconnects": _attack(leaving(_LONG), "left closed", "clients that ask and leave", 50),
+    "many-choices": _attack(posting(bodies.completion(n=10**9)), "400 429 503", "n = 1e9"),
+    "long-heads": _attack(long_head, "431 closed", "heads of 10 MB", is_stranger=True),
+    "deep-schemas": _attack(posting(bodies.nested(50_000)), "400 429 503", "a schema 50,000 deep"),
+    "empty-lists": _attack(posting(_LISTS), "400 429 503", "2e6 empty lists"),
 }
+_HONEST = _attack(posting(bodies.completion(max_tokens=24, stream=True, ignore_eos=True)), _ANY, "as its victims")
 
 
-async def run_attack(name: str, host: str, port: int, *, count: int, concurrency: int, seconds: float) -> Counter[str]:
-    """Makes so many attempts, so many at once, for so long at most; returns how often each outcome came."""
-    attacker = ATTACKS[name].attacker
-    outcomes: Counter[str] = Counter()
-    left = iter(range(count))
-    end_s = time.monotonic() + seconds
+@dataclass(slots=True)
+class Counts:
+    """What came of an attack.
+
+    Attributes:
+        outcomes: how often each came.
+        admitted_s: that requests took in all, from when they were sent: those that were answered with 200, left by
+            the client, or under way at the end.
+        took_s: the attack.
+    """
+
+    outcomes: dict[Outcome, int] = field(default_factory=lambda: defaultdict[Outcome, int](int))
+    admitted_s: float = 0.0
+    took_s: float = 0.0
+
+    @property
+    def admitted(self) -> float:
+        """Requests in flight, on average."""
+        return self.admitted_s / self.took_s if self.took_s else 0.0
+
+
+async def run_attack(
+    name: str,
+    address: Address,
+    until: Awaitable[object],
+    *,
+    key: str = "",
+    count: int = 10**9,
+    concurrency: int = 0,
+) -> Counts:
+    """Makes so many attempts at most, so many at once.
+
+    Args:
+        name: of `ATTACKS`, or `HONEST`.
+        address: of the server.
+        until: its end ends the attack; attempts that are under way are given up.
+        key: of the attacker's tenant.
+        count: attempts at most.
+        concurrency: 0 takes the attack's own.
+    """
+    attack = _HONEST if name == HONEST else ATTACKS[name]
+    at_once = concurrency or attack.concurrency
+    pause_s = at_once / _REFUSALS_PER_S
+    counts, left, begin_s = Counts(), iter(range(count)), time.monotonic()
 
     async def work() -> None:
         for _ in left:
-            if time.monotonic() > end_s:
-                return
-            outcomes[await _attempt(attacker, host, port)] += 1
+            if await _attempt(attack, address, key, counts) not in ADMITTED:
+                await asyncio.sleep(random.uniform(0.5, 1.5) * pause_s)  # noqa: S311 - not all at a time
 
-    await asyncio.gather(*(work() for _ in range(concurrency)))
-    return outcomes
+    attempts = asyncio.gather(*(work() for _ in range(at_once)))
+    end = asyncio.ensure_future(until)
+    await asyncio.wait((attempts, end), return_when=asyncio.FIRST_COMPLETED)
+    for future in (attempts, end):
+        future.cancel()
+    await asyncio.gather(attempts, end, return_exceptions=True)
+    counts.took_s = time.monotonic() - begin_s
+    return counts
 
 
-async def _attempt(attacker: Attacker, host: str, port: int) -> Outcome:
+async def _attempt(attack: Attack, address: Address, key: str, counts: Counts) -> Outcome:
     try:
-        connection = Connection(*await asyncio.open_connection(host, port))
+        reader, writer = await asyncio.open_connection(*address)
     except OSError:
+        counts.outcomes["closed"] += 1
         return "closed"
+    connection = Connection(reader, writer, key="" if attack.is_stranger else key)
+    outcome = ""  # it is under way
     try:
-        return await attacker(connection)
+        outcome = await attack.attacker(connection)
+        counts.outcomes[outcome] += 1
     finally:
+        if connection.posted_s is not None and outcome in {*ADMITTED, ""}:
+            counts.admitted_s += time.monotonic() - connection.posted_s
         await connection.close()
+    return outcome

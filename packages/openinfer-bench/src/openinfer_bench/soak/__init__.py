@@ -69,17 +69,16 @@ async def _soak(address: Address, pid: int, arguments: argparse.Namespace) -> di
     await warm_up(traffic)  # the guard process is there again
     after = await settle(pid, until=before.descriptors)
     unforeseen = traffic.unforeseen(kills.workers_s)
-    early, late = _sixth(samples, 1), _sixth(samples, _SIXTHS - 1)
-    answered_per_s = traffic.answered / traffic.took_s
+    early, late = mean_of_sixth(samples, 1), mean_of_sixth(samples, _SIXTHS - 1)
     missed = {
         "memory": late > MEMORY_BOUND * early,
         "descriptors": after.descriptors != before.descriptors,
         "answers": bool(unforeseen),
-        "rate": answered_per_s < min(RATE_BOUND, 0.9 * arguments.rate),
+        "rate": traffic.answered_per_s < min(RATE_BOUND, 0.9 * arguments.rate),
     }
     return {
         "set_up": {"rate": arguments.rate, "seconds": arguments.seconds, "seed": arguments.seed, "kinds": kinds},
-        "answered_per_s": answered_per_s,
+        "answered_per_s": traffic.answered_per_s,
         "answers": {kind: dict(counts) for kind, counts in sorted(traffic.counts.items())},
         "unforeseen": unforeseen,
         "kills": {"guards": len(kills.guards_s), "workers": len(kills.workers_s)},
@@ -96,8 +95,8 @@ async def _keep_observing(pid: int, samples: list[Observation]) -> None:
         await asyncio.sleep(SAMPLE_EVERY_S)
 
 
-def _sixth(samples: Sequence[Observation], place: int) -> float:
-    """The mean memory of one sixth of the time, in MiB."""
+def mean_of_sixth(samples: Sequence[Observation], place: int) -> float:
+    """The mean memory, in MiB, of one sixth of the time."""
     begin, end = (len(samples) * each // _SIXTHS for each in (place, place + 1))
     chosen = [each.proportional_mib for each in samples[begin : max(end, begin + 1)]]
     return sum(chosen) / len(chosen)

@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     foreseen: frozenset[int] = frozenset({_OK})
 
 
-class _Strange(NamedTuple):
+class Strange(NamedTuple):
     """An answer that its kind does not foresee."""
 
     kind: str
@@ -51,7 +51,8 @@ class Traffic:
     Attributes:
         counts: statuses by kind; `left` where the client did.
         answered: requests that have an answer of any status.
-        took_s: sending them.
+        answered_per_s: of those that `send` sent.
+        strange: answers that their kinds do not foresee.
     """
 
     def __init__(self, address: Address, rng: random.Random, kinds: Mapping[str, int]) -> None:
@@ -59,16 +60,17 @@ class Traffic:
         self.rng = rng
         self.counts: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
         self.answered = 0
-        self.took_s = 0.0
+        self.answered_per_s = 0.0
         self._weights = kinds
-        self._strange: list[_Strange] = []
+        self.strange: list[Strange] = []
 
     def text(self, num_words: int) -> str:
         return " ".join(self.rng.choices(_WORDS, k=num_words))
 
     async def send(self, *, rate: float, seconds: float) -> None:
         """Poisson arrivals; one that finds `IN_FLIGHT` others waits for one of them."""
-        begin_s = next_s = time.monotonic()
+        before, begin_s = self.answered, time.monotonic()
+        next_s = begin_s
         places = asyncio.Semaphore(IN_FLIGHT)
         kinds, weights = [*self._weights], [*self._weights.values()]
         async with asyncio.TaskGroup() as sending:
@@ -78,7 +80,7 @@ class Traffic:
                 task = sending.create_task(self.one(self.rng.choices(kinds, weights)[0]))
                 task.add_done_callback(lambda _: places.release())
                 next_s = max(next_s + self.rng.expovariate(rate), time.monotonic() - 1.0)
-        self.took_s = time.monotonic() - begin_s
+        self.answered_per_s = (self.answered - before) / (time.monotonic() - begin_s)
 
     async def one(self, kind: str) -> None:
         """One request, counted."""
@@ -86,14 +88,14 @@ class Traffic:
         self.counts[kind]["left" if answer.left else _named(answer.status)] += 1
         self.answered += answer.status > 0
         if answer.status not in _KINDS[kind].foreseen:
-            strange = _Strange(kind, answer.status, answer.begin_s, answer.end_s, answer.text[:200])
-            self._strange.append(strange)
+            strange = Strange(kind, answer.status, answer.begin_s, answer.end_s, answer.text[:200])
+            self.strange.append(strange)
 
     def unforeseen(self, workers_killed_s: Sequence[float]) -> list[str]:
         """Answers that no kind foresees; lost connections count where no worker was killed meanwhile."""
         return [
             f"{each.kind} {_named(each.status)} {each.text}"
-            for each in self._strange
+            for each in self.strange
             if each.status != LOST
             or not any(each.begin_s - _BEFORE_KILL_S < at_s < each.end_s for at_s in workers_killed_s)
         ]

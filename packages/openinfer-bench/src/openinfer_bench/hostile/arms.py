@@ -1,0 +1,255 @@
+"""`measure`: one attack, its trial and its three arms before a server of its own."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from openinfer_bench.hostile.attacks import ATTACKS, HONEST, Counts
+from openinfer_bench.hostile.victims import Seen, ask_all, percentile
+from openinfer_bench.http_client import Address
+from openinfer_bench.processes import tree_memory
+from openinfer_bench.served import served
+from openinfer_core.errors import EngineClosed, Refused
+
+RATIO, MORE_MS = 2.0, 20.0
+HEALTH_S = 1.0
+ALL_MIB = 1024.0
+_OPEN_FILES = 256
+_KEYS = {"victim": "a-key-of-the-victims", "attacker": "a-key-of-the-attacker"}
+_KV_BLOCKS, _KV_MIB = 1024, 64.0  # of the tiny model
+_GRAMMARS_MIB = 256.0  # docs/reference/budgets.md; servers before it have no metric that says so
+_SAMPLE_EVERY_S = 0.5
+_MIB = 2**20
+_BUDGET = re.compile(r'openinfer_budget_limit\{budget="\w*_bytes"\} (\S+)')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Of the arms.
+
+    Attributes:
+        requests: of victims, per arm.
+        trial_s: of an attack, to see how much of it is admitted.
+        deadline_s: of an arm, for servers that hardly answer.
+    """
+
+    about: str
+    requests: int
+    trial_s: float
+    deadline_s: float
+
+
+FULL = Size(about="full arms of 1,000 requests or 4 minutes", requests=1000, trial_s=8.0, deadline_s=240.0)
+QUICK = Size(
+    about="quick arms of 100 requests or 20 s, too few for a p99 to repeat", requests=100, trial_s=4.0, deadline_s=20.0
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One attack; `honest` is A, both of its arms together."""
+
+    attack: str
+    about: str
+    admitted: float
+    """Requests of the attacker in flight, on average; the honest tenant has as many."""
+    requests: int
+    gaps: int
+    requests_honest: int
+    gaps_honest: int
+    ttft_p50_ms: float
+    ttft_p50_honest_ms: float
+    ttft_p99_ms: float
+    ttft_p99_honest_ms: float
+    itl_p99_ms: float
+    itl_p99_honest_ms: float
+    statuses: dict[str, int]
+    statuses_honest: dict[str, int]
+    health_s: float
+    idle_mib: float
+    peak_mib: float
+    allowed_mib: float
+    outcomes: dict[str, int]
+    failures: list[str]
+
+
+async def measure(name: str, size: Size, command: Sequence[str]) -> Row:
+    """Trial, A, B, A."""
+    with tempfile.TemporaryDirectory(prefix="openinfer-hostile-") as folder:
+        flags = ["--model", "tiny", "--num-blocks", str(_KV_BLOCKS)]
+        flags += ["--api-keys-file", str(_write_keys(Path(folder)))]
+        quiet = ("env", "OPENINFER_LOG_LEVEL=error", *command)  # older servers have no flag for it
+        with served(flags, command=quiet, max_open_files=_OPEN_FILES) as server:
+            return await _measure(name, size, Address(server.host, server.port), server.pid)
+
+
+async def _measure(name: str, size: Size, address: Address, pid: int) -> Row:
+    on_grammars = ATTACKS[name].on_grammars
+
+    async def arm(attacker: str, concurrency: int) -> tuple[Seen, Counts]:
+        with _attacking(attacker, address, concurrency) as counts:
+            seen = await ask_all(
+                address,
+                _KEYS["victim"],
+                requests=size.requests,
+                deadline_s=size.deadline_s,
+                on_grammars=on_grammars,
+            )
+        return seen, counts
+
+    await ask_all(address, _KEYS["victim"], requests=16, deadline_s=size.deadline_s, on_grammars=True)
+    idle_mib = tree_memory(pid).proportional_mib
+    with _attacking(name, address, 0) as trial:
+        await asyncio.sleep(size.trial_s)
+    admitted = trial.admitted
+    first, _ = await arm(HONEST, round(admitted))
+    with PeakMemory(pid) as peak:
+        during, counts = await arm(name, 0)
+    last, _ = await arm(HONEST, round(admitted))
+    return _row(name, admitted, (first, last), during, counts, idle_mib=idle_mib, peak=peak, address=address)
+
+
+def _row(
+    name: str,
+    admitted: float,
+    honest: Sequence[Seen],
+    during: Seen,
+    counts: Counts,
+    *,
+    idle_mib: float,
+    peak: "PeakMemory",
+    address: Address,
+) -> Row:
+    attack = ATTACKS[name]
+    ttft_s = [each for seen in honest for each in seen.ttft_s]
+    gaps_s = [each for seen in honest for each in seen.gaps_s]
+    row = Row(
+        attack=name,
+        about=attack.about,
+        admitted=round(admitted, 2),
+        requests=len(during.ttft_s),
+        gaps=len(during.gaps_s),
+        requests_honest=len(ttft_s),
+        gaps_honest=len(gaps_s),
+        ttft_p50_ms=1e3 * percentile(during.ttft_s, 0.5),
+        ttft_p50_honest_ms=1e3 * percentile(ttft_s, 0.5),
+        ttft_p99_ms=1e3 * percentile(during.ttft_s, 0.99),
+        ttft_p99_honest_ms=1e3 * percentile(ttft_s, 0.99),
+        itl_p99_ms=1e3 * percentile(during.gaps_s, 0.99),
+        itl_p99_honest_ms=1e3 * percentile(gaps_s, 0.99),
+        statuses=dict(during.statuses),
+        statuses_honest=dict(honest[0].statuses + honest[1].statuses),
+        health_s=during.health_s,
+        idle_mib=idle_mib,
+        peak_mib=peak.mib,
+        allowed_mib=min(ALL_MIB, idle_mib + _KV_MIB + _budgets_mib(address)),
+        outcomes=dict(counts.outcomes),
+        failures=[],
+    )
+    row.failures.extend(failures(row, has_ended=peak.has_ended))
+    return row
+
+
+def failures(row: Row, *, has_ended: bool) -> list[str]:
+    """The bounds that a row is beyond."""
+    unforeseen = {each: times for each, times in row.outcomes.items() if each not in ATTACKS[row.attack].outcomes}
+    checks = {
+        "the server ended": has_ended,
+        "TTFT": row.ttft_p99_ms > max(RATIO * row.ttft_p99_honest_ms, row.ttft_p99_honest_ms + MORE_MS),
+        "ITL": row.itl_p99_ms > max(RATIO * row.itl_p99_honest_ms, row.itl_p99_honest_ms + MORE_MS),
+        f"victims got {row.statuses}": not row.statuses.keys() <= row.statuses_honest.keys() | {"200", "cut"},
+        f"{row.requests} victims' requests, {row.requests_honest} in two arms of A": row.requests
+        < 0.2 * row.requests_honest,
+        "health": row.health_s > HEALTH_S,
+        "memory": row.peak_mib > row.allowed_mib,
+        f"attackers got {unforeseen}": bool(unforeseen),
+    }
+    return [what for what, is_so in checks.items() if is_so]
+
+
+@contextmanager
+def _attacking(name: str, address: Address, concurrency: int) -> Generator[Counts]:
+    """Counts that are filled at the end; an honest tenant without requests is no process."""
+    counts = Counts()
+    if name == HONEST and not concurrency:
+        yield counts
+        return
+    arguments = [name, address.host, str(address.port), _KEYS["attacker"], str(concurrency)]
+    command = [sys.executable, "-m", "openinfer_bench.hostile.attacker", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as attacker:  # noqa: S603 - our own module
+        if attacker.stdout is None:
+            raise RuntimeError("the attacker has no standard output")
+        attacker.stdout.readline()  # it has begun
+        try:
+            yield counts
+        finally:
+            attacker.terminate()
+            told, _ = attacker.communicate()
+            if told:
+                found = json.loads(told)
+                counts.outcomes.update(found["outcomes"])
+                counts.admitted_s, counts.took_s = found["admitted_s"], found["took_s"]
+
+
+class PeakMemory:
+    """Samples the memory of a server's processes in a thread. A context manager.
+
+    Attributes:
+        mib: the most that was seen, shared pages counted once.
+        has_ended: the server did.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.mib = 0.0
+        self.has_ended = False
+        self._pid = pid
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="openinfer-memory", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._left.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        failed = 0  # in a row; a process of the tree that ends meanwhile is one
+        while not self._left.wait(_SAMPLE_EVERY_S) and not self.has_ended:
+            try:
+                self.mib = max(self.mib, tree_memory(self._pid).proportional_mib)
+                failed = 0
+            except Refused:
+                failed += 1
+                self.has_ended = failed > 3
+
+
+def _write_keys(folder: Path) -> Path:
+    file = folder / "keys.toml"
+    file.touch(mode=0o600)
+    file.write_text("".join(f'[[keys]]\ntenant = "{tenant}"\nkey = "{key}"\n' for tenant, key in _KEYS.items()))
+    return file
+
+
+def _budgets_mib(address: Address) -> float:
+    """What the server's budgets of bytes allow in all."""
+    try:
+        with urllib.request.urlopen(f"http://{address.host}:{address.port}/metrics", timeout=10) as page:
+            text = page.read().decode()
+    except OSError as error:
+        raise EngineClosed(f"the server does not show its budgets: {error}") from error
+    return _GRAMMARS_MIB + sum(float(limit) / _MIB for limit in _BUDGET.findall(text))

@@ -1,0 +1,88 @@
+"""Bodies of requests that are dear to read, to compile, to mask or to run."""
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+
+_numbers = itertools.count(random.SystemRandom().randrange(10**9))
+WORDS = "stone mountain river bird gold small old went to the and of a king house wood her".split()
+
+
+def completion(**fields: object) -> bytes:
+    """A request for one."""
+    return json.dumps({"prompt": "The stone", "max_tokens": 16, **fields}).encode()
+
+
+def constrained(schema: object, **fields: object) -> bytes:
+    """A completion that follows a schema."""
+    return completion(structured_outputs={"json": schema}, **fields)
+
+
+def dear_masks() -> dict[str, object]:
+    """237 KB: at each letter three hundred patterns are possible, so that a mask takes about a millisecond."""
+    patterns = [{"type": "string", "pattern": f"^[a-z ]{{{number % 40 + 1},200}}{number}$"} for number in range(300)]
+    items = {"type": "array", "minItems": 200, "items": {"anyOf": patterns}}
+    return {"type": "object", "properties": {"a": items}, "required": ["a"], "description": "x" * 220_000}
+
+
+def new_schema(num_properties: int = 100, num_values: int = 8) -> bytes:
+    """A completion with a schema that no one has sent."""
+    own = next(_numbers)
+    properties = {
+        f"p{number}_{own}": {"enum": [f"{number} {value} {own}" * 4 for value in range(num_values)]}
+        for number in range(num_properties)
+    }
+    return constrained({"type": "object", "properties": properties}, max_tokens=4)
+
+
+def new_regex(max_tokens: int = 22) -> bytes:
+    """A stream that follows a regular expression that no one has sent."""
+    return completion(
+        structured_outputs={"regex": f"[a-z ]{{300}}{next(_numbers)}"}, max_tokens=max_tokens, stream=True
+    )
+
+
+def exploding_regex() -> bytes:
+    """A completion whose expression exceeds every bound of the process that tries it."""
+    return completion(structured_outputs={"regex": f"{next(_numbers)}(((((a+)+)+)+)+)+$(x{{1,9999}}){{1,9999}}"})
+
+
+def nested(depth: int) -> bytes:
+    """A schema so deep."""
+    return b'{"prompt": "a", "structured_outputs": {"json": %b}}' % (b'{"a":' * depth + b"1" + b"}" * depth)
+
+
+def text(num_characters: int) -> Callable[[], bytes]:
+    """A prompt of text that no cache knows."""
+
+    def body() -> bytes:
+        words = random.choices(WORDS, k=num_characters // 5)  # noqa: S311 - only other words each time
+        return completion(prompt=" ".join(words)[:num_characters], max_tokens=1)
+
+    return body
+
+
+def many_tools() -> bytes:
+    """A megabyte of tools of one chat."""
+    parameters = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(60)}}
+    tools = [
+        {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}} for number in range(480)
+    ]
+    return json.dumps({"messages": [{"role": "user", "content": "a"}], "tools": tools, "max_tokens": 1}).encode()
+
+
+def token_prompts() -> bytes:
+    """128 prompts of 2,000 ids, which no cache knows."""
+    return completion(prompt=[random.choices(range(100, 2000), k=2000) for _ in range(128)], max_tokens=1)  # noqa: S311
+
+
+def long_rows() -> bytes:
+    """Sixteen rows that take all KV memory that a context may have, of a prompt that no cache knows."""
+    prompt = random.choices(range(100, 2000), k=1000)  # noqa: S311
+    return completion(prompt=prompt, max_tokens=1000, n=16, temperature=1.0, ignore_eos=True, stream=True)
+
+
+def stored_response() -> bytes:
+    """A response that is kept, of half a megabyte."""
+    return json.dumps({"input": "a", "instructions": None, "metadata": {}, "max_output_tokens": 1}).encode()

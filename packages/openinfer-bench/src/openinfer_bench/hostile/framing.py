@@ -1,0 +1,45 @@
+"""Attempts that are about connections and HTTP: what never ends, what is never read, what is too long."""
+
+import asyncio
+
+from openinfer_bench.hostile.connection import PATIENCE_S, Connection, Outcome
+
+_DRIP_S = 0.5
+
+
+async def idle(connection: Connection) -> Outcome:
+    """Sends nothing."""
+    return await connection.outcome()
+
+
+async def slow_head(connection: Connection) -> Outcome:
+    """Sends a byte of a head now and then, and never its end."""
+    return await _drip(connection, connection.head())
+
+
+async def slow_body(connection: Connection) -> Outcome:
+    """Sends a byte of a body now and then, and never its end."""
+    return await _drip(connection, connection.head() + b"content-length: 8000000\r\n\r\n")
+
+
+async def _drip(connection: Connection, begin: bytes) -> Outcome:
+    answered = asyncio.ensure_future(connection.outcome())
+    await connection.send(begin)
+    while not answered.done():
+        if not await connection.send(b"x"):
+            break
+        await asyncio.wait((answered,), timeout=_DRIP_S)
+    return await answered
+
+
+async def long_head(connection: Connection) -> Outcome:
+    """Ten megabytes."""
+    await connection.send(connection.head() + b"x-long: " + b"x" * 10_000_000)
+    return await connection.outcome()
+
+
+async def unread_stream(connection: Connection) -> Outcome:
+    """Asks for many tokens with all that can be told of each, and reads none."""
+    await connection.post(b'{"prompt": "stone", "max_tokens": 1900, "n": 4, "stream": true, "ignore_eos": true}')
+    await asyncio.sleep(PATIENCE_S)
+    return "left"

@@ -1,0 +1,114 @@
+"""Victims' figures and the verdict on them; one attack from start to end."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from openinfer_bench import hostile
+from openinfer_bench.hostile.arms import Row, Size, failures
+from openinfer_bench.hostile.attacks import ATTACKS, HONEST, run_attack
+from openinfer_bench.hostile.victims import Seen
+from openinfer_bench.http_client import HANG, Address, Answer
+
+ROW = Row(
+    attack="flood",
+    about="",
+    admitted=3.0,
+    requests=1000,
+    gaps=21_000,
+    requests_honest=2000,
+    gaps_honest=42_000,
+    ttft_p50_ms=10.0,
+    ttft_p50_honest_ms=10.0,
+    ttft_p99_ms=100.0,
+    ttft_p99_honest_ms=50.0,
+    itl_p99_ms=24.0,
+    itl_p99_honest_ms=4.0,
+    statuses={"200": 999, "cut": 1},
+    statuses_honest={"200": 2000},
+    health_s=1.0,
+    idle_mib=200.0,
+    peak_mib=1024.0,
+    allowed_mib=1024.0,
+    outcomes={"200": 5, "429": 90},
+    failures=[],
+)
+
+
+def test_row_at_its_bounds_passes():
+    assert failures(ROW, has_ended=False) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"ttft_p99_ms": 101.0}, "TTFT"),
+        ({"itl_p99_ms": 24.1}, "ITL"),
+        ({"statuses": {"200": 999, "503": 1}}, "victims got"),
+        ({"statuses": {"200": 999, "lost": 1}}, "victims got"),
+        ({"requests": 300}, "300 victims' requests"),
+        ({"health_s": 1.1}, "health"),
+        ({"peak_mib": 1025.0}, "memory"),
+        ({"outcomes": {"500": 1}}, "attackers got {'500': 1}"),
+    ],
+)
+def test_row_beyond_a_bound_says_which(change, told):
+    (failure,) = failures(replace(ROW, **change), has_ended=False)
+    assert failure.startswith(told)
+
+
+def test_end_of_the_server_fails():
+    assert failures(ROW, has_ended=True) == ["the server ended"]
+
+
+def test_what_never_came_counts_with_the_time_that_it_was_waited_for():
+    seen = Seen()
+    seen.add(Answer(begin_s=10.0, status=200, event_s=[11.0, 13.0], end_s=99.0))
+    seen.add(Answer(begin_s=10.0, status=HANG, end_s=40.0))
+    seen.add(Answer(begin_s=10.0, status=HANG, event_s=[12.0], end_s=40.0))
+    assert seen.ttft_s == [1.0, 30.0, 2.0]
+    assert seen.gaps_s == [2.0, 28.0]
+    assert seen.statuses == {"200": 1, "cut": 2}
+
+
+def test_requests_under_way_at_the_end_are_admitted_and_silent_connections_are_none():
+    """Of a server that takes everything and answers nothing."""
+
+    async def attack(name: str):
+        read = asyncio.Semaphore(0)
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            read.release()
+            await reader.read()
+            writer.close()
+
+        async def until() -> None:
+            for _ in range(3):
+                await read.acquire()
+            await asyncio.sleep(0.05)  # in which those that send something have sent it
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            return await run_attack(name, Address(*server.sockets[0].getsockname()), until(), count=3, concurrency=3)
+
+    honest, idle = asyncio.run(attack(HONEST)), asyncio.run(attack("idle"))
+    assert 0 < honest.admitted <= 3
+    assert (idle.admitted, idle.outcomes) == (0, {})
+
+
+def test_every_attack_says_what_it_is():
+    assert all(attack.about and attack.outcomes for attack in ATTACKS.values())
+
+
+def test_attack_is_measured_from_start_to_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(hostile, "QUICK", Size(about="a test", requests=6, trial_s=0.2, deadline_s=60.0))
+    file = tmp_path / "rows.json"
+    hostile.run(["--quick", "--attack", "many-choices", "--json", str(file)])
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["statuses"] == {"200": 6}
+    assert row["requests_honest"] == 12
+    assert set(row["outcomes"]) <= {"400", "429", "503"}
+    assert row["gaps"] >= 6
+    assert row["peak_mib"] > 0
+    assert "1 attacks" in capsys.readouterr().out
