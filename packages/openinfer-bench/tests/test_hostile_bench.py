@@ -29,6 +29,7 @@ ROW = Row(
     statuses={"200": 999, "cut": 1},
     statuses_honest={"200": 2000},
     health_s=1.0,
+    health_honest_s=0.1,
     idle_mib=200.0,
     peak_mib=1024.0,
     allowed_mib=1024.0,

@@ -77,6 +77,8 @@ class Row:
     statuses: dict[str, int]
     statuses_honest: dict[str, int]
     health_s: float
+    """That `/health` took at most."""
+    health_honest_s: float
     idle_mib: float
     peak_mib: float
     allowed_mib: float
@@ -151,6 +153,7 @@ def _row(
         statuses=dict(during.statuses),
         statuses_honest=dict(honest[0].statuses + honest[1].statuses),
         health_s=during.health_s,
+        health_honest_s=max(seen.health_s for seen in honest),
         idle_mib=idle_mib,
         peak_mib=peak.mib,
         allowed_mib=min(ALL_MIB, idle_mib + _KV_MIB + _budgets_mib(address)),
@@ -171,7 +174,7 @@ def failures(row: Row, *, has_ended: bool) -> list[str]:
         f"victims got {row.statuses}": not row.statuses.keys() <= row.statuses_honest.keys() | {"200", "cut"},
         f"{row.requests} victims' requests, {row.requests_honest} in two arms of A": row.requests
         < 0.2 * row.requests_honest,
-        "health": row.health_s > HEALTH_S,
+        "health": row.health_s > max(HEALTH_S, RATIO * row.health_honest_s),
         "memory": row.peak_mib > row.allowed_mib,
         f"attackers got {unforeseen}": bool(unforeseen),
     }
