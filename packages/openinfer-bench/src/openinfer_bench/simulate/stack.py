@@ -280,13 +280,17 @@ class Server:
 
     def _charge_for_encoding(self, cpu: CpuTimes) -> None:
         tokenizer: Any = self.app.service.tokenizer
-        encode = tokenizer._encode  # noqa: SLF001 - the one function that every text goes through, in whichever thread
 
-        def encode_slowly(text: str, **options: Any) -> Any:
-            self._world.charge(len(text) * cpu.encoded_character_s)
-            return encode(text, **options)
+        def charged(encode: Callable[..., Any]) -> Callable[..., Any]:
+            def encode_slowly(text: str, *arguments: Any, **options: Any) -> Any:
+                self._world.charge(len(text) * cpu.encoded_character_s)
+                return encode(text, *arguments, **options)
 
-        tokenizer._encode = encode_slowly  # noqa: SLF001
+            return encode_slowly
+
+        # every text goes through the one or, as a rendered chat, the other, in whichever thread
+        tokenizer._encode = charged(tokenizer._encode)  # noqa: SLF001
+        tokenizer._encode_chat = charged(tokenizer._encode_chat)  # noqa: SLF001
 
 
 def _is_busy(connection: Any) -> bool:

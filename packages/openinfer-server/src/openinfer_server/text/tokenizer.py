@@ -100,7 +100,7 @@ class Tokenizer:
             OriginLost: see there.
             ApiError, ClientDisconnected: see `encode`.
         """
-        return await self._in_thread(client, text, lambda: control_tokens.encode(text))
+        return await self._in_thread(client, text, lambda: self._encode_chat(text, control_tokens))
 
     def control_tokens(self, *, own_texts: Iterable[str], markers: Iterable[str] = ()) -> ControlTokens:
         """The control tokens of chats; see there."""
@@ -110,6 +110,9 @@ class Tokenizer:
         if len(text) <= INLINE_CHARACTERS:
             return encode()
         return await self.encoding.run(client, len(text), encode)
+
+    def _encode_chat(self, text: MarkedText, control_tokens: ControlTokens) -> list[int]:
+        return control_tokens.encode(text)
 
     def encode_short(self, text: str) -> list[int]:
         """Token ids of a few words, at once, without special tokens of the tokenizer's own."""
