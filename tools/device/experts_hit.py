@@ -94,7 +94,7 @@ def measure(definition: Any, given: dict[str, Any], ops: Any, *, layers: int, ro
     run, rng = Run(definition, few, ops, rows=rows), np.random.default_rng(rows)
     run.step(0, rng.integers(0, whole.vocab_size, (rows, PROMPT_TOKENS)))
     run.step(PROMPT_TOKENS, rng.integers(0, whole.vocab_size, (rows, 1)))
-    hit, experts = float(np.mean(run.hit)), whole.num_experts + whole.routing.shared_expert
+    hit, experts = float(np.mean(run.hit)), whole.num_experts + whole.experts(0).routing.shared_expert
     expert_bytes = 2 * 3 * whole.hidden_size * whole.moe_intermediate_size
     shapes = definition.tensors(whole)
     all_bytes = 2 * sum(math.prod(shape) for name, shape in shapes.items() if "embed_tokens" not in name)

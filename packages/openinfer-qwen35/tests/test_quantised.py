@@ -37,3 +37,12 @@ def test_quantised_mixture_computes_with_what_its_weights_stand_for(
     """Experts one by one, as quantised ones are published, and the shared one."""
     tolerance, folder = 5e-4 if plain else 0, tmp_path / "model"
     check_quantised(Qwen35MoeDefinition(), MIXTURES / "text", folder, scheme, plain=plain, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("scheme", ["fp8 blocks BF16", "w4a16 channel"])
+def test_mixture_whose_shared_expert_stays_in_bf16_computes_with_what_its_weights_stand_for(
+    tmp_path: Path, scheme: str
+) -> None:
+    """As experts alone are often quantised: the shared one is then no expert of theirs."""
+    plain = ("self_attn", "linear_attn", "shared_expert")
+    check_quantised(Qwen35MoeDefinition(), MIXTURES / "text", tmp_path / "model", scheme, plain=plain, tolerance=5e-4)

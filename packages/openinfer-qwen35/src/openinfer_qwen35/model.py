@@ -32,7 +32,7 @@ Letters: `T` tokens of a step, `h` hidden size, `H`/`K` query and KV heads, `D` 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any, cast
 
@@ -74,6 +74,8 @@ LINEAR_ATTENTION = "linear_attention"
 _IMAGE_ROPE_FIELDS = frozenset({"mrope_section", "mrope_interleaved"})
 """Which frequencies turn with an image's height and width. A text position is the same in all three axes."""
 _DEFAULT_PARTIAL_ROTARY_FACTOR = 0.25
+_SHARED_ALONE = Routing(scoring=Scoring.SIGMOID, num_experts=1, num_experts_per_token=1)
+"""How a shared expert is chosen that is not one of the others: always, and weighed by its gate."""
 _ROUTER_ROWS = 64
 """A router has rows of zeros up to a multiple: products of few tokens are quickest at such sizes."""
 
@@ -166,6 +168,11 @@ class Qwen35Config(QuantisedConfig, frozen=True, kw_only=True):
         del layer
         return None
 
+    def shared_apart(self, layer: int) -> StoredMlp | None:
+        """The shared expert of a layer, if it is stored otherwise than the others, with which it is else multiplied."""
+        del layer
+        return None
+
 
 class Qwen35MoeConfig(Qwen35Config, frozen=True, kw_only=True):
     """The same of a mixture."""
@@ -192,20 +199,32 @@ class Qwen35MoeConfig(Qwen35Config, frozen=True, kw_only=True):
             num_experts=self.num_experts,
             num_experts_per_token=self.num_experts_per_tok,
             normalised=self.norm_topk_prob,
-            shared_expert=True,
         )
 
     def experts(self, layer: int) -> StoredExperts | None:
-        prefix, h, width = f"{self.tensor_prefix}layers.{layer}.mlp", self.hidden_size, self.moe_intermediate_size
+        is_apart = self.shared_apart(layer) is not None
         return StoredExperts(
-            prefix=f"{prefix}.experts",
-            routing=self.routing,
-            hidden_size=h,
-            width=width,
+            prefix=f"{self.tensor_prefix}layers.{layer}.mlp.experts",
+            routing=replace(self.routing, shared_expert=not is_apart),
+            hidden_size=self.hidden_size,
+            width=self.moe_intermediate_size,
             format_of=self.format_of,
-            is_stacked=self.experts_are_stacked and (self.stored is None or self.stored.tensors is not None),
-            shared=StoredMlp.of(f"{prefix}.shared_expert", width=width, h=h, format_of=self.format_of),
+            is_stacked=self._is_stacked,
+            shared=None if is_apart else self._expert(layer, "shared_expert"),
         )
+
+    def shared_apart(self, layer: int) -> StoredMlp | None:
+        shared, routed = self._expert(layer, "shared_expert"), self._expert(layer, "experts.0")
+        formats = [None if self._is_stacked else each.format for each in routed.matrices]
+        return None if formats == [each.format for each in shared.matrices] else shared
+
+    @property
+    def _is_stacked(self) -> bool:
+        return self.experts_are_stacked and (self.stored is None or self.stored.tensors is not None)
+
+    def _expert(self, layer: int, name: str) -> StoredMlp:
+        prefix, sizes = f"{self.tensor_prefix}layers.{layer}.mlp.{name}", (self.moe_intermediate_size, self.hidden_size)
+        return StoredMlp.of(prefix, width=sizes[0], h=sizes[1], format_of=self.format_of)
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -289,7 +308,8 @@ def _mlp_tensors(config: Qwen35Config, layer: int) -> dict[str, TensorSpec]:
         f"{prefix}.gate.weight": (experts.routing.num_experts, h),
         f"{prefix}.shared_expert_gate.weight": (1, h),
     }
-    return routers | experts.tensors()
+    shared = config.shared_apart(layer)
+    return routers | experts.tensors() | ({} if shared is None else shared.tensors())
 
 
 def _attention_vectors(config: Qwen35Config) -> dict[str, tuple[int, ...]]:
@@ -362,9 +382,12 @@ class MixtureWeights:
     """The mixture of a layer on one rank."""
 
     router: Array
-    """`[R, h]`, on every rank whole: rows of the routed experts, that of the shared one's gate, zeros."""
+    """`[R, h]`, on every rank whole: rows of the routed experts, then that of the shared one's gate, then zeros."""
     routing: Routing
     experts: ExpertWeights
+    shared: "MixtureWeights | None"
+    """The shared expert alone, where it is stored otherwise than the others; its router is its gate, its width `M` that
+    of this rank's shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,7 +439,7 @@ class _LayerReader:
         self._kind = config.layer_kinds[layer]
         self._index = config.layer_kinds[:layer].count(self._kind)
         self._prefix = f"{config.tensor_prefix}layers.{layer}"
-        self._experts = config.experts(layer)
+        self._experts, self._shared_apart = config.experts(layer), config.shared_apart(layer)
         self._loader = loader
         self._communicator = communicator
         self._stored = matrices(config, layer)
@@ -461,12 +484,30 @@ class _LayerReader:
         )
 
     def _read_mixture(self, experts: StoredExperts) -> MixtureWeights:
-        names = (f"{self._prefix}.mlp.{name}.weight" for name in ("gate", "shared_expert_gate"))
+        names = ("gate", "shared_expert_gate") if experts.routing.shared_expert else ("gate",)
         return MixtureWeights(
-            router=self._loader.padded(*names, multiple=_ROUTER_ROWS),
+            router=self._router(*names),
             routing=experts.routing,
             experts=experts.load(self._loader, self._communicator),
+            shared=None if self._shared_apart is None else self._read_shared(self._shared_apart),
         )
+
+    def _read_shared(self, shared: StoredMlp) -> MixtureWeights:
+        stack = self._loader.stack
+        return MixtureWeights(
+            router=self._router("shared_expert_gate"),
+            routing=_SHARED_ALONE,
+            experts=ExpertWeights(
+                first_expert=0,
+                gate_up_proj=stack(shared.gate, shared.up, num_matrices=1, shard=Shard.COLUMN_PARALLEL),
+                down_proj=stack(shared.down, num_matrices=1, shard=Shard.ROW_PARALLEL),
+            ),
+            shared=None,
+        )
+
+    def _router(self, *names: str) -> Array:
+        whole = (f"{self._prefix}.mlp.{name}.weight" for name in names)
+        return self._loader.padded(*whole, multiple=_ROUTER_ROWS)
 
     def _plain(self, name: str) -> Array:
         return self._loader.plain(f"{self._prefix}.{name}")
@@ -514,6 +555,9 @@ class Qwen35Model:
                 case MlpWeights() as mlp:
                     x = self._mlp(x, mlp, batch)
                 case MixtureWeights() as mixture:
+                    if mixture.shared is not None:  # goes into the residual stream by itself; its norm is of no use
+                        shared = self._mixture(x, mixture.shared, batch)
+                        ops.add_zero_centred_rms_norm(shared, residual, next_norm, eps=eps)
                     x = self._mixture(x, mixture, batch)
             x = ops.add_zero_centred_rms_norm(x, residual, next_norm, eps=eps)
         return x
