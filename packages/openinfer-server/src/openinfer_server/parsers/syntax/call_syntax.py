@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
+from openinfer_core.sampling import MAX_GRAMMAR_LENGTH
+
 _ANY = r"(.|\n)*"
 _SPECIAL = re.compile(r"([.*+?^${}()|\[\]\\/])")
 JsonSchema: TypeAlias = Mapping[str, Any] | bool
@@ -77,6 +79,20 @@ class LarkTexts:
     def __init__(self, token_id: Callable[[str], int | None], markers: Sequence[str]) -> None:
         found = {marker: token_id(marker) for marker in markers}
         self._ids = {marker: number for marker, number in found.items() if number is not None}
+        self._length = 0
+
+    def count(self, function: CallableFunction, rule: str) -> None:
+        """Adds a part of a function's rules to what all functions have together.
+
+        Raises:
+            Unconstrainable: that is more than a grammar may have.
+        """
+        self._length += len(rule)
+        if self._length > MAX_GRAMMAR_LENGTH:
+            raise Unconstrainable(
+                f"{function.name}: its parameters and those of functions before it, each with the definitions that it "
+                f"refers to, take more than {MAX_GRAMMAR_LENGTH} characters"
+            )
 
     def text(self, text: str) -> str:
         """A text, in which markers are tokens; nothing for an empty one."""

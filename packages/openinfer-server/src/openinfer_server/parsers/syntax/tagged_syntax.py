@@ -12,6 +12,7 @@ from openinfer_server.parsers.syntax.call_syntax import (
     json_value,
     quoted,
 )
+from openinfer_server.parsers.syntax.definitions import Definitions
 from openinfer_server.parsers.syntax.typed_values import TEXT, types_of
 
 # Keywords that say nothing about which strings are possible.
@@ -39,7 +40,7 @@ def parameters(function: CallableFunction, lark: LarkTexts, tags: ParameterTags)
     """All parameters of a call: required ones and perhaps the others, in the schema's order.
 
     Raises:
-        Unconstrainable: the schema is strict and has what tags cannot be held to.
+        Unconstrainable: the schema is strict and has what tags cannot be held to, or all is too long together.
     """
     schema = function.schema
     if function.strict:
@@ -49,14 +50,24 @@ def parameters(function: CallableFunction, lark: LarkTexts, tags: ParameterTags)
     described = cast("Mapping[str, Any]", schema.get("properties") or {})
     required = cast("Sequence[str]", schema.get("required") or ())
     names = [*described, *(name for name in required if name not in described)]
-    each = [(name, _parameter(function, name, lark, tags)) for name in names]
-    return " ".join(rule if name in required else f"({rule})?" for name, rule in each)
+    definitions, rules = Definitions(schema), list[str]()
+    for name in names:
+        rule = _parameter(function, name, lark, tags, definitions)
+        lark.count(function, rule)  # before more of them are written: each may repeat the same definitions
+        rules.append(rule if name in required else f"({rule})?")
+    return " ".join(rules)
 
 
-def _parameter(function: CallableFunction, name: str, lark: LarkTexts, tags: ParameterTags) -> str:
+def _parameter(
+    function: CallableFunction, name: str, lark: LarkTexts, tags: ParameterTags, definitions: Definitions
+) -> str:
     is_text = types_of(function.schema, name) == TEXT
     own = cast("Mapping[str, Any]", function.schema.get("properties") or {}).get(name, True)
-    value = _text(function, name, own, lark, tags) if is_text else f"{_json(function, own)} {lark.text(tags.end)}"
+    value = (
+        _text(function, name, own, lark, tags)
+        if is_text
+        else f"{_json(function, own, definitions)} {lark.text(tags.end)}"
+    )
     return f"{lark.text(tags.begin(name, is_text))} {value}"
 
 
@@ -71,8 +82,7 @@ def _text(function: CallableFunction, name: str, own: Any, lark: LarkTexts, tags
     return tags.free
 
 
-def _json(function: CallableFunction, own: Any) -> str:
+def _json(function: CallableFunction, own: Any, definitions: Definitions) -> str:
     if isinstance(own, bool):
         return json_value(own)
-    shared = {word: function.schema[word] for word in ("$defs", "definitions") if word in function.schema}
-    return json_value({**({} if function.strict else LENIENT), **shared, **own})
+    return json_value({**({} if function.strict else LENIENT), **definitions.used_by(own), **own})
