@@ -75,6 +75,10 @@ class KvTierStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     wrong with one."""
 
 
+MASK_OUTCOMES = ("in_time", "late", "refused", "unwanted")
+"""What became of a mask: it was there for the next step or was not, its request failed, or it had ended."""
+
+
 class GrammarStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a grammar compiler keeps at this moment, and what it has used since the engine began."""
 
@@ -89,6 +93,17 @@ class GrammarStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds of that thread."""
     guard_faults: int = 0
     """Times that a process that checks grammars was killed, stalled or could not be started."""
+    mask_s: dict[str, float] = {}
+    """Seconds of processor time in which masks were computed, by `MASK_OUTCOMES`."""
+    masks_computed: int = 0
+    masks_shared: int = 0
+    """Masks that were taken from another request, or from an earlier one, that stood in the same place."""
+    mask_wait_s: float = 0.0
+    """Seconds that steps have waited for masks."""
+    rows_sat_out: int = 0
+    """Rows that steps went without, because their mask was not computed yet."""
+    masks_pending: int = 0
+    """Masks that are to be computed at this moment."""
 
 
 class PluginFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,11 +118,11 @@ class PluginFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class SlowCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plug-in has had the step loop for longer than a second, and cannot be interrupted."""
+    """A plug-in has had the step loop, or a thread for masks, for longer than a second, and cannot be interrupted."""
 
     plugin: str
     call: str
-    """What it was called for: `plan`, `apply`, `add` or `abort`."""
+    """What it was called for: `plan`, `apply`, `add` or `abort`; of a grammar's matcher, `fill`."""
     age_s: float
 
 

@@ -1,11 +1,11 @@
 """Grammars: which tokens a request may sample next, decided on the host from what it has generated.
 
     submit ─► GrammarCompiler.compile ─► TokenMatcher, one for each request
-    each step that samples it:  fill(words) ─► StepPlan.token_masks ─► the runner samples ─► accept(token)
+    each token, in threads for masks:  accept(token) ─► fill(words) ─► StepPlan.token_masks ─► the runner samples
 
-A mask depends on the token before it, so a request with a grammar is not planned ahead (`Scheduler`), and a step's
-masks are made when it is planned. Where a row has drafts, its matcher is advanced along them, asked for a mask after
-each, and rolled back. What a matcher raises fails its request and no other.
+A mask depends on the token before it, so a request with a grammar is not planned ahead (`Scheduler`), and its next mask
+is begun when that token is known. Where its next row has drafts, the matcher is advanced along them, asked for a mask
+after each, and rolled back. What a matcher raises fails its request and no other.
 
 A compiler is found through the entry-point group `openinfer.grammar_compilers`; its object takes a `Vocabulary` and
 returns a `GrammarCompiler`.
@@ -44,7 +44,11 @@ class Vocabulary:
 
 
 class TokenMatcher(Protocol):
-    """Follows one request's output. Called from the engine's thread; a call holds up every request of the step.
+    """Follows one request's output.
+
+    Called from threads for masks, one call at a time for each matcher, and for all matchers of a compiler that is no
+    `FillsInParallel`. A call that keeps the interpreter lock holds up every request. Tokens may be told late, several
+    before the next `fill`, or never, where the masks of an equal matcher were taken (`HasMaskIdentity`).
 
     Each method may raise `InvalidRequest` with a message for the client, when the grammar turns out to be too
     expensive to follow; any other exception is a fault.
@@ -67,6 +71,16 @@ class TokenMatcher(Protocol):
         ...
 
 
+@runtime_checkable
+class HasMaskIdentity(Protocol):
+    """A `TokenMatcher` whose masks others may have: a step computes one for all that stand in one place."""
+
+    @property
+    def mask_identity(self) -> bytes | None:
+        """Matchers of equal identity have equal masks after equal tokens since they were made; None shares none."""
+        ...
+
+
 class GrammarCompiler(Protocol):
     """Makes matchers, without holding up the caller."""
 
@@ -83,6 +97,13 @@ class GrammarCompiler(Protocol):
     def close(self) -> None:
         """Frees everything. Idempotent."""
         ...
+
+
+@runtime_checkable
+class FillsInParallel(GrammarCompiler, Protocol):
+    """A compiler whose matchers may be called from several threads at a time, one for each matcher."""
+
+    fills_in_parallel: bool
 
 
 @runtime_checkable

@@ -4,12 +4,12 @@
 
 While the device runs step N, the host plans N + 1 and queues it after N, so the device never waits for Python.
 A stop that step N brings to light leaves one row of N + 1 wasted, never a wrong token. A request with a grammar
-(or `allowed_token_ids`, `bad_words`) has no row in N + 1 while N samples it: its mask is made when the row is planned
-(`grammars/masking.py`), others keep their overlap.
+(or `allowed_token_ids`, `bad_words`) has no row in N + 1 while N samples it: its mask is begun when N is applied, in a
+thread (`grammars/masking.py`), and it has a row once that is there. Others keep their overlap.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ from openinfer_core.scheduling import FlushesCache, Scheduler, StepPlan
 from openinfer_core.scheduling.draft_counter import DraftCounter
 from openinfer_engine.adapters import AdapterTable
 from openinfer_engine.drafting import DrafterFaults
-from openinfer_engine.grammars.masking import MaskedRequests
+from openinfer_engine.grammars.masking import MASK_WAIT_S, MaskedRequests
 from openinfer_engine.guard import GuardOptions, SchedulerGuard
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_tiers.port import PoolTierPort
@@ -41,7 +41,7 @@ from openinfer_engine.tracing.trace import LOOP, NoTrace, Tracer
 from openinfer_engine.worker.runner import PendingStep, Runner
 
 # of a step that has nothing to run and a grammar or a KV tier to wait for; commands are heard after it
-_COMPILER_WAIT_S, _TIER_WAIT_S = 0.005, 0.001
+_GRAMMAR_WAIT_S, _TIER_WAIT_S = 0.005, 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,9 @@ class StepLoop:
 
     The scheduler is called through its guard alone; without options its plans and rows are not watched. The runner,
     the port, the grammar compiler, the recorder of KV events and the tracer are closed with it.
+
+    Args:
+        mask_wait_s: that a step waits for masks at most, before it goes on without the rows that need them.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class StepLoop:
         runner: Runner,
         guard: GuardOptions | None = None,
         grammar_compiler: GrammarCompiler | None = None,
+        mask_wait_s: float = MASK_WAIT_S,
         kv_events: KvEventRecorder | None = None,
         port: PoolTierPort | None = None,
         adapters: AdapterTable | None = None,
@@ -88,7 +92,7 @@ class StepLoop:
         self._drafter_faults = drafter_faults or DrafterFaults()
         self._tracer = tracer or NoTrace()
         self._in_flight: _InFlight | None = None
-        self._masked = MaskedRequests(grammar_compiler, num_token_ids=info.num_token_ids)
+        self._masked = MaskedRequests(grammar_compiler, num_token_ids=info.num_token_ids, wait_s=mask_wait_s)
 
     @property
     def info(self) -> EngineInfo:
@@ -158,14 +162,18 @@ class StepLoop:
         """
         if self._runner.failure is not None:
             raise self._runner.failure
-        events = self._add_compiled()
+        with self._tracer.span(LOOP, "masks"):
+            failures = self._masked.settle()
+        events = self._ended(failures)
+        events += self._add_compiled()
         # Before the plan, which uses what has come from tiers.
         if self._port is not None:
             self._port.settle()
         with self._tracer.span(LOOP, "plan"):
+            self._guard.hold(self._masked.held_ids)
             plan = self._guard.plan()
         before, self._in_flight = self._in_flight, None
-        failures: list[Failed] = []
+        failures = []
         if plan is not None:
             plan, failures = self._masked.mask(plan)
             # Launched before the last step's result is read: the device has work while the host applies that.
@@ -176,10 +184,14 @@ class StepLoop:
             events += self._finish(before)
         return self._follow(events, failures)
 
+    def _ended(self, failures: Iterable[Failed]) -> list[TokenEvent]:
+        """The failures of requests that were still there to be ended."""
+        return [failure for failure in failures if self._end(failure.request_id)]
+
     def _follow(self, events: list[TokenEvent], failures: list[Failed]) -> list[TokenEvent]:
-        # Before the next plan, for which matchers are asked for masks after these tokens.
-        failures += self._masked.follow(events)
-        events += [failure for failure in failures if self._end(failure.request_id)]
+        events += self._ended(failures)
+        # Before the next plan, which has rows with masks that follow from these tokens.
+        self._masked.follow(events)
         self._tracer.told(events)
         if self._kv_events is not None:
             self._kv_events.flush()
@@ -209,12 +221,17 @@ class StepLoop:
             result = step.pending.result()
         if self._drafts is not None:
             self._drafts.count(result)
+            self._masked.take_drafts(step.plan, result)
         with self._tracer.span(LOOP, "apply", step=step.plan.step):
             return self._guard.apply(step.plan, result)
 
     def stats(self) -> EngineStats:
+        stats = self._guard.stats()
         stats = msgspec.structs.replace(
-            self._guard.stats(), drafter_faults=self._drafter_faults.count, grammars=self._masked.stats()
+            stats,
+            drafter_faults=self._drafter_faults.count,
+            grammars=self._masked.stats(),
+            slow_call=stats.slow_call or self._masked.slow_call(),
         )
         if self._drafts is not None:
             stats = self._drafts.told_in(stats)
@@ -235,14 +252,17 @@ class StepLoop:
         self._tracer.close()
 
     def _rest(self) -> None:
-        """There is nothing to plan and nothing in flight: blocks move, grammars are compiled, or it is wedged."""
+        """There is nothing to plan and nothing in flight: blocks move, masks or grammars are due, or it is wedged."""
         if self._port is not None and self._port.is_moving:
             self._port.wait(_TIER_WAIT_S)
+            return
+        if self._masked.num_pending > 0:
+            self._masked.wait(_GRAMMAR_WAIT_S)
             return
         if unfinished := self._guard.num_unfinished:
             raise self._guard.wedged(unfinished)
         if self._masked.num_compiling > 0:
-            self._masked.wait(_COMPILER_WAIT_S)
+            self._masked.wait(_GRAMMAR_WAIT_S)
 
     def _add_compiled(self) -> list[TokenEvent]:
         events: list[TokenEvent] = []

@@ -322,7 +322,7 @@ def _matcher_with_clock(clock: Callable[[], float]) -> TokenMatcher:
     assert request.sampling.grammar is not None
     tokenizer = LLTokenizer(str(MODEL_DIR / "tokenizer.json"), n_vocab=NUM_IDS)
     own = LLMatcher(tokenizer, LLMatcher.grammar_from_regex("a*"))
-    return LlguidanceMatcher(own, request.sampling.grammar, request.sampling, eos_token_ids=(END,), clock=clock)
+    return LlguidanceMatcher(own, b"", request.sampling.grammar, request.sampling, eos_token_ids=(END,), clock=clock)
 
 
 class CountingGuard(GrammarGuard):

@@ -25,7 +25,7 @@ from openinfer_core import (
 from openinfer_core.grammars import MaskWords, TokenMatcher, mask_words
 from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.sampling import Grammar, GrammarKind
-from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepPlan, StepResult
+from openinfer_core.scheduling import QueuePolicyConfig, Scheduler, SchedulerConfig, StepPlan, StepResult
 from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits
 from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.loop import StepLoop
@@ -118,6 +118,8 @@ def make_loop(
     max_waiting: int = 1000,
     drafting: "DraftingRunner | None" = None,
     max_drafts: int = 0,
+    mask_wait_s: float = 60.0,  # so that no row sits out on a busy machine
+    wrap: Callable[[TokenBudgetScheduler], Scheduler] = lambda scheduler: scheduler,
 ) -> StepLoop:
     limits: dict[str, Any] = {"max_num_seqs": 8, "max_model_tokens": 48, "block_size_tokens": BLOCK}
     config = SchedulerConfig(num_blocks=num_blocks, max_step_tokens=64, max_drafts=max_drafts, **limits)
@@ -140,9 +142,16 @@ def make_loop(
         max_num_seqs=8,
         max_waiting=max_waiting,
     )
-    scheduler = TokenBudgetScheduler(config, FirstComeFirstServed(QueuePolicyConfig()))
+    scheduler = wrap(TokenBudgetScheduler(config, FirstComeFirstServed(QueuePolicyConfig())))
     runner: Any = ThreadRunner([rank]) if drafting is None else drafting
-    return StepLoop(info=info, scheduler=scheduler, runner=runner, grammar_compiler=compiler, max_drafts=max_drafts)
+    return StepLoop(
+        info=info,
+        scheduler=scheduler,
+        runner=runner,
+        grammar_compiler=compiler,
+        mask_wait_s=mask_wait_s,
+        max_drafts=max_drafts,
+    )
 
 
 def make_request(request_id: int, word: str | None, **sampling: Any) -> GenerateRequest:

@@ -8,7 +8,8 @@ import pytest
 
 from openinfer_core import InvalidRequest
 from openinfer_core.grammars import MaskWords, mask_words
-from openinfer_engine.grammars.row_masks import row_masks
+from openinfer_engine.grammars.mask_cache import MaskCache
+from openinfer_engine.grammars.row_masks import FollowedOutput, row_masks
 
 VOCAB = 40
 STOP = 39
@@ -45,7 +46,8 @@ class ChoiceMatcher:
 
 
 def masks_of(matcher: Any, *drafts: int) -> list[list[int]]:
-    masks = row_masks(matcher, drafts, stop_token_ids={STOP}, num_words=mask_words(VOCAB))
+    output = FollowedOutput(matcher, MaskCache(), num_words=mask_words(VOCAB))
+    masks = row_masks(output.masks_along(drafts, stop_token_ids={STOP}), drafts)
     return [np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist() for words in masks]
 
 

@@ -240,6 +240,22 @@ class FlushesCache(Protocol):
         ...
 
 
+@runtime_checkable
+class HoldsRows(Protocol):
+    """A `Scheduler` that plans around requests whose next mask is not computed yet.
+
+    Without it such a request is planned all the same, and the step waits for its mask; with it, others go on.
+    """
+
+    def hold(self, request_ids: AbstractSet[RequestId]) -> None:
+        """Called before `plan`: until it is called again, these have no row that samples, and no others are held.
+
+        A request is held only between one of its tokens and the next. It keeps its slot and blocks, unless it gives
+        way as any other. Where all that could run is held, `plan` returns None, and is asked again.
+        """
+        ...
+
+
 class Scheduler(Protocol):
     """Decides each step. A plug-in of the group `openinfer.schedulers` is a callable `(SchedulerConfig, QueuePolicy)`.
 
@@ -280,7 +296,8 @@ class Scheduler(Protocol):
         """The next step, or None if nothing can run now.
 
         With requests unfinished and no plan outstanding it must not return None: that would be a wedge. Only one that
-        was given KV tiers may, while blocks are on their way; the loop waits for them and asks again.
+        was given KV tiers may, while blocks are on their way, and one that was told to hold requests (`HoldsRows`);
+        the loop waits for them and asks again.
         """
         ...
 

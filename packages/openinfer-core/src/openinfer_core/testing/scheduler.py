@@ -10,7 +10,8 @@ contents, slots, seeds, events, the queue policy's hooks, no wedge, nothing left
 
 What does not apply to a scheduler is left out because of what it declares (`SchedulerCapabilities`), and for no other
 reason: the order of admissions with `own_order` or `own_policy`, faults of a policy that is never asked with
-`own_policy`, requests that end before they ran with `may_shed`, several block tables without `frees_windows`.
+`own_policy`, requests that end before they ran with `may_shed`, several block tables without `frees_windows`. Rows are
+held by one that is a `HoldsRows`.
 """
 
 import random
@@ -28,6 +29,7 @@ from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, SchedulerC
 from openinfer_core.testing.errors import ConformanceError, require
 from openinfer_core.testing.scheduler_drafts import DRAFT_CHECKS
 from openinfer_core.testing.scheduler_driver import SchedulerDriver, SchedulerFactory
+from openinfer_core.testing.scheduler_holds import HOLD_CHECKS
 from openinfer_core.testing.scheduler_tables import TABLE_CHECKS
 from openinfer_core.testing.scheduler_traffic import (
     GRAMMAR,
@@ -335,6 +337,7 @@ SCHEDULER_CHECKS: tuple[SchedulerCheck, ...] = (
     check_faulty_victims,
     *TABLE_CHECKS,
     *DRAFT_CHECKS,
+    *HOLD_CHECKS,
     check_random_traffic,
 )
 

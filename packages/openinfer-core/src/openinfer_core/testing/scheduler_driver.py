@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ParamSpec, TypeAlias, TypeVar
@@ -23,6 +24,7 @@ from openinfer_core.ledger import Ledger
 from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduling import (
+    HoldsRows,
     QueuePolicy,
     QueuePolicyConfig,
     Scheduler,
@@ -120,6 +122,7 @@ class SchedulerDriver:
         self._drafts = DraftCounter(config.max_drafts)
         self._owners: dict[int, RequestId] = {}  # slot -> the request that was started in it and not released from it
         self._masked_slots: dict[int, bool] = {}  # slot -> whether its request has a grammar
+        self._held: AbstractSet[RequestId] = frozenset()
         self._ledger = Ledger()
         self._budget_steps = 100
         self._now_s = 0.0
@@ -152,6 +155,12 @@ class SchedulerDriver:
         else:
             require(not events, f"request {request_id} is not open; abort was answered with {events}")
 
+    def hold(self, request_ids: AbstractSet[RequestId]) -> None:
+        """Tells the scheduler, if it is a `HoldsRows`, which requests have no mask; none of these may sample."""
+        if isinstance(self.scheduler, HoldsRows):
+            self._held = request_ids
+            self._timed(self.scheduler.hold, request_ids)
+
     @property
     def running_ids(self) -> set[RequestId]:
         """Requests that have a slot after the last plan, and have not ended."""
@@ -166,7 +175,7 @@ class SchedulerDriver:
         plan = self._timed(self.scheduler.plan, now_s=self._tick())
         if plan is None:
             require(
-                self._in_flight or not self.scheduler.unfinished_ids or self._is_moving(),
+                self._in_flight or not self.scheduler.unfinished_ids or self._is_moving() or self._held,
                 f"wedged: {len(self.scheduler.unfinished_ids)} requests are unfinished, no step is in flight, no plan",
             )
             return None
@@ -315,6 +324,8 @@ class SchedulerDriver:
         masked = [slot for slot in plan.slots.tolist() if self._masked_slots.get(slot)]
         early = [slot for slot in masked if slot in sampled]
         require(not early, f"slots {early} have a grammar and a row, while their last token is in flight")
+        held = [slot for slot in plan.slots[plan.max_new > 0].tolist() if self._owners.get(slot) in self._held]
+        require(not held, f"slots {held} sample, and were to be held: their masks are not there")
         drafting = [slot for slot in plan.slots[plan.draft_counts > 0].tolist() if slot in masked]
         require(not drafting, f"slots {drafting} have a grammar and drafts that no mask can be made for")
 

@@ -27,7 +27,7 @@ _SPACES = r"SPACES: /[ \n]{0,32}/"
 
 
 class LlguidanceCompiler:
-    """Implements `openinfer_core.grammars.GrammarCompiler`.
+    """Implements `openinfer_core.grammars.GrammarCompiler` and `FillsInParallel`.
 
     The tokenizer is read in the worker thread, while the engine starts. For 151k tokens that
     takes about 1 s, in which llguidance keeps the interpreter lock.
@@ -35,6 +35,8 @@ class LlguidanceCompiler:
     Raises:
         Refused: the model folder has no tokenizer.
     """
+
+    fills_in_parallel = True  # each matcher is a copy of its own, and llguidance gives the interpreter lock back
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class LlguidanceCompiler:
         key = hashlib.blake2b(msgspec.json.encode(grammar), digest_size=16).digest()
         known = self._kept.get(key)
         if known is not None:
-            return _done(lambda: self._matcher(known, request))
+            return _done(lambda: self._matcher(known, key, request))
         return self._queue.submit(request.tenant, lambda: self._compile(key, grammar, request))
 
     def stats(self) -> GrammarStats:
@@ -86,7 +88,7 @@ class LlguidanceCompiler:
             except InvalidRequest as refusal:
                 known = refusal
             self._kept.put(key, grammar, known)
-        return self._matcher(known, request)
+        return self._matcher(known, key, request)
 
     def _first(self, grammar: Grammar) -> LLMatcher:
         """A matcher that has made its first mask, which is the dearest of many grammars."""
@@ -100,13 +102,12 @@ class LlguidanceCompiler:
             raise refused(grammar, "no output of this model's tokens matches it")
         return matcher
 
-    def _matcher(self, known: "LLMatcher | InvalidRequest", request: GenerateRequest) -> TokenMatcher:
+    def _matcher(self, known: "LLMatcher | InvalidRequest", key: bytes, request: GenerateRequest) -> TokenMatcher:
         grammar = request.sampling.grammar
         if isinstance(known, InvalidRequest) or grammar is None:
             raise InvalidRequest(str(known), field="grammar")
-        return LlguidanceMatcher(
-            known.deep_copy(), grammar, request.sampling, eos_token_ids=self._vocabulary.eos_token_ids
-        )
+        eos_token_ids = self._vocabulary.eos_token_ids
+        return LlguidanceMatcher(known, key, grammar, request.sampling, eos_token_ids=eos_token_ids)
 
     def _read_tokenizer(self) -> None:
         try:

@@ -2,7 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterable
+from functools import cached_property
+from hashlib import blake2b
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher
 
@@ -24,7 +27,8 @@ class LlguidanceMatcher:
     noticed.
 
     Args:
-        matcher: at the beginning of the output; this request's own.
+        known: at the beginning of the output; it is copied when the first mask or token is asked for, and not changed.
+        identity: of what it was compiled from.
         grammar: for messages.
         sampling: the request's.
         eos_token_ids: of the model; llguidance allows them where the output may end.
@@ -33,14 +37,15 @@ class LlguidanceMatcher:
 
     def __init__(
         self,
-        matcher: LLMatcher,
+        known: LLMatcher,
+        identity: bytes,
         grammar: Grammar,
         sampling: SamplingParams,
         *,
         eos_token_ids: Iterable[int],
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._matcher = matcher
+        self._known = known
         self._grammar = grammar
         self._clock = clock
         self._credit_s = BURST_S
@@ -48,8 +53,15 @@ class LlguidanceMatcher:
         self._min_tokens = sampling.min_tokens
         self._num_accepted = 0
         self._stops = TokenBits(sampling.stop_token_ids)
-        banned = [token_id for token_id, bias in sampling.logit_bias.items() if bias == -np.inf]
+        banned = sorted(token_id for token_id, bias in sampling.logit_bias.items() if bias == -np.inf)
         self._banned = TokenBits(banned) if banned else None
+        fields = (sampling.stop_token_ids, sampling.min_tokens, banned)
+        self.mask_identity = blake2b(identity + msgspec.json.encode(fields), digest_size=16).digest()
+
+    @cached_property
+    def _matcher(self) -> LLMatcher:
+        """This request's own; those of large grammars take a millisecond to copy, and megabytes."""
+        return self._known.deep_copy()
 
     def fill(self, words: MaskWords) -> None:
         """Raises `InvalidRequest`: the grammar is too expensive to follow, or has ended before `min_tokens`."""

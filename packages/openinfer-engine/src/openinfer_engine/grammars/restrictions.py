@@ -1,11 +1,13 @@
 """`RestrictedMatcher`: `allowed_token_ids` and `bad_words` as masks, alone or on top of a grammar's."""
 
 from collections.abc import Iterator
+from hashlib import blake2b
 
+import msgspec
 import numpy as np
 
 from openinfer_core import InvalidRequest, SamplingParams
-from openinfer_core.grammars import MaskWords, TokenMatcher, mask_words
+from openinfer_core.grammars import HasMaskIdentity, MaskWords, TokenMatcher, mask_words
 from openinfer_core.sampling import BadWords
 from openinfer_engine.grammars.token_bits import TokenBits
 
@@ -26,10 +28,11 @@ class RestrictedMatcher:
         self._grammar = grammar
         self._words = BadWords(sampling.bad_words)
         self._said: list[int] = []
-        banned = [token_id for token_id, bias in sampling.logit_bias.items() if bias == -np.inf]
+        banned = sorted(token_id for token_id, bias in sampling.logit_bias.items() if bias == -np.inf)
         self._always = _mask(sampling.allowed_token_ids, num_token_ids)
         TokenBits((*self._words.single, *banned)).forbid(self._always)
         self._stops = TokenBits(sampling.stop_token_ids)
+        self.mask_identity = self._identity(banned)
 
     def fill(self, words: MaskWords) -> None:
         """Raises `InvalidRequest`: the restrictions leave no token, or the grammar's matcher cannot go on."""
@@ -60,6 +63,14 @@ class RestrictedMatcher:
         if self._grammar is not None:
             self._grammar.rollback(num_tokens)
         del self._said[len(self._said) - num_tokens :]
+
+    def _identity(self, banned: list[int]) -> bytes | None:
+        of_grammar = self._grammar.mask_identity if isinstance(self._grammar, HasMaskIdentity) else None
+        if self._grammar is not None and of_grammar is None:
+            return None
+        asked = self._sampling
+        fields = (asked.allowed_token_ids, asked.bad_words, banned, asked.stop_token_ids, asked.min_tokens)
+        return blake2b(msgspec.json.encode(fields) + (of_grammar or b""), digest_size=16).digest()
 
     def _fields(self) -> Iterator[str]:
         sampling = self._sampling

@@ -5,6 +5,7 @@ A request counts time while it could run, and from its last row anew:
     in a slot        always
     waiting          while the newest step was of decode rows alone and left slots, tokens and enough free blocks for
                      each request that waits, and nothing came from KV tiers
+    held             never, since its next mask is not computed yet (`HoldsRows`)
 
 The time between two looks counts as two of their periods at most, so that no hung device is blamed on a scheduler.
 """
@@ -33,6 +34,7 @@ class RowWatch:
         self._idle_s: dict[RequestId, float] = {}  # for how long it could have had a row
         self._had_row: NDArray[np.bool_] = np.zeros(config.max_num_seqs, np.bool_)  # by slot, since the last look
         self._newest: StepPlan | None = None
+        self.held: AbstractSet[RequestId] = frozenset()  # wait for their masks: no fault of a scheduler
 
     @property
     def owners(self) -> dict[int, RequestId]:
@@ -73,7 +75,9 @@ class RowWatch:
         could_run = self._blocks.keys() - waiting
         if self._has_room(waiting, stats):
             could_run |= waiting
-        for request_id in could_run:
+        for request_id in self.held:
+            self._idle_s.pop(request_id, None)
+        for request_id in could_run - self.held:
             # One that came or had a row since the last look begins at 0: for how long before this look is not known.
             self._idle_s[request_id] = self._idle_s[request_id] + passed_s if request_id in self._idle_s else 0.0
         return {request_id: idle_s for request_id, idle_s in self._idle_s.items() if idle_s > self._timeout_s}

@@ -38,7 +38,7 @@ from openinfer_core import (
     Tokens,
 )
 from openinfer_core.plugins import PLUGIN_ERRORS, SCHEDULERS
-from openinfer_core.scheduling import Scheduler, SchedulerConfig, StepPlan, StepResult
+from openinfer_core.scheduling import HoldsRows, Scheduler, SchedulerConfig, StepPlan, StepResult
 from openinfer_engine.guard.errors import BadPlan
 from openinfer_engine.guard.plan_check import PlanCheck
 from openinfer_engine.guard.row_watch import RowWatch
@@ -78,6 +78,7 @@ class SchedulerGuard:
         self, scheduler: Scheduler, options: GuardOptions, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._scheduler = scheduler
+        self._holds_rows = scheduler if isinstance(scheduler, HoldsRows) else None
         self._options = options
         self._clock = clock
         self._counts = dict.fromkeys(FaultKind, 0)
@@ -122,6 +123,20 @@ class SchedulerGuard:
         finally:
             self._leave(call)
         return self._events(events, "abort")
+
+    def hold(self, request_ids: AbstractSet[RequestId]) -> None:
+        """Tells a scheduler that can do without their rows; the others plan them, and their masks are waited for."""
+        if self._watch is not None:
+            self._watch.held = request_ids
+        if self._holds_rows is None:
+            return
+        call = self._call = ("hold", self._clock())
+        try:
+            self._holds_rows.hold(request_ids)
+        except PLUGIN_ERRORS as error:
+            raise self._raised("hold", error) from error
+        finally:
+            self._leave(call)
 
     def plan(self) -> StepPlan | None:
         """The scheduler's next plan; `PluginFault` if it raises, or the plan breaks the contract."""

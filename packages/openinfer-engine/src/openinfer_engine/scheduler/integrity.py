@@ -39,7 +39,7 @@ def _check_order(queue: RunQueue, *, num_open: int) -> None:
         _require(not wrong, f"requests {wrong} are listed as {state.name.lower()} and are not")
     running = [sequence.admission for sequence in queue.running]
     preempted = [sequence.admission for sequence in reversed(queue.preempted)]
-    is_one_order = queue.loads is None and not queue.waiting.chooses_victim
+    is_one_order = queue.loads is None and not queue.waiting.chooses_victim and not queue.has_passed_over
     parts = [[*running, *preempted]] if is_one_order else [running, preempted]
     _require(all(ages == sorted(ages) for ages in parts), f"the run queue is not sorted by age: {parts}")
 

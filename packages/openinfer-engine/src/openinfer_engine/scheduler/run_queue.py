@@ -11,6 +11,9 @@ A queue policy may choose another than the youngest (`ChoosesVictim`), but never
 may run while an older one is preempted, and each list is in order by itself. Still the oldest that runs ends, and none
 enters before the oldest preempted has resumed, so that all end.
 
+A preempted sequence that is held (its next mask is not computed yet) is passed over until it is not. The time is
+bounded, so the same holds from then on.
+
 With KV tiers (`use_tiers`) an admitted sequence whose prefix is being loaded is kept apart (`loads.py`), with slot and
 blocks, and is sorted in when the load has ended; later ones may have been admitted meanwhile. Where blocks run short,
 the youngest load is given up before a running sequence is preempted.
@@ -22,9 +25,11 @@ of a chunk as a decode row gets its own, by age and with preemption, more only a
 import bisect
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from openinfer_core.errors import ContractViolation
+from openinfer_core.request import RequestId
 from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, SlotStart, StateCopy
 from openinfer_core.scheduling.waiting_queue import WaitingQueue
 from openinfer_engine.scheduler.admission import BlockAllocation, BlockAllocator
@@ -76,6 +81,8 @@ class RunQueue:
         self.waiting = WaitingQueue[Sequence](policy, describe=_cached)
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []  # youngest first, so that the end is next
+        self.held: AbstractSet[RequestId] = frozenset()  # have no row that samples (`HoldsRows`)
+        self.has_passed_over = False  # whether a sequence that was held ever was, which ends the one order of ages
         self.num_slots = config.max_num_seqs
         self.released: list[int] = []  # slots that their sequences left since the last plan
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -165,7 +172,7 @@ class RunQueue:
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.PREEMPTED:
-            self.preempted.pop()
+            self.preempted.remove(sequence)
         else:
             sequence.has_policy_fault = not self.waiting.admit_head()
             sequence.admission, self._num_admitted = self._num_admitted, self._num_admitted + 1
@@ -214,10 +221,11 @@ class RunQueue:
 
     def _next(self) -> Sequence | None:
         """None, too, while a result of the one to resume is outstanding, or a copy uses its blocks."""
-        if not self.preempted:
-            return self.waiting.head
-        sequence = self.preempted[-1]
-        return None if sequence.is_held else sequence
+        for sequence in reversed(self.preempted):
+            if sequence.request_id not in self.held:
+                return None if sequence.is_held else sequence
+            self.has_passed_over = True
+        return self.waiting.head
 
     # --- states -----------------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ A plan is made by walking along the run queue (`run_queue.py`) until the budget 
                                       a window, as long as there are blocks for, the first ones as a decode row's
     preempted, then the queue's head  admitted while slots, blocks and budget last
 
-No sequence is passed over, so none starves, and the oldest always has a row, so a step is always possible.
+No sequence is passed over, so none starves, and the oldest always has a row, so a step is always possible. One that is
+held, because its next mask is not computed yet, has no row, keeps what it has, and is as before when its mask is there.
 
 With KV tiers (`use_tiers`), an admitted sequence first loads what the tiers have of its prefix; others are planned
 meanwhile.
@@ -136,6 +137,9 @@ class TokenBudgetScheduler:
 
     # --- plan -------------------------------------------------------------------------------------------
 
+    def hold(self, request_ids: AbstractSet[RequestId]) -> None:
+        self._queue.held = request_ids
+
     def plan(self, *, now_s: float) -> StepPlan | None:
         # First of all, so that blocks and prefixes of ended copies are there for the rows of this plan.
         self._queue.settle()
@@ -177,8 +181,10 @@ class TokenBudgetScheduler:
                     is_short = True
             elif computed_tokens == sequence.target_tokens:
                 continue
-            elif sequence.is_masked and computed_tokens >= sequence.known_tokens:
-                continue  # its last token is in flight, and the mask of the next one depends on it
+            elif sequence.is_masked and (
+                computed_tokens >= sequence.known_tokens or sequence.request_id in self._queue.held
+            ):
+                continue  # its last token is in flight, or the mask that follows from it is not computed yet
             elif computed_tokens < sequence.capacity_tokens:
                 builder.add_decode_row(sequence, ())
             elif not is_short and (new_blocks := self._allocate_next(sequence, builder)) is not None:

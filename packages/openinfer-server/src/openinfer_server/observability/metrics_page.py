@@ -7,7 +7,7 @@ Every name begins with `openinfer_`; where vLLM has a metric of the same meaning
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 
-from openinfer_core.engine import EngineInfo, EngineStats, GrammarStats
+from openinfer_core.engine import MASK_OUTCOMES, EngineInfo, EngineStats, GrammarStats
 from openinfer_server.observability.exposition import Sample, render_family, render_histogram
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.metrics_snapshot import BudgetUse
@@ -148,8 +148,15 @@ def _grammar_lines(stats: GrammarStats) -> Iterator[str]:
         ("openinfer_grammars_waiting", "gauge", "Requests whose grammar is not compiled.", stats.waiting),
         ("openinfer_grammar_compile_seconds_total", "counter", "Of the compiler's thread.", stats.compile_s),
         ("openinfer_grammar_guard_faults_total", "counter", "Times its process was not there.", stats.guard_faults),
+        ("openinfer_grammar_masks_computed_total", "counter", "Masks of rows computed.", stats.masks_computed),
+        ("openinfer_grammar_masks_shared_total", "counter", "Masks of rows taken from others.", stats.masks_shared),
+        ("openinfer_grammar_masks_pending", "gauge", "Masks of rows to be computed.", stats.masks_pending),
+        ("openinfer_grammar_mask_wait_seconds_total", "counter", "Steps waited for masks.", stats.mask_wait_s),
+        ("openinfer_grammar_rows_sat_out_total", "counter", "Rows that steps went without.", stats.rows_sat_out),
     ):
         yield from render_family(name, kind, text, [((), value)])
+    seconds: list[Sample] = [((("outcome", outcome),), stats.mask_s.get(outcome, 0.0)) for outcome in MASK_OUTCOMES]
+    yield from render_family("openinfer_grammar_mask_seconds_total", "counter", "Processor time of masks.", seconds)
 
 
 def _plugin_lines(stats: EngineStats) -> Iterator[str]:
