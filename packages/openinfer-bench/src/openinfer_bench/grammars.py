@@ -3,6 +3,8 @@
 For each grammar: the time to compile it the first time (guard process, worker thread, first mask) and again, and
 processor time per token (`fill` and `accept`) along outputs of random allowed tokens. Random tokens are dearer than a
 model's: each leads into a part of the grammar that no mask has been made for.
+
+With `--victim`, what such grammars cost another client's stream (`mask_victims.py`).
 """
 
 import argparse
@@ -14,10 +16,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from openinfer.models import find_model_dir
+from openinfer_bench.mask_victims import Gaps, measure
 from openinfer_core import GenerateRequest, Refused, RequestId, SamplingParams, read_config
 from openinfer_core.grammars import GrammarCompiler, TokenMatcher, Vocabulary, mask_words
 from openinfer_core.provenance import provenance
@@ -67,6 +71,11 @@ class GrammarTiming:
 def run(argv: Sequence[str]) -> int:
     """Measures and prints a table; `--json FILE` also writes it."""
     arguments = _parser().parse_args(argv)
+    if arguments.victim:
+        gaps = measure(find_model_dir(arguments.model))
+        _print_gaps(gaps)
+        _write(arguments.json, {"rows": [asdict(arm) for arm in gaps]})
+        return 0
     vocabulary = _vocabulary(arguments.model)
     begin_s = time.perf_counter()
     compiler = make_grammar_compiler(
@@ -79,13 +88,24 @@ def run(argv: Sequence[str]) -> int:
     timings = [_measure(compiler, name, vocabulary, arguments.tokens) for name in GRAMMARS]
     compiler.close()
     _print(timings, vocabulary, ready_s)
-    if arguments.json is not None:
-        rows = [asdict(timing) for timing in timings]
-        report = {"num_token_ids": vocabulary.num_token_ids, "ready_s": ready_s, "rows": rows}
+    rows = [asdict(timing) for timing in timings]
+    _write(arguments.json, {"num_token_ids": vocabulary.num_token_ids, "ready_s": ready_s, "rows": rows})
+    return 0
+
+
+def _write(file: str | None, report: dict[str, Any]) -> None:
+    if file is not None:
         made_of = provenance()
         described = {name: getattr(made_of, name) for name in made_of.__struct_fields__}
-        Path(arguments.json).write_text(json.dumps({**described, **report}, indent=2) + "\n")
-    return 0
+        Path(file).write_text(json.dumps({**described, **report}, indent=2) + "\n")
+
+
+def _print_gaps(arms: Sequence[Gaps]) -> None:
+    lines = ["arm              gaps   p50 ms   p99 ms   max ms   others' s  tokens  failed"]
+    for arm in arms:
+        times = f"{arm.arm:<14} {arm.gaps:>6} {arm.p50_ms:>8.1f} {arm.p99_ms:>8.1f} {arm.max_ms:>8.1f}"
+        lines.append(f"{times} {arm.attack_s:>11.1f} {arm.attack_tokens:>7} {arm.attack_failures:>7}")
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def _measure(compiler: GrammarCompiler, name: str, vocabulary: Vocabulary, num_tokens: int) -> GrammarTiming:
@@ -161,5 +181,8 @@ def _parser() -> argparse.ArgumentParser:
         "--grammar-compiler", default=LLGUIDANCE, metavar="NAME", help="the grammar compiler to measure"
     )
     parser.add_argument("--tokens", type=int, default=3000, metavar="N", help="least number of tokens per grammar")
+    parser.add_argument(
+        "--victim", action="store_true", help="measure another client's gaps next to 12 requests of 16 outputs each"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     return parser
