@@ -228,15 +228,16 @@ def queues_first_come_first_served(world: World) -> None:
 
 @mutant
 def mask_of_a_token_ago(world: World) -> None:
-    """A matcher is not told the last token of an event, seldom."""
-    from openinfer_engine.grammars import masking
+    """A matcher is not told the tokens of an event, seldom."""
+    from openinfer_engine.grammars.row_masks import FollowedOutput
 
-    accept = masking._accept
+    follow = FollowedOutput.follow
 
-    def forgetful(matcher: Any, event: Any) -> Any:
-        return None if world.random.random() < 0.01 else accept(matcher, event)
+    def forgetful(self: FollowedOutput, token_ids: Any) -> None:
+        if world.random.random() >= 0.01:
+            follow(self, token_ids)
 
-    masking._accept = forgetful
+    FollowedOutput.follow = forgetful  # type: ignore[method-assign]
 
 
 @mutant
