@@ -251,7 +251,7 @@ def test_each_architecture_is_one_familys() -> None:
             {"shared_expert_intermediate_size": 768},
             "shared_expert_intermediate_size is 768: shared experts are another",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are not served"),
+        ({"quantization_config": {"quant_method": "exl3"}}, "quant_method is 'exl3'"),
         ({"use_sliding_window": True}, "a sliding window in use is not served"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ],
