@@ -95,7 +95,40 @@ KIMI_K2: Mapping[str, Any] = {
     "eos_token_id": 163585,
 }
 """Of K2-Instruct, without its weights' format."""
-KIMI_K2_FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+QWEN3_4B: Mapping[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "eos_token_id": 151645,
+}
+QWEN3_8B: Mapping[str, Any] = {
+    **QWEN3_4B,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
+FP8_BLOCKS = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+AWQ_INT4 = {
+    "quantization_config": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "version": "gemm",
+        "zero_point": True,
+        "modules_to_not_convert": None,
+    }
+}
 KIMI_K2_INT4 = {
     "quantization_config": {
         "quant_method": "compressed-tensors",
@@ -158,9 +191,15 @@ QWEN35_35B_A3B: Mapping[str, Any] = {
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "deepseek-v4-flash": DEEPSEEK_V4_FLASH,
     "kimi-k2-int4": {**KIMI_K2, **KIMI_K2_INT4},
-    "kimi-k2-fp8": {**KIMI_K2, **KIMI_K2_FP8},
+    "kimi-k2-fp8": {**KIMI_K2, **FP8_BLOCKS},
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "qwen3.5-35b-a3b": QWEN35_35B_A3B,
+    "qwen3-4b": QWEN3_4B,
+    "qwen3-4b-fp8": {**QWEN3_4B, **FP8_BLOCKS},
+    "qwen3-4b-awq": {**QWEN3_4B, **AWQ_INT4},
+    "qwen3-8b": QWEN3_8B,
+    "qwen3-8b-fp8": {**QWEN3_8B, **FP8_BLOCKS},
+    "qwen3-8b-awq": {**QWEN3_8B, **AWQ_INT4},
 }
 
 
