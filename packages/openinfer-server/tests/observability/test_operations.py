@@ -10,7 +10,15 @@ import anthropic
 import msgspec
 import pytest
 
-from openinfer_core.engine import EngineCapability, EngineStats, GrammarStats, KvTierStats, PluginFaults, SlowCall
+from openinfer_core.engine import (
+    MASK_OUTCOMES,
+    EngineCapability,
+    EngineStats,
+    GrammarStats,
+    KvTierStats,
+    PluginFaults,
+    SlowCall,
+)
 from openinfer_core.errors import Refused
 from openinfer_server import ServerOptions
 from openinfer_server.observability.metrics import ServerMetrics
@@ -189,20 +197,23 @@ def test_metrics_show_every_number_of_the_engine(info):
     of_tier = [name for name in KvTierStats.__struct_fields__ if name not in ("tier", "failures", "condition")]
     numbers = {name: 1000 + i for i, name in enumerate(names)}
     tier_numbers = {name: 2000 + i for i, name in enumerate(of_tier)}
-    grammar_numbers = {name: 7000 + i for i, name in enumerate(GrammarStats.__struct_fields__)}
+    of_grammars = [name for name in GrammarStats.__struct_fields__ if name != "mask_s"]
+    grammar_numbers = {name: 7000 + i for i, name in enumerate(of_grammars)}
+    mask_s = {outcome: 8000 + i for i, outcome in enumerate(MASK_OUTCOMES)}
     tier = msgspec.convert(tier_numbers | {"tier": "host", "failures": {"timeout": 3000}}, KvTierStats)
     faults = PluginFaults(group="openinfer.schedulers", plugin="mine (my-package 1.0)", counts={"lost_request": 4000})
     stats = msgspec.structs.replace(
         msgspec.convert(numbers, EngineStats),
         kv_tiers=(tier,),
-        grammars=msgspec.convert(grammar_numbers, GrammarStats, strict=False),
+        grammars=msgspec.convert(grammar_numbers | {"mask_s": mask_s}, GrammarStats, strict=False),
         plugin_faults=(faults,),
         slow_call=SlowCall(plugin="mine (my-package 1.0)", call="plan", age_s=5000.0),
         **{per_pos: (6000, 6001)},
     )
     metrics = ServerMetrics(max_model_tokens=info.max_model_tokens)
     page = metrics_page(metrics, info, stats, model_name="parrot", open_requests=0).decode()
-    for number in (*numbers.values(), *tier_numbers.values(), *grammar_numbers.values(), 3000, 4000, 5000):
+    each = (*numbers.values(), *tier_numbers.values(), *grammar_numbers.values(), *mask_s.values())
+    for number in (*each, 3000, 4000, 5000):
         assert re.search(rf" {number}(\.0)?$", page, re.M), number
     for position in (0, 1):
         labels = f'{{model_name="parrot",position="{position}"}}'
