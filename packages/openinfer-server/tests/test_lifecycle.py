@@ -103,6 +103,41 @@ def test_new_requests_are_503_while_draining(start, info, model_dir):
     assert {b"retry-after", b"connection"} <= {name for name, _ in refusal["headers"]}
 
 
+class ClosedTransport:
+    """As of uvloop between the end of a connection and the call that tells of it."""
+
+    def __init__(self, *, is_closing: bool) -> None:
+        self.transport = self
+        self.is_closing = lambda: is_closing
+
+    async def send(self, _: object) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/nothing"], ids=["answer", "refusal"])
+def test_client_that_left_before_its_answer_is_no_fault(info, model_dir, caplog, path):
+    """A client could fill the log with tracebacks by asking and closing."""
+
+    async def ask(*, is_closing: bool) -> None:
+        async def receive():
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        engine = InProcessEngine(ParrotLoop(info))
+        app = load_app(engine, model_dir, ServerOptions())
+        scope = {"type": "http", "method": "GET", "path": path, "headers": []}
+        try:
+            await app(scope, receive, ClosedTransport(is_closing=is_closing).send)
+            assert [status for _, status in app.service.metrics.responses] == [499]
+        finally:
+            await app.stop()
+            await engine.close()
+
+    asyncio.run(ask(is_closing=True))
+    assert not any(record.exc_info for record in caplog.records)
+    with pytest.raises(RuntimeError):
+        asyncio.run(ask(is_closing=False))
+
+
 def test_drain_aborts_what_exceeds_the_deadline(start, info, connect):
     server = start(ParrotLoop(info, step_s=0.01), ServerOptions(port=0, drain_deadline_s=0.2))
     client = connect(server)

@@ -268,13 +268,13 @@ SERVINGS = (
             architectures=(HOPPER,),
             when=f"{codes}; up to 1,024 tokens, not with --batch-invariant",
             measured=measured,
-            source=_LOWBIT,
+            source=_LOWBIT if measured else "",
         )
         for each, codes, measured in (
             (
                 "fp8",
                 "E4M3",
-                "Qwen3-4B's products and norms of 1, 8 and 64 tokens: 1.79, 1.74, 2.47 ms; BF16 2.33, 2.30, 2.56",
+                "Qwen3-4B's products and norms of 1, 8 and 64 tokens: 1.79, 1.74, 2.48 ms; BF16 2.33, 2.31, 2.55",
             ),
             ("int4", "INT4", "with groups of 128, zero points and a BF16 head: 1.65, 1.61, 2.24 ms"),
             ("int8", "INT8", ""),
@@ -288,6 +288,7 @@ SERVINGS = (
         kernel="lowbit_tiles",
         architectures=(HOPPER,),
         when="more than 1,024 tokens multiply a copy of the weight in BF16",
+        measured="all products and norms of a Qwen3-4B step of 8,192 tokens in FP8 in 98.8 ms; in BF16 97.6 ms",
         source=_LOWBIT,
     ),
     *(

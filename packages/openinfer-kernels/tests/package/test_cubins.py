@@ -33,6 +33,10 @@ HOPPERS = {
     "gemm",
     "grouped_gemm_hopper",
     "latent_prefill_hopper",
+    "lowbit_gemm_fp4",
+    "lowbit_gemm_fp8",
+    "lowbit_gemm_int4",
+    "lowbit_gemm_int8",
 }
 """Stems of the sources that use Hopper's own instructions."""
 

@@ -105,19 +105,19 @@ class App:
             http_request.tenant = self._admit(http_request, match.route)
             await self._handle(http_request, match.route)
         except ApiError as error:
-            await http_request.send_error(error)
+            await _send_error(http_request, error)
         except ClientDisconnected:
             http_request.status = CLIENT_GONE
         except RecursionError:
             if http_request.status:
                 raise
-            await http_request.send_error(ApiError(400, "the body is nested too deeply", code="invalid_json"))
+            await _send_error(http_request, ApiError(400, "the body is nested too deeply", code="invalid_json"))
         except Exception as error:
             logger.exception("%s %s failed (%s)", http_request.method, route, http_request.request_id)
             self.service.metrics.count_fault(error)
             if http_request.status:
                 raise
-            await http_request.send_error(internal())
+            await _send_error(http_request, internal())
         finally:
             if tracing is not None and trace is not None:
                 tracing.end(trace, http_request, route)
@@ -155,6 +155,14 @@ class App:
                 await self.stop()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
+
+
+async def _send_error(http_request: HttpRequest, error: ApiError) -> None:
+    """Clients may leave before they are refused; that is no fault of the server."""
+    try:
+        await http_request.send_error(error)
+    except ClientDisconnected:
+        http_request.status = CLIENT_GONE
 
 
 def build_app(

@@ -201,6 +201,15 @@ class HttpRequest:
             await self._asgi_send(message)
         except OSError as error:  # which servers may raise when the client has left
             raise ClientDisconnected from error
+        except RuntimeError as error:
+            if not self._transport_is_closing():
+                raise
+            raise ClientDisconnected from error
+
+    def _transport_is_closing(self) -> bool:
+        """Whether the server's connection has closed already: uvloop refuses such writes by a `RuntimeError`."""
+        transport: asyncio.BaseTransport | None = getattr(getattr(self._asgi_send, "__self__", None), "transport", None)
+        return transport is not None and transport.is_closing()
 
     async def disconnected(self) -> None:
         """Returns when the client is gone. The body must have been read."""
