@@ -86,7 +86,8 @@ def test_attacks_get_foreseen_answers_while_good_requests_are_answered(attacked)
     answered, outcomes = asyncio.run(attack_and_ask(Address(*attacked.address)))
     assert answered == GOOD
     for name in NAMES:
-        assert set(outcomes[name]) <= ATTACKS[name].outcomes, (name, outcomes[name])
+        # Together they want more than 64 connections: one that has not sent its head yet may be closed to make room.
+        assert set(outcomes[name]) <= ATTACKS[name].outcomes | {"closed"}, (name, outcomes[name])
         assert sum(outcomes[name].values()) == ATTEMPTS.get(name, 3)
     wait_until(lambda: not attacked.connections, "an end of the connections")
     assert attacked.exit_code is None
