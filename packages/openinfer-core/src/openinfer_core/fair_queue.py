@@ -1,32 +1,96 @@
 """`FairQueue`: work that waits for a few threads, fair over owners by the seconds that their work takes.
 
-Each owner has used some seconds of the threads, and the next work is of the owner that has used least (start-time fair
-queueing: Goyal, Vin and Cheng, IEEE/ACM Transactions on Networking 5(5), 1997). One that comes back, or comes first,
-begins where those that wait are: what it did not use is not saved up. So an owner's work waits for what the threads
-are at and for one piece of work of each other owner, however much they have submitted.
-
     submitted ──► waiting ──► running ──► done
                      └──cancelled, or the queue closes──► dropped at once, with all that it refers to
 
-Work that runs is not interrupted.
+Work that runs is not interrupted. Whose work is next is `FairTurns`', which has no threads: each owner has used some
+seconds, and the next item is of the one that has used least (start-time fair queueing: Goyal, Vin and Cheng, IEEE/ACM
+Transactions on Networking 5(5), 1997). One that comes back, or comes first, begins where those that wait are: what it
+did not use is not saved up. So an owner waits for one item of each other owner, and for those that are being worked
+on, however many they have sent.
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
-class _Owner:
-    """What one owner has in the queue."""
+class Share(Generic[Item]):
+    """What one owner has waiting and has used."""
+
+    __slots__ = ("num_running", "used_s", "waiting")
 
     def __init__(self, used_s: float) -> None:
-        self.used_s = used_s  # of the threads, since the queue began, as if it had always had its share
+        self.used_s = used_s  # since the turns began, as if it had always had its share
         self.num_running = 0
-        self.waiting: dict[Future[Any], Callable[[], Any]] = {}
+        self.waiting: dict[int, Item] = {}  # by ticket, in order of arrival
+
+    def end(self, used_s: float) -> None:
+        """An item that was taken is done, and took so long."""
+        self.num_running -= 1
+        self.used_s += used_s
+
+
+class FairTurns(Generic[Item]):
+    """See the module. Its caller has a lock."""
+
+    def __init__(self) -> None:
+        self._shares: dict[Hashable, Share[Item]] = {}
+        self._now_s = 0.0  # what the owner had used whose item was taken last
+        self._num_waiting = 0
+        self._next_ticket = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing is being worked on."""
+        return not self._num_waiting and not any(share.num_running for share in self._shares.values())
+
+    def put(self, owner: Hashable, item: Item) -> tuple[Share[Item], int]:
+        """Returns the share and the ticket by which the item can be withdrawn."""
+        share = self._shares.get(owner)
+        if share is None:
+            share = self._shares[owner] = Share(self._now_s)
+        elif not share.waiting and not share.num_running:
+            share.used_s = max(share.used_s, self._now_s)
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        share.waiting[ticket] = item
+        self._num_waiting += 1
+        return share, ticket
+
+    def withdraw(self, share: Share[Item], ticket: int) -> None:
+        """Takes out an item that waits; one that was taken is left alone."""
+        if ticket in share.waiting:
+            del share.waiting[ticket]
+            self._num_waiting -= 1
+
+    def take(self) -> tuple[Share[Item], Item]:
+        """The next item, whose share is told when it is done; there must be one."""
+        share = min((each for each in self._shares.values() if each.waiting), key=lambda each: each.used_s)
+        self._now_s = max(self._now_s, share.used_s)
+        # Those that have nothing here and are owed nothing need not be known.
+        self._shares = {
+            owner: each
+            for owner, each in self._shares.items()
+            if each.waiting or each.num_running or each.used_s > self._now_s
+        }
+        share.num_running += 1
+        self._num_waiting -= 1
+        return share, share.waiting.pop(next(iter(share.waiting)))
+
+    def waiting(self) -> list[Item]:
+        """All that wait, in no particular order."""
+        return [item for share in self._shares.values() for item in share.waiting.values()]
+
+
+_Call: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
 
 
 class FairQueue:
@@ -47,15 +111,14 @@ class FairQueue:
         self.num_threads = num_threads
         self._clock = clock
         self._changed = threading.Condition()
-        self._owners: dict[str, _Owner] = {}
-        self._now_s = 0.0  # what the owner had used whose work was taken last
+        self._turns: FairTurns[_Call] = FairTurns()
         self._is_closed = False
         self._threads: list[threading.Thread] = []
 
     @property
     def num_waiting(self) -> int:
         with self._changed:
-            return sum(len(owner.waiting) for owner in self._owners.values())
+            return len(self._turns)
 
     def submit(self, owner: str, work: Callable[[], T]) -> "Future[T]":
         """The future of a call; it can be cancelled until the call begins, and is when the queue closes before."""
@@ -64,23 +127,18 @@ class FairQueue:
             if self._is_closed:
                 future.cancel()
                 return future
-            found = self._owners.get(owner)
-            if found is None:
-                found = self._owners[owner] = _Owner(self._now_s)
-            elif not found.waiting and not found.num_running:
-                found.used_s = max(found.used_s, self._now_s)
-            found.waiting[future] = work
+            share, ticket = self._turns.put(owner, (future, work))
             self._changed.notify()
             if len(self._threads) < self.num_threads:
                 self._begin_thread()
-        future.add_done_callback(lambda done: self._forget(found, done))
+        future.add_done_callback(lambda _: self._forget(share, ticket))
         return future
 
     def close(self) -> None:
         """Cancels what waits; the threads end after what they are at. Idempotent."""
         with self._changed:
             self._is_closed = True
-            waiting = [future for owner in self._owners.values() for future in owner.waiting]
+            waiting = [future for future, _ in self._turns.waiting()]
             self._changed.notify_all()
         for future in waiting:
             future.cancel()
@@ -95,10 +153,10 @@ class FairQueue:
         self._threads.append(thread)
         thread.start()
 
-    def _forget(self, owner: _Owner, future: "Future[Any]") -> None:
+    def _forget(self, share: Share[_Call], ticket: int) -> None:
         # Cancelled: its work, and what it refers to, must not wait for a thread to be dropped.
         with self._changed:
-            owner.waiting.pop(future, None)
+            self._turns.withdraw(share, ticket)
 
     def _run(self) -> None:
         while self._do_next():
@@ -107,33 +165,18 @@ class FairQueue:
     def _do_next(self) -> bool:
         """Takes one piece of work, and does it; False if there will be none. No work is a local of a waiting thread."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or any(each.waiting for each in self._owners.values()))
+            self._changed.wait_for(lambda: self._is_closed or len(self._turns) > 0)
             if self._is_closed:
                 return False
-            owner = self._next_owner()
-            future = next(iter(owner.waiting))
-            work = owner.waiting.pop(future)
-            owner.num_running += 1
+            share, (future, work) = self._turns.take()
         begin_s = self._clock()
         if future.set_running_or_notify_cancel():
             _settle(future, work)
         with self._changed:
             used_s = self._clock() - begin_s
-            owner.num_running -= 1
-            owner.used_s += used_s
+            share.end(used_s)
             self.used_s += used_s
         return True
-
-    def _next_owner(self) -> _Owner:
-        owner = min((each for each in self._owners.values() if each.waiting), key=lambda each: each.used_s)
-        self._now_s = max(self._now_s, owner.used_s)
-        # Those that have nothing here and are owed nothing need not be known.
-        self._owners = {
-            name: each
-            for name, each in self._owners.items()
-            if each.waiting or each.num_running or each.used_s > self._now_s
-        }
-        return owner
 
 
 def _settle(future: "Future[Any]", work: Callable[[], Any]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from openinfer_core.fair_queue import FairTurns
 from openinfer_core.grammars import MaskWords
-from openinfer_engine.grammars.fair_turns import FairTurns
 from openinfer_engine.grammars.mask_queue import MaskJob, MaskQueue
 
 MASK = np.ones(1, np.uint32)

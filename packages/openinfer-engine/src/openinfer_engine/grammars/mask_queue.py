@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from openinfer_core.engine import MASK_OUTCOMES
+from openinfer_core.fair_queue import FairTurns, Share
 from openinfer_core.grammars import MaskWords
-from openinfer_engine.grammars.fair_turns import FairTurns, Share
 
 _CLOSE_S = 5.0  # that a mask which is being computed is waited for
 
