@@ -1,7 +1,7 @@
 """`openinfer bench hostile`: what a tenant sees while another one attacks, and what the attacker gets.
 
 For each attack (--attack) a server is started with `ulimit -n 256`, keys of two tenants and real grammars, and the
-victims' requests are measured three times, A-B-A: B beside the attack, A beside an honest tenant with as many requests
+victims' requests are measured three times, A-B-A: B during the attack, A next to an honest tenant with as many requests
 in flight as the attacker was admitted in a trial. A row fails if a victim's p99 of the time to first token, or of the
 gaps between tokens, is more than twice that of A and more than 20 ms more; if a victim is answered other than 200,
 which none in A was; if `/health` takes longer than a second and than twice what it took in A; if memory exceeds what

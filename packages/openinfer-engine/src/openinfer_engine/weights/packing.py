@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """The half byte of a word in which AutoAWQ ("gemm") has each of 8 columns."""
 _WORD_BITS = 32
-_WORDS_AT_ONCE = 64  # columns of words that are turned around together: what they touch stays in a cache
+_WORDS_AT_ONCE = 64  # columns of words that are transposed together: what they touch stays in a cache
 
 
 def unpacked(words: NDArray[Any], bits: int, axis: int) -> NDArray[np.uint8]:

@@ -183,7 +183,7 @@ def _read_codes(
 def _random_rows(
     codes: RandomCodes, matrix: StoredMatrix, stored: StoredFormat, shard: Shard, communicator: Communicator
 ) -> RandomCodes:
-    """Codes that come from no file need not be turned around: a rank's share of others."""
+    """Codes that come from no file need not be transposed: a rank's share of others."""
     rows, columns = matrix.shape
     bytes_of_row = columns * stored.format.code.bits // 8
     whole = RandomCodes.whole((rows, bytes_of_row), seed=codes.seed, mask=codes.mask, itemsize=1)
