@@ -16,7 +16,7 @@ import openinfer_kernels
 CSRC = Path(openinfer_kernels.__file__).parent / "csrc"
 PROGRAM = """
 #include <cstdio>
-#include "gemm/lowbit_places.cuh"
+#include "lowbit/lowbit_places.cuh"
 int main() {
   using namespace lowbit;
   for (int row = 0; row < kTileRows; row++)

@@ -1,6 +1,6 @@
 """How a matrix is multiplied by few tokens' kernels, and up to how many tokens: by measurement.
 
-    matrices on Hopper    csrc/gemm/lowbit_gemm.cuh, which dequantises codes in registers
+    matrices on Hopper    csrc/lowbit/lowbit_gemm.cuh, which dequantises codes in registers
     few tokens else       csrc/gemm/grouped_gemm.cuh, tiles of 8, 32 or 128 tokens, which does so too
     more                  the matrix is dequantised to BF16 in memory, once, and multiplied as any other
 

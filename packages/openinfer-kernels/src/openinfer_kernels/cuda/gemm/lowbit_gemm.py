@@ -1,4 +1,4 @@
-"""Products of quantised matrices on Hopper: `csrc/gemm/lowbit_gemm.cuh` dequantises codes in registers."""
+"""Products of quantised matrices on Hopper: `csrc/lowbit/lowbit_gemm.cuh` dequantises codes in registers."""
 
 import ctypes
 from itertools import product

@@ -1,4 +1,4 @@
-"""How products of quantised matrices are divided among blocks of `csrc/gemm/lowbit_gemm.cuh`.
+"""How products of quantised matrices are divided among blocks of `csrc/lowbit/lowbit_gemm.cuh`.
 
 up to 128 tokens    all tokens in one tile, each weight read once; K divided where there are few tiles
 more                tiles of 128 or 256 tokens, whichever keeps the multiprocessors busy

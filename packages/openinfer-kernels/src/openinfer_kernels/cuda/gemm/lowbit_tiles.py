@@ -1,4 +1,4 @@
-"""Quantised matrices in the tiles of `csrc/gemm/lowbit_tiles.cuh`, which has their order.
+"""Quantised matrices in the tiles of `csrc/lowbit/lowbit_tiles.cuh`, which has their order.
 
 Codes come to the device in the rows of a checkpoint, in pieces and from any thread; a kernel puts each piece where it
 belongs, and another one the scales and zero points.

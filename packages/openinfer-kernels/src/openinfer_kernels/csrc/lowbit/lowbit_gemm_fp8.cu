@@ -1,5 +1,5 @@
 // Products with Fp8 weights for any number of tokens: see lowbit_gemm.cuh.
-#include "gemm/lowbit_gemm.cuh"
+#include "lowbit/lowbit_gemm.cuh"
 
 LOWBIT_GEMM_SUMS(Fp8, fp8, kStore, store)
 LOWBIT_GEMM_SUMS(Fp8, fp8, kSwiglu, swiglu)

@@ -1,5 +1,5 @@
 // Products with Int4 weights for any number of tokens: see lowbit_gemm.cuh.
-#include "gemm/lowbit_gemm.cuh"
+#include "lowbit/lowbit_gemm.cuh"
 
 LOWBIT_GEMM_SUMS(Int4, int4, kStore, store)
 LOWBIT_GEMM_SUMS(Int4, int4, kSwiglu, swiglu)

@@ -1,7 +1,7 @@
 // Codes, scales and zero points on their way into the tiles of lowbit_tiles.cuh, and whole matrices out of them.
 #include "common/pdl.cuh"
 #include "gemm/gemm_epilogue.cuh"
-#include "gemm/lowbit_tiles.cuh"
+#include "lowbit/lowbit_tiles.cuh"
 
 using namespace lowbit;
 

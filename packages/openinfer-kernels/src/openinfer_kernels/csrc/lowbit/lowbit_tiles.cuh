@@ -18,7 +18,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "gemm/lowbit_places.cuh"
+#include "lowbit/lowbit_places.cuh"
 
 namespace lowbit {
 

@@ -25,8 +25,8 @@
 #pragma once
 #include "common/hopper.cuh"
 #include "gemm/gemm_epilogue.cuh"
-#include "gemm/lowbit_tiles.cuh"
-#include "gemm/wgmma_registers.cuh"
+#include "lowbit/lowbit_tiles.cuh"
+#include "lowbit/wgmma_registers.cuh"
 
 using namespace hopper;
 
