@@ -26,6 +26,7 @@ INFO = EngineInfo(
     num_blocks=4,
     max_num_seqs=1,
     max_waiting=1,
+    memory_bytes={"kv_cache": 1},
 )
 
 

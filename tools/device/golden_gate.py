@@ -1,6 +1,6 @@
 """The golden gate on a GPU: our engine against transformers in float32, at real shapes, on random weights.
 
-    python3 tools/device/golden_gate.py MODEL [--ranks N] [--commit COMMIT] [--out FILE]
+    python3 tools/device/golden_gate.py MODEL [--ranks N] [--kv-cache-dtype fp8] [--commit COMMIT] [--out FILE]
 
 MODEL is qwen3-4b, qwen3-8b, qwen3.5-4b, deepseek-v2-lite, gemma-2-2b or gemma-3-4b.
 
@@ -9,6 +9,10 @@ tokens. Over every position: the regret of our likeliest token (how much likelie
 |dlogprob| over our top 8. Beside each run stands what transformers in BF16 reaches on the same positions. The gate of
 DESIGN.md: regret at most 0.20 nat, |dlogprob| at most 0.06 in the mean and 0.20 at the 99th percentile. A control, an
 engine with a mistake, must not pass.
+
+KV in FP8 has a gate of its own: regret at most 0.25 nat, |dlogprob| at most twice that of transformers in BF16 on the
+same positions in the mean, and 0.30 at the 99th percentile. Its controls read V's scales doubled, and K's of the token
+before.
 """
 
 import argparse
@@ -47,14 +51,19 @@ from openinfer_core import (  # noqa: E402
 from openinfer_core.provenance import provenance  # noqa: E402
 from openinfer_deepseek import model as deepseek_v2  # noqa: E402
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve  # noqa: E402
-from openinfer_engine.options import DeviceKind  # noqa: E402
+from openinfer_engine.options import DeviceKind, KvCacheDtype  # noqa: E402
 from openinfer_gemma import model as gemma  # noqa: E402
 from openinfer_kernels import HostArray  # noqa: E402
+from openinfer_kernels.cuda.attention.paged import Attention  # noqa: E402
+from openinfer_kernels.cuda.common.libraries import cupy  # noqa: E402
 from openinfer_qwen3 import model as qwen3  # noqa: E402
 from openinfer_qwen35 import model as qwen35  # noqa: E402
 
 TOP = 8
 GATE = {"regret_max": 0.20, "dlogprob_mean": 0.06, "dlogprob_p99": 0.20}
+FP8_GATE = {"regret_max": 0.25, "dlogprob_p99": 0.30}
+FP8_MEAN_OF_BF16 = 2.0
+"""Times the mean |dlogprob| of transformers in BF16."""
 CONTROL = "control, must not pass"
 MISTAKES = {
     "deepseek_v2": "positions off by one from token 100 on",
@@ -97,7 +106,8 @@ class Answer:
 class Comparison:
     """Regret and |dlogprob| over positions; log-probabilities are rows on the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: dict[str, float]) -> None:
+        self._limits = limits
         self.regrets: list[float] = []
         self.differences: list[float] = []
 
@@ -117,22 +127,23 @@ class Comparison:
             result["dlogprob_mean"] = float(np.mean(self.differences))
             result["dlogprob_p99"] = float(np.percentile(self.differences, 99))
             result["dlogprob_max"] = max(self.differences)
-        result["passes"] = all(result[name] <= limit for name, limit in GATE.items() if name in result)
+        result["passes"] = all(result[name] <= limit for name, limit in self._limits.items() if name in result)
         return result
 
 
 class Gate:
     """Compares answers with the reference, and keeps the rows of the report."""
 
-    def __init__(self, reference: Reference) -> None:
+    def __init__(self, reference: Reference, limits: dict[str, float]) -> None:
         self._reference = reference
+        self._limits = limits
         self._scores: dict[tuple[int, ...], Scores] = {}
         self.rows: list[dict[str, Any]] = []
         self.likeliest: list[float] = []
         """Largest log-probability of the truth at each position compared."""
 
     def compare(self, run: str, answers: Sequence[Answer], **facts: Any) -> None:
-        ours, theirs = Comparison(), Comparison()
+        ours, theirs = Comparison(self._limits), Comparison(self._limits)
         for answer in answers:
             scores = self._score(answer)
             for position, top_ids, top_logprobs in answer.scored():
@@ -142,6 +153,8 @@ class Gate:
                 theirs.add(truth, ids.tolist(), values.tolist())
                 self.likeliest.append(float(truth.max()))
         row = {"run": run, **facts, **ours.result(), "transformers_bf16": theirs.result()}
+        if self._limits is FP8_GATE and "dlogprob_mean" in row:
+            row["passes"] &= row["dlogprob_mean"] <= FP8_MEAN_OF_BF16 * row["transformers_bf16"]["dlogprob_mean"]
         self.rows.append(row)
         print(f"{run:>30}: {_shown(row)}\n{'transformers BF16':>30}: {_shown(row['transformers_bf16'])}", flush=True)
 
@@ -198,9 +211,11 @@ def ask(prompts: Sequence[Sequence[int]], lengths: Sequence[int], **sampling: An
     ]
 
 
-def run_all(folder: Path, gate: Gate, rng: np.random.Generator, vocab_size: int, *, ranks: int) -> dict[str, bool]:
+def run_all(
+    folder: Path, gate: Gate, rng: np.random.Generator, vocab_size: int, *, ranks: int, kv_cache_dtype: KvCacheDtype
+) -> dict[str, bool]:
     """Every run of the gate; returns which runs were the same twice."""
-    shared = {"tensor_parallel_size": ranks}
+    shared: dict[str, Any] = {"tensor_parallel_size": ranks, "kv_cache_dtype": kv_cache_dtype}
     prompts = rng.integers(0, vocab_size, (4, 256)).tolist()
     scored = ask(prompts, [1] * 4, prompt_logprobs=TOP, logprobs=TOP)
 
@@ -241,6 +256,31 @@ def run_control(folder: Path, gate: Gate, rng: np.random.Generator, config: dict
     loop.close()
 
 
+def run_fp8_controls(folder: Path, gate: Gate, rng: np.random.Generator, vocab_size: int) -> None:
+    """Attention that reads wrong scales, of one step of four prompts."""
+    prompts = rng.integers(0, vocab_size, (4, 256)).tolist()
+    right = Attention.paged_attention
+    for mistake in ("V's scales doubled", "K's scales of the token before"):
+
+        def paged_attention(self: Any, q: Any, cache: Any, mistake: str = mistake, **keywords: Any) -> Any:
+            scales: Any = cache.scales
+            if mistake.startswith("V"):
+                scales[:, cache.layer, 1] *= 2
+            else:
+                scales[:, cache.layer, 0] = cupy.roll(scales[:, cache.layer, 0], 1, axis=-1)
+            return right(self, q, cache, **keywords)
+
+        sizes: dict[str, Any] = {"cuda_graph": False, "prefix_cache": False, "max_num_seqs": 4}
+        Attention.paged_attention = paged_attention  # before the operators are bound
+        try:
+            loop = open_loop(folder, kv_cache_dtype=KvCacheDtype.FP8, **sizes)
+            answers = play(loop, ask(prompts, [1] * 4, prompt_logprobs=TOP, logprobs=TOP))
+        finally:
+            Attention.paged_attention = right
+        gate.compare(CONTROL, answers, mistake=mistake)
+        loop.close()
+
+
 @contextmanager
 def mistaken(model_type: str) -> Generator[None]:
     """Within it, models are loaded with the mistake of their type."""
@@ -274,6 +314,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=sorted(CONFIGS))
     parser.add_argument("--ranks", type=int, default=1, help="GPUs that share the model, but for the control")
+    parser.add_argument("--kv-cache-dtype", type=KvCacheDtype, default=KvCacheDtype.AUTO, help="fp8: by its own gate")
     parser.add_argument("--layers", type=int, help="fewer, for a quick look")
     parser.add_argument("--logit-std", type=float, default=2.0, help="of what the context adds")
     parser.add_argument("--commit", help="where the checkout does not say")
@@ -285,9 +326,14 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(dir=_roomiest()))
     try:
         reference = Reference(folder, config, logit_std=arguments.logit_std)
-        gate = Gate(reference)
-        identical = run_all(folder, gate, np.random.default_rng(1), config["vocab_size"], ranks=arguments.ranks)
-        run_control(folder, gate, np.random.default_rng(2), config)
+        is_fp8 = arguments.kv_cache_dtype is KvCacheDtype.FP8
+        gate = Gate(reference, FP8_GATE if is_fp8 else GATE)
+        shared = {"ranks": arguments.ranks, "kv_cache_dtype": arguments.kv_cache_dtype}
+        identical = run_all(folder, gate, np.random.default_rng(1), config["vocab_size"], **shared)
+        if is_fp8:
+            run_fp8_controls(folder, gate, np.random.default_rng(2), config["vocab_size"])
+        else:
+            run_control(folder, gate, np.random.default_rng(2), config)
     finally:
         shutil.rmtree(folder)
     print(f"largest log-probability of the truth, mean {np.mean(gate.likeliest):.2f}; identical twice: {identical}")
@@ -313,11 +359,12 @@ def _report(
         "set_up": {
             "layers": config["num_hidden_layers"],
             "ranks": arguments.ranks,
+            "kv_cache_dtype": arguments.kv_cache_dtype,
             "weights": "random BF16, tools/device/golden_reference.py",
             "logit_std": arguments.logit_std,
             "mean_largest_logprob": float(np.mean(gate.likeliest)),
         },
-        "gate": GATE,
+        "gate": FP8_GATE if arguments.kv_cache_dtype is KvCacheDtype.FP8 else GATE,
         "identical_twice": identical,
         "runs": [row for row in gate.rows if row["run"] != CONTROL],
         "control": [row for row in gate.rows if row["run"] == CONTROL],

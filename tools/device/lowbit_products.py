@@ -1,6 +1,7 @@
 """Products of low-bit matrices on a Hopper GPU: checked against float64, and timed next to BF16.
 
-    python3 tools/device/lowbit_products.py [check] [memcheck] [chains] [single] [--tokens N ...] [--json FILE]
+    python3 tools/device/lowbit_products.py [check] [memcheck] [chains] [single] [--formats NAME ...] [--tokens N ...]
+                                            [--json FILE]
 
 check      every code, grouping, epilogue and size of tiles, each twice: the same bits, and near float64
 memcheck   a few small ones of these, for compute-sanitizer
@@ -28,6 +29,7 @@ from openinfer_kernels.cuda.common.libraries import bfloat16  # noqa: E402
 from openinfer_kernels.cuda.common.memory import Memory  # noqa: E402
 from openinfer_kernels.cuda.gemm import dispatch  # noqa: E402
 from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm  # noqa: E402
+from openinfer_kernels.cuda.gemm.dispatch import MOST_LOWBIT_TOKENS  # noqa: E402
 from openinfer_kernels.cuda.gemm.gemm import Gemm  # noqa: E402
 from openinfer_kernels.cuda.gemm.grouped_gemm import GroupedGemm  # noqa: E402
 from openinfer_kernels.cuda.gemm.library_products import LibraryProducts  # noqa: E402
@@ -73,8 +75,11 @@ CASES = (
     described(Code.INT8, 1, 32, ScaleType.F16, zeros=True),
     described(Code.INT8, 1, 128, ScaleType.F16, zeros=True),
     described(Code.E2M1, 1, 32, ScaleType.E8M0),
+    WeightFormat(code=Code.INT4, group_rows=1, group_columns=32, scales=ScaleType.F16, minimums=True),
+    described(Code.INT4, 1, 32, ScaleType.F16),
+    described(Code.INT8, 1, 32, ScaleType.F16),
 )
-STEPS = {"fp8": CASES[0], "int4": CASES[4]}
+STEPS = {"fp8": CASES[0], "int4": CASES[4], "q4_1": CASES[14], "q4_0": CASES[15], "q8_0": CASES[16]}
 
 
 def stored_scales(scales: ScaleType, values):
@@ -101,7 +106,9 @@ def random_part(made: WeightFormat, rows: int, columns: int):
     codes = HOST.integers(0, 256, (rows, columns * made.code.bits // 8), dtype=np.uint8)
     if made.code is Code.E4M3:
         codes = np.where((codes & 0x7F) == 0x7F, codes & 0x3F, codes)
-    part = QuantisedPart(format=made, codes=codes, scales=stored, zero_points=zeros)
+    lowest = HOST.uniform(0.3, 0.7, grid) * -15 * scales if made.minimums else None
+    minimums = None if lowest is None else lowest.astype(np.float16)
+    part = QuantisedPart(format=made, codes=codes, scales=stored, zero_points=zeros, minimums=minimums)
     if made.code.bits == 4:
         codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(rows, columns)
     r = np.arange(rows) // (made.group_rows or rows)
@@ -111,9 +118,10 @@ def random_part(made: WeightFormat, rows: int, columns: int):
     elif made.code is Code.E2M1:
         numbers = np.concatenate([E2M1, -E2M1])[codes]
     else:
-        centre = 1 << (made.code.bits - 1)
+        centre = 0 if made.minimums else 1 << (made.code.bits - 1)
         numbers = codes.astype(np.float64) - (centre if zeros is None else zeros.astype(np.float64)[r[:, None], c])
-    return part, cupy.asarray(numbers * scales.astype(np.float64)[r[:, None], c])
+    values = numbers * scales.astype(np.float64)[r[:, None], c]
+    return part, cupy.asarray(values if minimums is None else values + minimums.astype(np.float64)[r[:, None], c])
 
 
 def random_matrix(quantised: Quantised, made: WeightFormat, rows: int, columns: int):
@@ -123,7 +131,10 @@ def random_matrix(quantised: Quantised, made: WeightFormat, rows: int, columns: 
     zeros = HOST.integers(0, 1 << made.code.bits, grid, dtype=np.uint8) if made.zero_points else None
     shape, mask = (rows, columns * made.code.bits // 8), 0xBF if made.code is Code.E4M3 else 0xFF
     codes = RandomCodes.whole(shape, seed=int(HOST.integers(1 << 30)), mask=mask, itemsize=1)
-    return quantised.upload_quantised(QuantisedPart(format=made, codes=codes, scales=stored, zero_points=zeros))
+    minimums = np.full(grid, -8 * SIZES_OF_SCALES[made.code], np.float16) if made.minimums else None
+    return quantised.upload_quantised(
+        QuantisedPart(format=made, codes=codes, scales=stored, zero_points=zeros, minimums=minimums)
+    )
 
 
 def reference(x, weight, epilogue: Epilogue):
@@ -157,7 +168,8 @@ def check(quantised: Quantised, gemm: LowbitGemm, tokens, shapes) -> None:
                         if not error < MOST_ERROR[epilogue]:
                             num_bad += 1
                             print("BAD", made, (rows, columns), m, name, error)
-        num_bad += not worst["dequantised"] <= 2.0**-8
+        # what a minimum adds is rounded before the sum
+        num_bad += not worst["dequantised"] <= 2.0 ** (-7 if made.minimums else -8)
         print(made, "  ".join(f"{name} {error:.1e}" for name, error in worst.items()), flush=True)
     print("check:", f"{num_bad} BAD" if num_bad else "ok", flush=True)
 
@@ -262,12 +274,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="+", choices=("check", "memcheck", "chains", "single"))
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--formats", nargs="+", choices=STEPS, default=["fp8", "int4"])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     device = Device.open()
     linear, norm = Linear(device, DecodeGemm(device), Gemm(device), LibraryProducts(device)), Norm(device)
     quantised, gemm = Quantised(device, GroupedGemm(device), Memory(device), linear), LowbitGemm(device)
-    for kernels in ("fp8", "int8", "int4", "fp4"):
+    for kernels in MOST_LOWBIT_TOKENS:
         gemm.load(kernels)
     if "memcheck" in given.what:
         check(quantised, gemm, (1, 9, 31, 64, 100, 257), ((256, 416),))
@@ -281,7 +294,7 @@ def main() -> None:
     with linear.tuning():
         for tokens in given.tokens:
             chain(dense, dense.step, linear, norm, tokens)()
-    ways = {"bf16": dense} | {name: Lowbit(quantised, made, dense) for name, made in STEPS.items()}
+    ways = {"bf16": dense} | {name: Lowbit(quantised, STEPS[name], dense) for name in given.formats}
     record: dict[str, object] = {"gpu": device.name}
     if "chains" in given.what:
         record["chains"] = [time_chains(ways, dense.step, linear, norm, tokens) for tokens in given.tokens]

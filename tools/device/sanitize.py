@@ -12,6 +12,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from source_packages import ROOT, environment, folders
 
@@ -21,8 +22,10 @@ import numpy as np  # noqa: E402
 
 from openinfer_kernels.catalogue import WITHOUT_GPU_KERNEL  # noqa: E402
 from openinfer_kernels.cpu import CpuOps  # noqa: E402
+from openinfer_kernels.cpu.attention.cache_formats import fp8_quantised  # noqa: E402
 from openinfer_kernels.cuda import CudaOps  # noqa: E402
-from openinfer_kernels.ops import PagedCache, SamplingBatch  # noqa: E402
+from openinfer_kernels.cuda.attention.paged import Attention  # noqa: E402
+from openinfer_kernels.ops import CacheFormat, PagedCache, SamplingBatch  # noqa: E402
 from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES, DEFAULTS  # noqa: E402
 from openinfer_kernels.providers import PROVIDABLE  # noqa: E402
 from openinfer_kernels.testing.paged import make_batch, make_paged_case  # noqa: E402
@@ -64,7 +67,7 @@ def sanitized(tool: str, only: list[str], limit: float, logs: Path | None) -> bo
 def run(only: list[str]) -> int:
     ops = CudaOps()
     larger = Larger(ops)
-    for name in only or [*PROVIDABLE, "products", "attention", "sampling"]:
+    for name in only or [*PROVIDABLE, "products", "attention", "fp8_cache", "sampling"]:
         if name in WITHOUT_GPU_KERNEL:
             continue
         if name in PROVIDABLE:
@@ -73,6 +76,34 @@ def run(only: list[str]) -> int:
             getattr(larger, name)()
         print(f"{name}: right", flush=True)
     return 0
+
+
+class WithoutHopper:
+    """A device whose kernels for Hopper are not used."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def has(self, stem: str) -> bool:
+        return "hopper" not in stem and self._device.has(stem)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+
+def _fp8_cache(kv_cache: Any, upload: Any) -> PagedCache:
+    tokens, head_dim = kv_cache.shape[4:]
+    memory = np.full((*kv_cache.shape[:4], tokens * (head_dim + 4)), 0xFF, np.uint8)
+    codes, scales = fp8_quantised(kv_cache)
+    memory[..., : tokens * head_dim] = codes.reshape((*memory.shape[:4], -1))
+    memory.view(np.float32)[..., tokens * head_dim // 4 :] = scales
+    there = upload(memory)
+    return PagedCache(
+        data=there[..., : tokens * head_dim].reshape(kv_cache.shape),
+        layer=1,
+        format=CacheFormat.FP8,
+        scales=there.view(np.float32)[..., tokens * head_dim // 4 :],
+    )
 
 
 class Larger:
@@ -113,6 +144,26 @@ class Larger:
                         q, PagedCache(data=cache, layer=1), batch=self._uploaded(case.batch), scale=scale, **there
                     )
                     self._require_close(f"attention of {rows} with {asked}", got, expected)
+
+    def fp8_cache(self) -> None:
+        """A step's tokens appended to a cache in FP8, then attention over it: kernels for Hopper, and for any GPU."""
+        attentions = [Attention(device) for device in (self._ops.device, WithoutHopper(self._ops.device))]
+        for head_dim in (64, 128, 256):
+            for rows in (((700, 1), (33, 1)), ((200, 200), (90, 3)), ((900, 16),)):
+                block_tokens = 16 if len(rows) > 1 else 64
+                case = make_paged_case(self._rng, rows, num_kv_heads=2, head_dim=head_dim, block_tokens=block_tokens)
+                there, host = (_fp8_cache(case.kv_cache, upload) for upload in (self._ops.upload, np.array))
+                rope = np.stack([np.ones((1000, head_dim // 2)), np.zeros((1000, head_dim // 2))]).astype(np.float32)
+                qkv, batch = self._normal(case.num_tokens, 12 * head_dim), self._uploaded(case.batch)
+                q = self._ops.rope_append(qkv, rope=self._ops.upload(rope), cache=there, batch=batch)
+                right = self._cpu.rope_append(self._host(qkv), rope=rope, cache=host, batch=case.batch)
+                self._require_close(f"rope_append of {rows} in FP8", q, right)
+                codes = self._ops.download(there.data)
+                assert np.array_equal(codes, host.data), f"codes of {rows}"
+                expected = self._cpu.paged_attention(self._host(q), host, batch=case.batch, scale=head_dim**-0.5)
+                for attention in attentions:
+                    got = attention.paged_attention(q, there, batch=batch, scale=head_dim**-0.5)
+                    self._require_close(f"attention of {rows} in FP8", got, expected)
 
     def sampling(self) -> None:
         ops, cpu, rng = self._ops, self._cpu, self._rng

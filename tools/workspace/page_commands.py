@@ -126,7 +126,8 @@ def known_flags(words: list[str]) -> tuple[bool, set[str] | None]:
     if words[0] == "openinfer":
         if len(words) == 1 or words[1].startswith("-"):
             return True, {"--version", "--help"}
-        command = words[1:3] if words[1] in {"bench", "kernels"} and len(words) > 2 else words[1:2]
+        has_parts = words[1] in {"bench", "kernels"} or words[1:3] in (["simulate", "fit"], ["simulate", "replay"])
+        command = words[1:3] if has_parts and len(words) > 2 else words[1:2]
         if command[0].isupper() or command[-1].isupper() or command[-1] == "...":
             return True, None
         return flags_of_openinfer(tuple(command))

@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import os
 from dataclasses import replace
 
 import pytest
 
 from openinfer_bench import hostile
-from openinfer_bench.hostile.arms import Row, Size, failures
+from openinfer_bench.hostile.arms import FULL, Row, Size, failures
 from openinfer_bench.hostile.attacks import ATTACKS, HONEST, run_attack
+from openinfer_bench.hostile.lanes import in_lanes
 from openinfer_bench.hostile.victims import Seen
 from openinfer_bench.http_client import HANG, Address, Answer
 
@@ -39,7 +41,7 @@ ROW = Row(
 
 
 def test_row_at_its_bounds_passes():
-    assert failures(ROW, has_ended=False) == []
+    assert failures(ROW, FULL, has_ended=False) == []
 
 
 @pytest.mark.parametrize(
@@ -49,19 +51,22 @@ def test_row_at_its_bounds_passes():
         ({"itl_p99_ms": 24.1}, "ITL"),
         ({"statuses": {"200": 999, "503": 1}}, "victims got"),
         ({"statuses": {"200": 999, "lost": 1}}, "victims got"),
-        ({"requests": 300}, "300 victims' requests"),
+        ({"requests": 999}, "999 requests, 21000 gaps"),
+        ({"gaps": 19_999}, "1000 requests, 19999 gaps"),
+        ({"requests_honest": 1999}, "1999 requests, 42000 gaps in two arms"),
+        ({"gaps_honest": 39_999}, "2000 requests, 39999 gaps in two arms"),
         ({"health_s": 1.1}, "health"),
         ({"peak_mib": 1025.0}, "memory"),
         ({"outcomes": {"500": 1}}, "attackers got {'500': 1}"),
     ],
 )
 def test_row_beyond_a_bound_says_which(change, told):
-    (failure,) = failures(replace(ROW, **change), has_ended=False)
+    (failure,) = failures(replace(ROW, **change), FULL, has_ended=False)
     assert failure.startswith(told)
 
 
 def test_end_of_the_server_fails():
-    assert failures(ROW, has_ended=True) == ["the server ended"]
+    assert failures(ROW, FULL, has_ended=True) == ["the server ended"]
 
 
 def test_what_never_came_counts_with_the_time_that_it_was_waited_for():
@@ -69,9 +74,10 @@ def test_what_never_came_counts_with_the_time_that_it_was_waited_for():
     seen.add(Answer(begin_s=10.0, status=200, event_s=[11.0, 13.0], end_s=99.0))
     seen.add(Answer(begin_s=10.0, status=HANG, end_s=40.0))
     seen.add(Answer(begin_s=10.0, status=HANG, event_s=[12.0], end_s=40.0))
-    assert seen.ttft_s == [1.0, 30.0, 2.0]
+    seen.add(Answer(begin_s=10.0, status=429, end_s=10.5))
+    assert seen.ttft_s == [1.0, 30.0, 2.0, 0.5]
     assert seen.gaps_s == [2.0, 28.0]
-    assert seen.statuses == {"200": 1, "cut": 2}
+    assert seen.statuses == {"200": 1, "cut": 2, "429": 1}
 
 
 def test_requests_under_way_at_the_end_are_admitted_and_silent_connections_are_none():
@@ -103,7 +109,7 @@ def test_every_attack_says_what_it_is():
 
 
 def test_attack_is_measured_from_start_to_end(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(hostile, "QUICK", Size(about="a test", requests=6, trial_s=0.2, deadline_s=60.0))
+    monkeypatch.setattr(hostile, "QUICK", Size(about="a test", requests=6, gaps=6, trial_s=0.2, deadline_s=60.0))
     file = tmp_path / "rows.json"
     hostile.run(["--quick", "--attack", "many-choices", "--json", str(file)])
     (row,) = json.loads(file.read_text())["rows"]
@@ -112,4 +118,21 @@ def test_attack_is_measured_from_start_to_end(tmp_path, capsys, monkeypatch):
     assert set(row["outcomes"]) <= {"400", "429", "503"}
     assert row["gaps"] >= 6
     assert row["peak_mib"] > 0
+    assert row["idle_mib"] < row["allowed_mib"] <= 1024
     assert "1 attacks" in capsys.readouterr().out
+
+
+def test_each_lane_has_processors_of_its_own():
+    usable = os.sched_getaffinity(0)
+    kept = [result() for _, result in in_lanes(os.sched_getaffinity, [0, 0, 0], processors=1)]
+    assert [len(each) for each in kept] == [1, 1, 1]
+    assert set().union(*kept) <= usable
+    (untouched,) = [result() for _, result in in_lanes(os.sched_getaffinity, [0], processors=0)]
+    assert untouched == usable
+
+
+def test_what_a_lane_raises_is_raised_where_its_result_is_asked_for():
+    results = dict(in_lanes(os.sched_getaffinity, [0, 2**30], processors=1))
+    assert results[0]()
+    with pytest.raises(ProcessLookupError):
+        results[2**30]()

@@ -154,3 +154,47 @@ def test_fair_share_charges_what_was_generated_when_it_is_known(generated_tokens
     policy.admitted(one)
     policy.ended(one, generated_tokens=generated_tokens)
     assert policy.key(waiting(request(1, tenant="a"), 1)) == (start, 1)
+
+
+def choice(request_id: int, number: int, *, tenant: str = "a") -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId(request_id),
+        prompt_token_ids=(1,) * 10,
+        sampling=SamplingParams(max_tokens=1),
+        tenant=tenant,
+        choice=number,
+    )
+
+
+def served_by_next(policy: FairShare, by_id: dict[int, GenerateRequest], *, full: frozenset[str]) -> list[int]:
+    served: list[int] = []
+    while by_id:
+        served.append(policy.next(full))
+        policy.admitted(by_id.pop(served[-1]))
+    return served
+
+
+def test_fair_share_is_asked_for_the_next_as_the_keys_say_without_choices() -> None:
+    policy = FairShare(CONFIG)
+    requests = {i: request(i, tenant="abc"[i * i % 3], tokens=2 + i * 7 % 31) for i in range(60)}
+    keys = {i: policy.key(waiting(each, i)) for i, each in requests.items()}
+    for i in (5, 30, 31):
+        policy.withdrawn(requests.pop(i))
+        del keys[i]
+    assert served_by_next(policy, requests, full=frozenset()) == sorted(keys, key=keys.__getitem__)
+
+
+def test_fair_share_passes_over_full_tenants_while_others_wait() -> None:
+    policy = FairShare(CONFIG)
+    requests = {i: request(i, tenant="ab"[i % 2]) for i in range(6)}
+    for i, each in requests.items():
+        policy.key(waiting(each, i))
+    assert served_by_next(policy, requests, full=frozenset("a")) == [1, 3, 5, 0, 2, 4]
+
+
+def test_fair_share_takes_many_choices_for_one_request() -> None:
+    policy = FairShare(CONFIG)
+    requests = {i: choice(i, i) for i in range(16)} | {i: choice(i, 0) for i in range(16, 20)}
+    for i, each in requests.items():
+        policy.key(waiting(each, i))
+    assert served_by_next(policy, requests, full=frozenset())[:9] == [0, 16, 1, 17, 2, 18, 3, 19, 4]

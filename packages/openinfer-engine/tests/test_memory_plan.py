@@ -14,14 +14,16 @@ from openinfer_core import Refused, find_plugin, read_config
 from openinfer_engine import EngineOptions, LocalGroup, resolve
 from openinfer_engine.cpu.backend import CpuBackend
 from openinfer_engine.cpu.worker import WorkerLimits
+from openinfer_engine.cuda.named_gpus import NAMED_GPUS, NamedGpuBackend
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.kv_tables import TableChoice
 from openinfer_engine.launch import build_loop
-from openinfer_engine.memory_plan import plan_ranks, weights_bytes_of_rank
+from openinfer_engine.memory_plan import plan_ranks, weights_of_rank
 from openinfer_engine.options import DeviceKind, LoopHost
 from openinfer_engine.served_context import fit_context
+from openinfer_engine.testing.quantised_checkpoints import SCHEMES
 from openinfer_engine.weights.dummy import DummyWeights
-from openinfer_engine.weights.weight_bytes import rank_weights_bytes
+from openinfer_engine.weights.weight_bytes import rank_weights
 from openinfer_kernels import Array, WeightPart
 from openinfer_kernels.cpu import CpuOps
 
@@ -59,7 +61,35 @@ def test_weights_of_a_rank_are_counted_as_they_are_loaded(ranks: int, changes: M
         return ops.num_bytes
 
     of_rank_0, *_ = LocalGroup(ranks).run(load)
-    assert rank_weights_bytes(DEFINITION, config, size=ranks, itemsize_bytes=4) == of_rank_0
+    assert rank_weights(DEFINITION, config, size=ranks, itemsize_bytes=4).num_bytes == of_rank_0
+
+
+def planned(gpu: str, quantization: Mapping[str, Any], **options: Any) -> tuple[float, str]:
+    """Bytes of weights on one GPU, as a share of BF16's, and what is said of the kernels."""
+    published = {**PUBLISHED, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    backend = NamedGpuBackend(NAMED_GPUS[gpu], EngineOptions(device=DeviceKind.CUDA, **options))
+    plain = weights_of_rank(DEFINITION, DEFINITION.parse(published), backend, ranks=1)
+    config = DEFINITION.parse(published | {"quantization_config": quantization})
+    found = weights_of_rank(DEFINITION, config, backend, ranks=1)
+    return found.num_bytes / plain.num_bytes, backend.weight_kernels(found.products).get("quantised weights", "")
+
+
+def test_plan_says_which_kernel_a_gpu_has_for_a_format_and_what_it_does_without() -> None:
+    awq, nvfp4 = SCHEMES["awq"].config, SCHEMES["nvfp4"].config
+    on_hopper, said = planned("h200-141g", awq)
+    assert said == (
+        "4 of int4 in groups of 1 x 32 with f16 scales and zero points: lowbit_gemm_int4, "
+        "dequantised to BF16 first for many tokens"
+    )
+    on_ampere, said = planned("a100-40g", awq)
+    assert on_ampere == on_hopper < 0.7
+    assert "no kernel on this GPU, dequantised to BF16 at each product" in said
+    assert "no kernel on this GPU, dequantised to BF16 at each" in planned("h200-141g", awq, batch_invariant=True)[1]
+    share, said = planned("h200-141g", nvfp4)
+    assert share == 1, "without a kernel it is as large as BF16"
+    assert said.endswith("no kernel on this GPU, dequantised to BF16 when loaded, which takes a BF16 model's memory")
+    assert "grouped_gemm_fp8" in planned("a100-40g", SCHEMES["fp8 blocks F32"].config)[1]
+    assert planned("a100-40g", {}) == (1.0, "")
 
 
 class SmallDevice(CpuBackend):
@@ -105,8 +135,8 @@ def test_a_loading_that_cannot_be_counted_is_said_and_taken_as_cut_evenly(caplog
 
     odd: Any = Odd()
     config = DEFINITION.parse(PUBLISHED)
-    whole = weights_bytes_of_rank(DEFINITION, config, CpuBackend(EngineOptions()), ranks=1)
-    assert rank_weights_bytes(odd, config, size=2, itemsize_bytes=4) == whole // 2
+    whole = weights_of_rank(DEFINITION, config, CpuBackend(EngineOptions()), ranks=1).num_bytes
+    assert rank_weights(odd, config, size=2, itemsize_bytes=4).num_bytes == whole // 2
     assert "calls the operator sample" in caplog.text
 
 

@@ -7,6 +7,7 @@ implementation is one more entry in `IMPLEMENTATIONS`.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +19,17 @@ from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES, DEFAULTS
 from openinfer_kernels.testing.paged import PagedCase, make_paged_case
 
+AS_CAPABILITY = os.environ.get("OPENINFER_TEST_AS_CAPABILITY", "")
+"""`8.0` runs the tests of a GPU with the kernels alone that Ampere has: paths that a newer GPU never takes."""
+
 
 def cuda_ops() -> Ops:
-    from openinfer_kernels.cuda import CudaOps
+    from openinfer_kernels.cuda import CudaOps, Device
 
-    return CudaOps()
+    if not AS_CAPABILITY:
+        return CudaOps()
+    major, minor = AS_CAPABILITY.split(".")
+    return CudaOps(Device.open(as_capability=(int(major), int(minor))))
 
 
 def why_no_gpu() -> str | None:

@@ -17,7 +17,6 @@ from openinfer_engine.options import DeviceKind
 from openinfer_engine.testing import Answer, prompt_differences, random_requests, random_weights, run_at_once
 from openinfer_engine.testing.quantised_checkpoints import SCHEMES, write_quantised
 from openinfer_engine.testing.quantised_family import projections
-from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_qwen3.family import Qwen3Definition
 
 pytestmark = pytest.mark.gpu
@@ -39,8 +38,6 @@ CONFIG = {
     "vocab_size": 1024,
 }
 BF16_LOGPROB = 0.15
-WITHOUT_KERNEL = {"nvfp4", "nvfp4 modelopt"}
-"""Groups of 16: refused by name on a GPU."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +62,7 @@ def answers_of(model_dir: Path, device: DeviceKind, *, num_requests: int, max_pr
 
 
 @pytest.mark.parametrize("num_requests", [1, 12], ids=["few tokens", "many tokens"])
-@pytest.mark.parametrize("scheme", sorted(SCHEMES.keys() - WITHOUT_KERNEL))
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
 def test_log_probabilities_are_close_to_the_cpus(
     plain_dir: Path, tmp_path: Path, scheme: str, num_requests: int
 ) -> None:
@@ -80,11 +77,3 @@ def test_log_probabilities_are_close_to_the_cpus(
     assert max(differences) < BF16_LOGPROB
     assert np.mean(differences) < BF16_LOGPROB / 5
     assert np.mean(differences) < np.mean(prompt_differences(unlike, cpu)), "the model that it was made of is nearer"
-
-
-@pytest.mark.parametrize("scheme", sorted(WITHOUT_KERNEL))
-def test_format_without_a_kernel_is_refused_by_name(plain_dir: Path, tmp_path: Path, scheme: str) -> None:
-    folder = tmp_path / "model"
-    write_quantised(plain_dir, folder, SCHEMES[scheme], projections(plain_dir))
-    with pytest.raises(ArrayMismatchError, match="kernel"):
-        answers_of(folder, DeviceKind.CUDA, num_requests=1, max_prompt_tokens=9)

@@ -96,6 +96,7 @@ def info(tokenizer: tokenizers.Tokenizer) -> EngineInfo:
         num_blocks=64,
         max_num_seqs=64,
         max_waiting=256,
+        memory_bytes={"kv_cache": 4096},
     )
 
 

@@ -106,7 +106,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Array
     """`[h]`"""
-    lm_head: Array
+    lm_head: LinearWeight
     """`[V / ranks, h]`, a view of `embed_tokens`."""
 
 

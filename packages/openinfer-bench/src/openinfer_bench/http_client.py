@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import json
+import ssl
 import time
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 DEADLINE_S = 120.0
 _READ_BYTES = 2**20  # of a line; an event may hold a whole completion
@@ -13,10 +16,36 @@ LOST, HANG = 0, -1  # in the place of a status: the connection ended without an 
 
 
 class Address(NamedTuple):
-    """Of a server."""
+    """Of a server; with TLS, whose certificate is not checked: these clients started the server themselves."""
 
     host: str
     port: int
+    is_tls: bool = False
+
+    @classmethod
+    def of(cls, url: str) -> "Address":
+        """The server of a URL that has a port."""
+        parts = urlsplit(url)
+        return cls(parts.hostname or "", parts.port or 0, parts.scheme == "https")
+
+    @property
+    def url(self) -> str:
+        """Without a path."""
+        return f"{'https' if self.is_tls else 'http'}://{self.host}:{self.port}"
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Opens a connection; lines of up to 1 MiB can be read from it. Raises `OSError`."""
+        context = unverified() if self.is_tls else None
+        return await asyncio.open_connection(self.host, self.port, limit=_READ_BYTES, ssl=context)
+
+
+@cache
+def unverified() -> ssl.SSLContext:
+    """Of a client that takes any certificate; one for all, since making one takes as long as a handshake."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 @dataclass(slots=True)
@@ -60,7 +89,7 @@ async def ask(
     answer = Answer(begin_s=time.monotonic())
     try:
         async with asyncio.timeout(deadline_s):
-            reader, writer = await asyncio.open_connection(*address, limit=_READ_BYTES)
+            reader, writer = await address.connect()
             try:
                 writer.write(_request(path, encoded, key))
                 status = await _follow(reader, answer, leave_after)

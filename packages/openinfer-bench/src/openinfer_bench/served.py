@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import re
 import subprocess
 import sys
 import tempfile
@@ -13,10 +14,12 @@ from pathlib import Path
 import msgspec
 
 from openinfer.start_report import StartReport
+from openinfer_bench.http_client import unverified
 from openinfer_core import EngineClosed
 
 OPENINFER = (sys.executable, "-P", "-m", "openinfer.commands.main")
 _END_S = 60.0
+_ADDRESS = re.compile(r" on (?P<scheme>https?)://\S+:(?P<port>\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +58,10 @@ def served(
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
             try:
                 line = process.stdout.readline().strip() if process.stdout is not None else ""
-                if " on http://" not in line:
+                if not (told := _ADDRESS.search(line)):
                     raise EngineClosed(f"the server ended with code {process.wait()} before it served")
-                port = int(line.partition(" on http://")[2].split()[0].rpartition(":")[2])
-                _require_ready(port)
+                scheme, port = told["scheme"], int(told["port"])
+                _require_ready(port, is_tls=scheme == "https")
                 yield Served(
                     host="127.0.0.1",
                     port=port,
@@ -74,8 +77,11 @@ def served(
                     process.kill()
 
 
-def _require_ready(port: int) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_END_S)
+def _require_ready(port: int, *, is_tls: bool) -> None:
+    if is_tls:
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=_END_S, context=unverified())
+    else:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_END_S)
     with contextlib.closing(connection):
         connection.request("GET", "/ready")
         status = connection.getresponse().status

@@ -268,3 +268,148 @@ def bodies_decoded_on_the_event_loop(world: World) -> None:
         return work()
 
     HttpRequest.aside = at_once  # type: ignore[method-assign]
+
+
+@mutant
+def double_terminal_event(world: World) -> None:
+    """A message is said to have ended twice, seldom."""
+    from openinfer_server.anthropic.builder import MessageBuilder
+    from openinfer_server.anthropic.objects import MessageStop
+
+    conclude = MessageBuilder.conclude
+
+    def twice(self: MessageBuilder, choice: Any, reason: Any) -> None:
+        conclude(self, choice, reason)
+        if world.random.random() < 0.05:
+            self._emit(MessageStop())
+
+    MessageBuilder.conclude = twice  # type: ignore[method-assign]
+
+
+@mutant
+def number_of_an_event_taken_twice(world: World) -> None:
+    """Two events of a response have one number, seldom."""
+    from openinfer_server.responses.builder import ResponseBuilder
+
+    take = ResponseBuilder.take
+
+    def repeated(self: ResponseBuilder, deltas: Any, logprobs: Any = ()) -> None:
+        if world.random.random() < 0.01:
+            self._number -= 1
+        take(self, deltas, logprobs)
+
+    ResponseBuilder.take = repeated  # type: ignore[method-assign]
+
+
+@mutant
+def torn_frame(world: World) -> None:
+    """What a frame begins with is lost when the rest of it comes in another piece, seldom."""
+    from openinfer_core.process.wire import FrameBuffer
+
+    feed = FrameBuffer.feed
+
+    def torn(self: FrameBuffer, data: bytes) -> list[bytes]:
+        if len(self) > 8 and world.random.random() < 0.02:
+            del self._data[4:8]
+        return feed(self, data)
+
+    FrameBuffer.feed = torn  # type: ignore[method-assign]
+
+
+@mutant
+def links_sleep_over_what_is_unsent(world: World) -> None:
+    """What a worker's socket did not take at once is sent with the next event, and no earlier."""
+    from openinfer_core.process.links import LinkServer
+
+    LinkServer._wake = lambda self: None  # type: ignore[method-assign]
+
+
+@mutant
+def worker_is_not_told_of_an_answer(world: World) -> None:
+    """The task of a worker that reads the engine's events is not woken, seldom."""
+    from openinfer_core.process.remote import RemoteEngine
+
+    received = RemoteEngine.received
+
+    def asleep(self: RemoteEngine, message: Any) -> None:
+        from openinfer_core.process.wire import Events
+
+        if isinstance(message, Events) and world.random.random() < 0.01:
+            self._mailbox._events += message.events
+            return
+        received(self, message)
+
+    RemoteEngine.received = asleep  # type: ignore[method-assign]
+
+
+@mutant
+def rank_out_of_step(world: World) -> None:
+    """A rank is told one row less than rank 0, seldom."""
+    from openinfer_engine.worker import process
+
+    serve = process._serve
+
+    def behind(worker: Any, share: Any, orders: Any) -> None:
+        launch = worker.launch
+
+        def launch_another(plan: Any) -> Any:
+            import dataclasses
+
+            if len(plan.slots) > 1 and world.random.random() < 0.01:
+                plan = dataclasses.replace(plan, starts=plan.starts[::-1])
+            return launch(plan)
+
+        worker.launch = launch_another
+        serve(worker, share, orders)
+
+    process._serve = behind
+
+
+@mutant
+def worker_restart_leaks_a_descriptor(world: World) -> None:
+    from openinfer_server.workers.group import WorkerGroup
+
+    start = WorkerGroup._start_worker
+    kept: list[Any] = []
+
+    async def leaky(self: WorkerGroup, *arguments: Any) -> None:
+        import socket
+
+        kept.extend(socket.socketpair() for _ in range(2))
+        await start(self, *arguments)
+
+    WorkerGroup._start_worker = leaky  # type: ignore[method-assign]
+
+
+@mutant
+def dead_worker_is_not_replaced(world: World) -> None:
+    from openinfer_server.workers.group import WorkerGroup
+
+    async def mourned(self: WorkerGroup, worker: Any, what: str) -> None:
+        self._workers.remove(worker)
+
+    WorkerGroup._replace = mourned  # type: ignore[method-assign]
+
+
+@mutant
+def worker_replaced_for_ever(world: World) -> None:
+    """Deaths of workers are not counted."""
+    from openinfer_server.workers.group import WorkerGroup
+
+    WorkerGroup._are_many_deaths = lambda self: False  # type: ignore[method-assign]
+
+
+@mutant
+def engine_outlives_its_server(world: World) -> None:
+    """An engine does not notice that its parent has died."""
+    from openinfer_core.process.engine_process import _ParentWatch
+
+    _ParentWatch._watch = lambda self: None  # type: ignore[method-assign]
+
+
+@mutant
+def no_descriptor_and_no_pause(world: World) -> None:
+    """A connection that finds no descriptor ends the acceptor."""
+    from openinfer_server.http.acceptor import Acceptor
+
+    Acceptor._go_on = lambda self: None  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import pytest
 
 from openinfer.commands.main import main
 from openinfer_bench.simulate import simulate
+from openinfer_bench.simulate.checks import VICTIM_S
 from openinfer_bench.simulate.faults import ATTACKS
 from openinfer_core.testing.simulation.child import run_in_child
 
@@ -38,10 +39,13 @@ def test_the_command_tells_each_run_and_how_it_went(capsys: pytest.CaptureFixtur
 # (benchmarks/results/simulator/mutants.json).
 FOUND = {
     "another_streams_tokens": "the model said",
+    "double_terminal_event": "comes after message_stop",
+    "number_of_an_event_taken_twice": "has the number",
     "forgotten_salt": "holds the KV of another prefix",
     "leaked_block": "the engine still has",
     "torn_stream": "the model said",
     "usage_without_stop_token": "usage is",
+    "worker_restart_leaks_a_descriptor": "descriptors open, with no connection",
     "wrong_place_of_a_load": "holds the KV of another prefix",
 }
 
@@ -49,7 +53,7 @@ FOUND = {
 # What an attack must be under way for, and nothing else wrong: how long others may take is small then.
 FOUND_UNDER_ATTACK = {
     "bodies_decoded_on_the_event_loop": ("body flood", "a turn of the event loop took"),
-    "mask_of_a_token_ago": ("mask flood", "the model said"),
+    "mask_of_a_token_ago": ("mask flood", "; the model "),
     "our_fault_is_the_clients": ("guard death", "status 400"),
     "queues_first_come_first_served": ("grammar flood", "it took"),
 }
@@ -73,7 +77,31 @@ def test_attacks_alone_hold_up_no_other_tenant() -> None:
     assert code == 0, output
     report = json.loads(output.splitlines()[-1])
     assert sorted(report["faults"]) == kinds
-    assert 0 < report["slowest_victim_s"] < 5
+    assert 0 < report["slowest_victim_s"] < VICTIM_S
+
+
+PROCESS_FAULTS = [
+    "GPU death",
+    "engine death",
+    "fork fails",
+    "link cut",
+    "link stall",
+    "no descriptors",
+    "no memory",
+    "rank death",
+    "server death",
+    "worker death",
+    "worker deaths",
+]
+
+
+def test_processes_that_die_are_replaced_or_end_the_server_and_nothing_hangs() -> None:
+    code, output = simulate(4, {"hours": 0.06, "wave_s": 20.0, "faults_per_hour": 260.0, "kinds": PROCESS_FAULTS})
+    assert code == 0, output
+    report = json.loads(output.splitlines()[-1])
+    assert sorted(report["faults"]) == sorted(PROCESS_FAULTS)
+    assert report["lives"] > 3
+    assert report["processes"] > 3 * report["lives"]
 
 
 def check_found(monkeypatch: pytest.MonkeyPatch, said: str, *, mutant: str, **options: object) -> None:

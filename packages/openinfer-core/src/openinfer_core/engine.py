@@ -141,6 +141,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Prompt tokens found in a cache."""
     generated_tokens: int = 0
     preemptions: int = 0
+    share_preemptions: int = 0
+    """Of these, those by which a tenant beyond its share of slots or blocks made room for another."""
+    tenants: int = 0
+    """Tenants that have requests running or waiting."""
+    protected_blocks: int = 0
+    """Blocks of cached prefixes that tenants below their share of the pool keep, though others wait for blocks."""
     wasted_rows: int = 0
     """Rows computed after their sequence had ended: the price of overlap."""
     failed_requests: int = 0

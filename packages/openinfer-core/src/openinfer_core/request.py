@@ -56,6 +56,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """A W3C `traceparent`, handed on to spans."""
     deadline_s: float | None = None
     """Seconds from its arrival at the engine, after which it ends with `Failed(DEADLINE)`, waiting or running."""
+    choice: int = 0
+    """Its number among the requests that were made of one: of several choices (`n`) or prompts those after the first
+    may be served later than other requests of the tenant, so that many weigh as one."""
     hints: dict[str, str] = {}
     """What its sender tells a scheduler that knows it; nothing else reads them. At most `MAX_HINTS`, each a name and a
     text of at most `MAX_HINT_LENGTH` characters; not to be changed."""
@@ -67,6 +70,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         check_integer("request_id", self.request_id, low=0, high=2**63 - 1)
         _check_prompt(self.prompt_token_ids)
+        check_integer("choice", self.choice, low=0, high=2**31 - 1)
         check_integer("priority", self.priority, low=-(2**31), high=2**31 - 1)
         for name in ("lora", "cache_salt", "tenant", "trace_parent"):
             value = getattr(self, name)

@@ -4,6 +4,9 @@ import asyncio
 import os
 import queue
 import secrets
+import selectors
+import socket
+import subprocess
 import threading
 import time
 import uuid
@@ -213,3 +216,98 @@ def failing_thread(world: World) -> dict[str, bool]:
     thread.start()
     thread.join()
     return {"alive": thread.is_alive(), "goes_on": True}
+
+
+def processes(world: World) -> dict[str, Any]:
+    """Children answer over pipes, one is killed while it waits, one cannot be started."""
+
+    def echo(child: Any) -> int:
+        child.process.notes["locals"] = threading.current_thread() is threading.main_thread()
+        while line := child.stdin.readline():
+            child.stdout.write(line.upper())
+        return 3
+
+    def wait(child: Any) -> int:
+        try:
+            time.sleep(1000.0)
+        finally:
+            left.append(child.process.pid)
+        return 0
+
+    left: list[int] = []
+    world.processes.programs |= {"echo": echo, "wait": wait}
+    first = subprocess.Popen(["python", "-m", "echo"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    second = subprocess.Popen(["python", "-m", "wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert first.stdin is not None
+    assert first.stdout is not None
+    assert second.stdout is not None
+    first.stdin.write(b"one\n")
+    said = first.stdout.readline()
+    first.stdin.close()
+    code = first.wait()
+    try:
+        second.wait(2.0)
+        timed_out = False
+    except subprocess.TimeoutExpired:
+        timed_out = True
+    second.kill()
+    world.processes.num_to_fail = 1
+    try:
+        subprocess.Popen(["python", "-m", "echo"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        refused = False
+    except BlockingIOError:
+        refused = True
+    return {
+        "said": said.decode(),
+        "code": code,
+        "timed_out": timed_out,
+        "killed": second.wait(),
+        "end_of_file": second.stdout.readline() == b"",
+        "left_its_blocks": left == [second.pid],
+        "refused": refused,
+        "now_s": round(world.now_s, 2),
+    }
+
+
+def sockets(world: World) -> dict[str, Any]:
+    """Bytes between two processes, in order whatever the cuts, until the link ends within them."""
+    sent = bytes(range(256)) * 1000
+    heard: list[bytes] = []
+
+    def serve(child: Any) -> int:
+        del child
+        with socket.create_server(("127.0.0.1", 9000)) as listener:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(sent)
+                time.sleep(10.0)
+        return 0
+
+    world.processes.programs["serve"] = serve
+    world.processes.descriptor_limit = 5
+    process, *_ = world.processes.start("serve")
+    time.sleep(1.0)
+    connection = socket.create_connection(("127.0.0.1", 9000))
+    selector = selectors.DefaultSelector()
+    selector.register(connection, selectors.EVENT_READ)
+    connection.setblocking(False)
+    while sum(map(len, heard)) < len(sent):
+        assert selector.select(5.0)
+        heard.append(connection.recv(1 << 20))
+    waits = selector.select(0.5) == []
+    world.processes.kill(process)
+    selector.select()
+    end = connection.recv(10)
+    try:
+        socket.create_connection(("127.0.0.1", 9000))
+        refused = False
+    except ConnectionRefusedError:
+        refused = True
+    return {
+        "intact": b"".join(heard) == sent,
+        "pieces": len(heard) > 3,
+        "waits": waits,
+        "end": end == b"",
+        "refused": refused,
+        "left": len(process.ends),
+    }

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer_core import GenerateRequest, RequestId, SamplingParams
+from openinfer_core import GenerateRequest, Grammar, GrammarKind, RequestId, SamplingParams
 from openinfer_core.scheduling import SchedulerConfig, SlotStart, StepPlan, StepResult
 from openinfer_core.testing import ConformanceError, fake_model
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_core.testing.fake_drafter import DraftScript, FakeDrafter
+from openinfer_core.testing.fake_grammar import add_script, allowed_by, matcher_of
 
 CONFIG = SchedulerConfig(
     num_blocks=16, block_size_tokens=4, max_num_seqs=2, max_step_tokens=16, max_model_tokens=32, max_drafts=3
@@ -270,3 +271,21 @@ def test_table_without_a_window_has_no_void_blocks() -> None:
     wrong = dataclasses.replace(plan, void_block_counts=np.array([[1], [0]], np.int32))
     with pytest.raises(ConformanceError, match="1 blocks of table 0 are void, and it reads that table from position 0"):
         FakeDevice(TABLES).run(wrong)
+
+
+def test_a_script_is_all_that_its_grammar_lets_the_model_say() -> None:
+    script = (70, 3, 2033)
+    add_script("a test's tool", script)
+    grammar = Grammar(kind=GrammarKind.LARK, text="start: calls of a test's tool")
+    sampling = SamplingParams(max_tokens=20, stop_token_ids=(2033,), grammar=grammar)
+    request = GenerateRequest(request_id=RequestId(0), prompt_token_ids=(5, 6, 7), sampling=sampling)
+    outcome = fake_model.outcome(request, max_model_tokens=32)
+    assert (outcome.token_ids, outcome.stop_token_id) == (script[:2], 2033)
+    matcher, words = matcher_of(request), np.empty(2048 // 32, np.uint32)
+    assert matcher is not None
+    for token_id in script:
+        matcher.fill(words)
+        assert allowed_by(words) == matcher.allowed == 1 << token_id
+        matcher.accept(token_id)
+    matcher.rollback(2)
+    assert matcher.allowed == 1 << script[1]

@@ -69,3 +69,22 @@ def test_tasks_that_wait_for_each_other_are_told() -> None:
 
 def test_an_exception_of_a_thread_ends_the_thread_alone() -> None:
     assert run("failing_thread") == {"alive": False, "goes_on": True}
+
+
+def test_processes_say_and_hear_and_a_killed_one_does_nothing_more() -> None:
+    assert run("processes") == {
+        "said": "ONE\n",
+        "code": 3,
+        "timed_out": True,
+        "killed": -9,
+        "end_of_file": True,
+        "left_its_blocks": True,
+        "refused": True,
+        "now_s": 2.0,
+    }
+    assert run("processes") == run("processes", hash_seed=3)
+
+
+def test_bytes_between_processes_come_in_order_and_end_with_the_process() -> None:
+    said = run("sockets")
+    assert said == {"intact": True, "pieces": True, "waits": True, "end": True, "refused": True, "left": 0}

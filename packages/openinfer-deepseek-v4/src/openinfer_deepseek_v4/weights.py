@@ -357,7 +357,7 @@ class Weights:
     hyper_head: HyperHead
     norm: Array
     """`[h]`"""
-    head: Array
+    head: LinearWeight
     """`[V' / ranks, h]`"""
     main_rope: Array
     """`[2, positions, r / 2]` float32 for the `r` rotated dimensions of sliding layers: cosines, then sines."""

@@ -16,8 +16,9 @@ from openinfer_engine.options import DeviceKind, EngineOptions
 from openinfer_engine.tracing.trace import Tracer
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_engine.worker.runner import Worker
-from openinfer_kernels import KernelsError, Ops
+from openinfer_kernels import Code, KernelsError, Ops, WeightFormat
 from openinfer_kernels.driver import wake_driver
+from openinfer_kernels.weights.gpu_kernels import Way
 from openinfer_kv_cache import KvDtype, KvLayout
 
 
@@ -54,8 +55,20 @@ class Backend(Protocol):
         """Raises `Refused` for blocks that its operators do not serve."""
         ...
 
+    def check_low_bit(self, activations: Collection[Code], *, fp8_head: bool) -> None:
+        """Raises `Refused` if it has no products with activations of these codes, or with a head in FP8."""
+        ...
+
     def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
         """Which implementation serves each phase, for `openinfer plan`; `provided` operators are another package's."""
+        ...
+
+    def way_of_weight(self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> Way | None:
+        """How it holds a quantised weight; None: as it is stored."""
+        ...
+
+    def weight_kernels(self, products: Mapping[tuple[WeightFormat, Way], int]) -> dict[str, str]:
+        """What multiplies quantised weights, of which there are so many of each format and way; for people."""
         ...
 
     @property

@@ -1,6 +1,7 @@
 """Resolving a model folder and options into everything an engine is made of, before a weight is read."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -30,17 +31,19 @@ from openinfer_engine.kv_events.opening import open_kv_events
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_tables import TableChoice, capabilities_of, choose_tables
 from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, choose_tiers, require_snapshots
+from openinfer_engine.low_bit import check_low_bit, described_low_bit
 from openinfer_engine.memory_plan import (
     kv_cache_tokens,
+    kv_tokens_per_gib,
     num_blocks_of_pool,
     num_snapshots_of_pool,
     plan_ranks,
     possible_ranks,
     slot_bytes_of_rank,
-    weights_bytes_of_rank,
+    weights_of_rank,
 )
 from openinfer_engine.model import ModelDefinition
-from openinfer_engine.options import DEFAULT_QUEUE_POLICY, EngineOptions, LoadFormat
+from openinfer_engine.options import DEFAULT_QUEUE_POLICY, EngineOptions, LoadFormat, LowBitActivations
 from openinfer_engine.scheduler.choice import check_capabilities, make_scheduler, origin_of
 from openinfer_engine.served_context import context_of_pool, fit_context, longest_context, told_context
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
@@ -48,6 +51,7 @@ from openinfer_engine.weights.checkpoint import Checkpoint
 from openinfer_engine.weights.fingerprint import fingerprint
 from openinfer_engine.weights.quantization_config import QuantisedConfig
 from openinfer_engine.weights.stored_config import check_stored
+from openinfer_engine.worker.kv_cache_dtype import check_scales, choose_kv_dtype, described_kv_dtype
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec
 
 _OUR_DISTRIBUTION = "openinfer-engine"
@@ -70,6 +74,7 @@ class EnginePlan:
     tables: TableChoice
     num_blocks: int
     weights_bytes: int  # of one rank
+    weight_kernels: Mapping[str, str]  # of quantised weights, by format
     scheduler: Plugin
     queue_policy: Plugin
     grammar_compiler: Plugin | None
@@ -152,12 +157,14 @@ class EnginePlan:
             "queue_policy": origin_of(self.queue_policy),
             "grammar_compiler": "none" if self.grammar_compiler is None else origin_of(self.grammar_compiler),
             "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
+            "kv_cache_dtype": described_kv_dtype(self.layouts[0], self.backend.dtype),
             **({} if self.described_tables is None else {"kv_tables": self.described_tables}),
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
             **({} if self.drafter is None else {"drafter": self.drafter.origin}),
             **({} if self.options.kv_events is None else {"kv_events": self.options.kv_events}),
             "weights": str(self.options.load_format),
             **self._weight_format,
+            **described_low_bit(self.options, self.config),
             **({"prefix_cache": self._prefix_cache} if self.has_states else {}),
             **({} if self.tiers is None else self.tiers.parts),
             **{f"operator {each.operator}": each.origin for each in self.kernel_providers},
@@ -258,7 +265,10 @@ class EnginePlan:
         return FamilyPlan(
             model_type=self.model_type,
             parts=self.parts,
-            kernels=self.backend.kernels(provided=[each.operator for each in self.kernel_providers]),
+            kernels={
+                **self.backend.kernels(provided=[each.operator for each in self.kernel_providers]),
+                **self.weight_kernels,
+            },
             measured=self.backend.measured,
             distributions=self.distributions,
             memory_bytes=self.memory_bytes,
@@ -268,6 +278,7 @@ class EnginePlan:
                 "num_blocks": self.num_blocks,
                 "block_size_tokens": config.block_size_tokens,
                 "kv_cache_tokens": kv_cache_tokens(self.layouts[0], self.num_blocks, config.max_model_tokens),
+                "kv_tokens_per_gib": kv_tokens_per_gib(self.layouts[0], config.max_model_tokens),
                 "max_num_seqs": config.max_num_seqs,
                 "max_step_tokens": config.max_step_tokens,
                 **({"max_drafts": config.max_drafts} if config.max_drafts else {}),
@@ -309,14 +320,15 @@ def resolve(
     definition.check_device(options.device)
     definition.check_ranks(config, options.tensor_parallel_size)
     if options.load_format is LoadFormat.SAFETENSORS:
-        with Checkpoint.open(model_dir) as checkpoint:
+        with Checkpoint.open(model_dir, keeps_gguf=options.keeps_gguf) as checkpoint:
             config = check_stored(definition, config, checkpoint)
     timeline.mark("config")
     tiers = choose_tiers(options)
     tag = _model_tag(model_dir, options)
     backend = backend or open_backend(options, rank=rank)
     timeline.mark("device", device_bytes=backend.used_bytes())
-    specs = _specs(definition, config, tag, options, backend.dtype)
+    kv_dtype = choose_kv_dtype(definition, options, backend)
+    specs = _specs(definition, config, tag, options, kv_dtype=kv_dtype, state_dtype=backend.dtype)
     scheduler = find_plugin(SCHEDULERS, options.scheduler)
     queue_policy = find_plugin(QUEUE_POLICIES, options.queue_policy or DEFAULT_QUEUE_POLICY)
     max_model_tokens = longest_context(options, limits)
@@ -327,7 +339,9 @@ def resolve(
         capabilities=lambda: capabilities_of(scheduler, queue_policy, options, max_model_tokens=max_model_tokens),
     )
     layouts = tuple(KvLayout.from_spec(tables.of(spec), block_size_tokens=options.block_size_tokens) for spec in specs)
+    check_scales(layouts[0])
     backend.check_layout(layouts[0])
+    check_low_bit(options, config, backend)
     sizes = WorkerLimits(
         max_num_seqs=options.max_num_seqs,
         max_model_tokens=max_model_tokens,
@@ -338,7 +352,10 @@ def resolve(
         tokens_per_score=limits.tokens_per_score,
         slot_bytes=slot_bytes_of_rank(options, layouts[0]),
     )
-    weights_bytes = weights_bytes_of_rank(definition, config, backend, ranks=options.tensor_parallel_size)
+    weights = weights_of_rank(
+        definition, config, backend, ranks=options.tensor_parallel_size, fp8_head=options.fp8_head
+    )
+    weights_bytes = weights.num_bytes
     try:
         sizes, num_blocks = fit_context(
             sizes,
@@ -366,6 +383,7 @@ def resolve(
         tables=tables,
         num_blocks=num_blocks,
         weights_bytes=weights_bytes,
+        weight_kernels=backend.weight_kernels(weights.products),
         scheduler=scheduler,
         queue_policy=queue_policy,
         grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
@@ -377,16 +395,23 @@ def resolve(
 
 
 def _model_tag(model_dir: Path, options: EngineOptions) -> str:
-    """Names the weights: no KV of random ones may ever be found among a checkpoint's."""
+    """Names the weights and what computes KV: none of random ones may ever be found among a checkpoint's."""
     tag = fingerprint(model_dir)
+    if options.low_bit_activations is not LowBitActivations.OFF:
+        tag = f"low-bit-activations-{tag}"
     return f"dummy-{tag}" if options.load_format is LoadFormat.DUMMY else tag
 
 
 def _specs(
-    definition: ModelDefinition[Any], config: Any, tag: str, options: EngineOptions, dtype: KvDtype
+    definition: ModelDefinition[Any],
+    config: Any,
+    tag: str,
+    options: EngineOptions,
+    *,
+    kv_dtype: KvDtype,
+    state_dtype: KvDtype,
 ) -> list[KvSpec]:
-    ranks = options.tensor_parallel_size
+    ranks, dtypes = options.tensor_parallel_size, {"kv_dtype": kv_dtype, "state_dtype": state_dtype}
     return [
-        definition.kv_spec(config, model_tag=tag, kv_dtype=dtype, state_dtype=dtype, num_ranks=ranks, rank_index=rank)
-        for rank in range(ranks)
+        definition.kv_spec(config, model_tag=tag, **dtypes, num_ranks=ranks, rank_index=rank) for rank in range(ranks)
     ]

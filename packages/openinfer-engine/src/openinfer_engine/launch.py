@@ -36,6 +36,7 @@ from openinfer_engine.kv_tiers import (
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat, LoopHost
+from openinfer_engine.tracing.step_trace import Begin, StepTrace
 from openinfer_engine.tracing.trace import NoTrace, Trace, Tracer
 from openinfer_engine.weights.loading import load_workers
 from openinfer_engine.worker.process_group import ProcessGroup, start_workers
@@ -107,6 +108,9 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         if tiers is not None:
             undo.callback(tiers.tier.close)
         scheduler = engine_plan.make_scheduler(digest_key=None if tiers is None else tiers.digest_key)
+        step_trace = _begin_step_trace(engine_plan)
+        if step_trace is not None:
+            undo.callback(step_trace.close)
         kv_events = engine_plan.open_kv_events(scheduler)
         if kv_events is not None:
             undo.callback(kv_events.close)
@@ -138,6 +142,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         max_drafts=engine_plan.scheduler_config.max_drafts,
         drafter_faults=None if engine_plan.drafter is None else engine_plan.drafter.faults,
         tracer=tracer,
+        step_trace=step_trace,
     )
 
 
@@ -192,6 +197,22 @@ def _make_tracer(path: str | None) -> Tracer:
         return NoTrace() if path is None else Trace(Path(path))
     except OSError as error:
         raise Refused(f"--trace {path} cannot be written: {error.strerror}") from error
+
+
+def _begin_step_trace(engine_plan: EnginePlan) -> StepTrace | None:
+    options, path = engine_plan.options, engine_plan.options.step_trace
+    if path is None:
+        return None
+    begin = Begin(
+        scheduler=engine_plan.scheduler.name,
+        queue_policy=engine_plan.queue_policy.name,
+        config=msgspec.structs.replace(engine_plan.scheduler_config, digest_key=None),
+        tenant_weights=options.tenant_weights,
+    )
+    try:
+        return StepTrace(Path(path), begin)
+    except OSError as error:
+        raise Refused(f"--step-trace {path} cannot be written: {error.strerror}") from error
 
 
 def _make_runner(

@@ -37,6 +37,7 @@ from openinfer_engine.grammars.masking import MASK_WAIT_S, MaskedRequests
 from openinfer_engine.guard import GuardOptions, SchedulerGuard
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_tiers.port import PoolTierPort
+from openinfer_engine.tracing.step_trace import StepTrace
 from openinfer_engine.tracing.trace import LOOP, NoTrace, Tracer
 from openinfer_engine.worker.runner import PendingStep, Runner
 
@@ -54,7 +55,7 @@ class StepLoop:
     """Implements `openinfer_core.process.host.EngineLoop` with a scheduler and a runner.
 
     The scheduler is called through its guard alone; without options its plans and rows are not watched. The runner,
-    the port, the grammar compiler, the recorder of KV events and the tracer are closed with it.
+    the port, the grammar compiler, the recorder of KV events, the tracer and the step trace are closed with it.
 
     Args:
         mask_wait_s: that a step waits for masks at most, before it goes on without the rows that need them.
@@ -75,6 +76,7 @@ class StepLoop:
         max_drafts: int = 0,
         drafter_faults: DrafterFaults | None = None,
         tracer: Tracer | None = None,
+        step_trace: StepTrace | None = None,
         clock: Callable[[], float] = time.monotonic,  # seconds
     ) -> None:
         self._info = info
@@ -82,7 +84,9 @@ class StepLoop:
             can = (*info.capabilities, EngineCapability.FLUSH_CACHE)
             self._info = msgspec.structs.replace(info, capabilities=can)
         self._scheduler = scheduler
-        self._guard = SchedulerGuard(scheduler, guard or GuardOptions(plugin=type(scheduler).__name__), clock=clock)
+        self._step_trace = step_trace
+        called = scheduler if step_trace is None else step_trace.recorded(scheduler)
+        self._guard = SchedulerGuard(called, guard or GuardOptions(plugin=type(scheduler).__name__), clock=clock)
         self._runner = runner
         self._clock = clock
         self._kv_events = kv_events
@@ -204,6 +208,8 @@ class StepLoop:
         before, self._in_flight = self._in_flight, None
         events = [] if before is None else self._follow(self._finish(before), [])
         self._scheduler.flush_cache()
+        if self._step_trace is not None:
+            self._step_trace.flushed()
         if self._kv_events is not None:
             self._kv_events.flush()
         return events
@@ -250,6 +256,8 @@ class StepLoop:
             self._port.close()
         self._runner.close()
         self._tracer.close()
+        if self._step_trace is not None:
+            self._step_trace.close()
 
     def _rest(self) -> None:
         """There is nothing to plan and nothing in flight: blocks move, masks or grammars are due, or it is wedged."""

@@ -1,5 +1,6 @@
 """What one rank takes of its device, and would take for other numbers of ranks; before anything is loaded."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,19 +13,25 @@ from openinfer_engine.kv_tables import TableChoice
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.served_context import fit_context
-from openinfer_engine.weights.stored_tensor import spec_bytes
-from openinfer_engine.weights.weight_bytes import rank_weights_bytes
+from openinfer_engine.weights.stored_tensor import StoredTensor, spec_bytes
+from openinfer_engine.weights.weight_bytes import RankWeights, rank_weights
+from openinfer_engine.worker.kv_cache_dtype import BYTES_PER_GIB, choose_kv_dtype
 from openinfer_engine.worker.state_slots import padded_slot_bytes
 from openinfer_kv_cache import KvConfigError, KvLayout
 
 PLANNED_RANKS = (1, 2, 4, 8)
 
 
-def weights_bytes_of_rank(definition: ModelDefinition[Any], config: Any, backend: Backend, *, ranks: int) -> int:
-    itemsize = backend.dtype.itemsize_bytes
-    if ranks == 1:
-        return sum(spec_bytes(spec, itemsize_bytes=itemsize) for spec in definition.tensors(config).values())
-    return rank_weights_bytes(definition, config, size=ranks, itemsize_bytes=itemsize)
+def weights_of_rank(
+    definition: ModelDefinition[Any], config: Any, backend: Backend, *, ranks: int, fp8_head: bool = False
+) -> RankWeights:
+    """What one rank's weights take of this device, and which of them have a kernel there."""
+    itemsize, specs = backend.dtype.itemsize_bytes, definition.tensors(config)
+    if ranks > 1 or fp8_head or any(isinstance(spec, StoredTensor) for spec in specs.values()):
+        sizes = {"size": ranks, "itemsize_bytes": itemsize}
+        return rank_weights(definition, config, **sizes, way_of=backend.way_of_weight, fp8_head=fp8_head)
+    num_bytes = sum(spec_bytes(spec, itemsize_bytes=itemsize) for spec in specs.values())
+    return RankWeights(num_bytes, Counter())
 
 
 def states_bytes_of_rank(options: EngineOptions, layout: KvLayout, *, ranks: int) -> int:
@@ -90,6 +97,11 @@ def kv_cache_tokens(layout: KvLayout, num_blocks: int, max_model_tokens: int) ->
     return num_blocks * max_model_tokens // layout.blocks_for_context(max_model_tokens)
 
 
+def kv_tokens_per_gib(layout: KvLayout, max_model_tokens: int) -> int:
+    """How many tokens a GiB of one rank holds the KV of."""
+    return kv_cache_tokens(layout, BYTES_PER_GIB // layout.block_bytes, max_model_tokens)
+
+
 def num_snapshots_of_pool(options: EngineOptions, layout: KvLayout, num_blocks: int) -> int:
     """Copies of states that are kept: one per block at most."""
     return min(most_snapshots(options, layout, ranks=options.tensor_parallel_size), num_blocks)
@@ -131,10 +143,12 @@ def _ledger(
 ) -> RankLedger:
     try:
         definition.check_ranks(config, ranks)
-        dtypes = {"kv_dtype": backend.dtype, "state_dtype": backend.dtype}
+        kv_dtype = choose_kv_dtype(definition, options, backend)
+        dtypes = {"kv_dtype": kv_dtype, "state_dtype": backend.dtype}
         spec = definition.kv_spec(config, model_tag="plan", **dtypes, num_ranks=ranks, rank_index=0)
         layout = KvLayout.from_spec(tables.of(spec), block_size_tokens=options.block_size_tokens)
-        weights_bytes = weights_bytes_of_rank(definition, config, backend, ranks=ranks)
+        weights = weights_of_rank(definition, config, backend, ranks=ranks, fp8_head=options.fp8_head)
+        weights_bytes = weights.num_bytes
     except OpenInferError as error:
         return RankLedger(ranks=ranks, refusal=str(error))
 

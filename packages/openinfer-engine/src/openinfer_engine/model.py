@@ -17,7 +17,7 @@ from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.weights.stored_tensor import TensorSpec
-from openinfer_kernels import Array, AttentionBatch, Ops, PagedCache, RopeParameters, WeightPart
+from openinfer_kernels import Array, AttentionBatch, CacheFormat, Ops, PagedCache, RopeParameters, WeightPart
 from openinfer_kv_cache import KvDtype, KvSpec
 
 Config = TypeVar("Config")
@@ -159,6 +159,9 @@ class ModelDefinition(ABC, Generic[Config]):
     """Numbers of the config that the ranks share equally, so that their number divides each; 0 is nothing to share."""
     devices: ClassVar[frozenset[DeviceKind]] = frozenset(DeviceKind)
     """What its operators are there for; the engine refuses it on any other."""
+    cache_formats: ClassVar[frozenset[CacheFormat]] = frozenset({CacheFormat.COMPUTE})
+    """What its KV may be kept in: FP8 where all that reads it is `paged_attention`, and its layers say so in
+    `kv_spec`."""
     extra_operators: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Operators that it calls as `ops.extra[NAME]` -> who adds each, by its name in `openinfer.kernel_providers`;
     `--kernel-providers NAME=OTHER` puts another in its place."""
@@ -218,6 +221,13 @@ class ModelDefinition(ABC, Generic[Config]):
             possible = ", ".join(sorted(self.devices)) or "none"
             raise Refused(f"the family {self.name} does not run on the device {device}; possible: {possible}")
 
+    def check_cache_format(self, cache_format: CacheFormat) -> None:
+        """Raises `Refused` if the model's KV is not kept in such a format."""
+        if cache_format not in self.cache_formats:
+            raise Refused(
+                f"kv_cache_dtype: the family {self.name} does not keep its KV in {cache_format}; leave it at auto"
+            )
+
     @abstractmethod
     def kv_spec(
         self,
@@ -234,7 +244,8 @@ class ModelDefinition(ABC, Generic[Config]):
         Args:
             config: the model's.
             model_tag: fingerprint of the checkpoint.
-            kv_dtype: what paged tensors are stored in; today the operators' compute dtype.
+            kv_dtype: what paged tensors are stored in: the operators' compute dtype, or `FLOAT8_E4M3` for a family
+                whose `cache_formats` have FP8 (`openinfer_kv_cache.attention_group` lays it out).
             state_dtype: what states are stored in that are not float32 whatever the device: the compute dtype.
             num_ranks: ranks the model is cut into.
             rank_index: this one.

@@ -21,6 +21,17 @@ class LoadFormat(StrEnum):
     """Random numbers of the right shapes: for sizing and speed. The folder needs no weights."""
 
 
+class GgufWeights(StrEnum):
+    """What becomes of the quantised matrices of a GGUF file."""
+
+    AUTO = "auto"
+    """Stored on a GPU, dequantised on a CPU, where products of codes take longer."""
+    STORED = "stored"
+    """Q8_0, Q4_0 and Q4_1 stay as they are; other types are dequantised."""
+    DEQUANTISED = "dequantised"
+    """All are dequantised when they are loaded."""
+
+
 class LoopHost(StrEnum):
     """Where the step loop runs."""
 
@@ -39,6 +50,17 @@ class DeviceKind(StrEnum):
     """An NVIDIA GPU, BF16; needs the extra cuda13 or cuda12 of openinfer-kernels."""
 
 
+class KvCacheDtype(StrEnum):
+    """What keys and values are kept in."""
+
+    AUTO = "auto"
+    """What the device computes in, whatever a checkpoint says of its KV cache."""
+    BF16 = "bf16"
+    """BF16, on a GPU: what auto is there."""
+    FP8 = "fp8"
+    """E4M3 with a float32 scale for each token and head, made as they are written: about half the bytes."""
+
+
 class RankHost(StrEnum):
     """Where ranks other than the first run."""
 
@@ -46,6 +68,15 @@ class RankHost(StrEnum):
     """In threads of the engine's process; on a CPU."""
     PROCESS = "process"
     """Each in a process of its own."""
+
+
+class LowBitActivations(StrEnum):
+    """Which steps multiply activations in the few bits of quantised weights."""
+
+    OFF = "off"
+    """None: only weights are quantised."""
+    PREFILL = "prefill"
+    """Those with much of a prompt (W8A8)."""
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +113,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     or what --max-num-seqs full sequences need if that is less."""
     num_blocks: int | None = None
     """KV blocks, instead of --kv-cache-bytes."""
+    kv_cache_dtype: KvCacheDtype = KvCacheDtype.AUTO
+    """What keys and values are kept in: auto (what the device computes in), bf16 (on a GPU), or fp8: E4M3 with a scale
+    for each token and head, of half the bytes and a little less exact. Families whose operators do not read it refuse
+    fp8; see docs/reference/kv-cache-dtype.md."""
     prefix_cache: bool = True
     """Whether requests share the KV of equal prompt prefixes."""
     kv_events: str | None = None
@@ -124,8 +159,16 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     grammar_compiler: str = "auto"
     """What compiles the grammars of structured output: a name in the group openinfer.grammar_compilers, auto (which is
     llguidance where it is installed, by the extra structured) or none."""
+    low_bit_activations: LowBitActivations = LowBitActivations.OFF
+    """Whether prompts are multiplied in FP8 or INT8, as the weights are stored (W8A8): faster, and less exact; see
+    docs/reference/weight-formats.md. Decoding never is."""
+    fp8_head: bool = False
+    """Whether the output head is quantised to FP8 when it is loaded: half of its bytes are read for each token."""
     load_format: LoadFormat = LoadFormat.SAFETENSORS
     """Where weights come from."""
+    gguf_weights: GgufWeights = GgufWeights.AUTO
+    """Whether matrices of a GGUF file in Q8_0, Q4_0 and Q4_1 stay quantised (stored), which takes a half to an eighth
+    of the memory, or are dequantised when they are loaded; auto is stored on a GPU and dequantised on a CPU."""
     tensor_parallel_size: int = 1
     """Ranks that share each layer."""
     rank_host: RankHost | None = None
@@ -135,10 +178,20 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where the step loop runs."""
     trace: str | None = None
     """Path of a trace of the run (Perfetto, chrome://tracing), written when the engine closes."""
+    step_trace: str | None = None
+    """Path of a trace of every step's plan, without prompts and answers, from which `openinfer simulate replay` repeats
+    the run; not with KV tiers or a drafter, whose answers it does not have."""
 
     @property
     def scheduler_options(self) -> dict[str, str]:
         return parse_scheduler_options(self.scheduler_option, field="scheduler_option")
+
+    @property
+    def keeps_gguf(self) -> bool:
+        """Whether matrices of a GGUF file stay quantised."""
+        if self.gguf_weights is GgufWeights.AUTO:
+            return self.device is DeviceKind.CUDA
+        return self.gguf_weights is GgufWeights.STORED
 
     @property
     def num_rank_processes(self) -> int:
@@ -172,6 +225,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 "another package's, which does not promise it: give one of the two options",
                 field="kernel_providers",
             )
+        if self.batch_invariant:
+            self._check_not_low_bit()
         if self.kv_cache_bytes is not None and self.num_blocks is not None:
             raise InvalidRequest("kv_cache_bytes and num_blocks say the same thing; give one", field="num_blocks")
         if self.max_drafts is not None and self.drafter is None:
@@ -179,10 +234,28 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         parse_scheduler_options(self.scheduler_option, field="scheduler_option")
         if self.kv_events is not None:
             _check_kv_events(self.kv_events, prefix_cache=self.prefix_cache)
+        if self.step_trace is not None and (self.kv_tier or self.drafter is not None):
+            raise InvalidRequest(
+                "step_trace has not what KV tiers and drafters answer, so the run could not be repeated; leave it out, "
+                "or them",
+                field="step_trace",
+            )
         if self.kv_tier:
             _check_tiers(prefix_cache=self.prefix_cache)
         elif self.kv_key_file is not None:
             raise InvalidRequest("kv_key_file is of no use without kv_tier", field="kv_key_file")
+
+    def _check_not_low_bit(self) -> None:
+        asked = {
+            "low_bit_activations": self.low_bit_activations is not LowBitActivations.OFF,
+            "fp8_head": self.fp8_head,
+        }
+        for field in (name for name, is_asked in asked.items() if is_asked):
+            raise InvalidRequest(
+                f"{field} and batch_invariant exclude each other: with it the sums of a token depend on how many are "
+                "computed together",
+                field=field,
+            )
 
 
 def _check(name: str, value: int | None, low: int, high: int) -> None:

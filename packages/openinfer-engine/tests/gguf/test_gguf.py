@@ -8,6 +8,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -19,12 +20,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openinfer_core import InvalidCheckpoint, OpenInferError, Refused
+from openinfer_engine.gguf import blocks
 from openinfer_engine.gguf.config import ARCHITECTURES
-from openinfer_engine.gguf.file import GgufFile
+from openinfer_engine.gguf.file import GgufFile, quantisation_of
 from openinfer_engine.gguf.folder import files_of, model_folder
 from openinfer_engine.gguf.header import FORMATS, map_file, read_header
+from openinfer_engine.model import Shard
 from openinfer_engine.weights.checkpoint import Checkpoint
 from openinfer_engine.weights.fingerprint import fingerprint
+from openinfer_engine.weights.quantised import read_quantised
+from openinfer_engine.weights.quantization_config import QuantisedConfig, as_stored
+from openinfer_kernels.cpu import CpuOps
+from openinfer_kernels.cpu.gemm.quantised import dequantised
 
 HEADS, KV_HEADS, HIDDEN, VOCABULARY = 4, 2, 64, 8
 TOKENS = ["<unk>", "<s>", "</s>", "a", "b", "ab", "Ġ", "Ġa"]
@@ -65,6 +72,7 @@ def write(
     pre: str = "smollm",
     architecture: str = "llama",
     change: Change = lambda writer: None,
+    kinds: dict[str, Quantization] | None = None,
 ) -> Path:
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(1)
@@ -87,7 +95,8 @@ def write(
     change(writer)
     for name, values in (weights() if tensors is None else tensors).items():
         if quantised is not None and values.ndim == 2:
-            writer.add_tensor(name, gguf.quants.quantize(values, quantised), raw_dtype=quantised)
+            kind = (kinds or {}).get(name, quantised)
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -133,6 +142,77 @@ def test_formats_are_dequantised_as_gguf_does_it(tmp_path: Path, name: str) -> N
     np.testing.assert_array_equal(found.astype(np.float32), expected)
     error = np.abs(found.astype(np.float32) - values).max()
     assert error < {"F32": 1e-9, "F16": 2e-3, "BF16": 2e-2, "Q8_0": 0.03}.get(name, 0.5)
+
+
+def kept_values(file: GgufFile, name: str) -> np.ndarray:
+    """What the parts of a matrix stand for, through the reader and the operators of a CPU."""
+    config = QuantisedConfig(quantization_config=quantisation_of(file.header, file.path))
+    config = as_stored(config, file.tensors)
+    rows, columns = WIDTHS[name]
+    matrix = config.matrix(name, rows, columns)
+    assert matrix.format is not None
+    for each, spec in matrix.tensors().items():
+        assert file.tensors[each].shape == spec.shape
+        assert file.tensors[each].dtype == spec.dtypes[0]
+    assert f"{name}.weight" not in file.tensors
+    weights = SimpleNamespace(read_stored=lambda each, shard=None: file.read(each))
+    part = read_quantised(weights, matrix, matrix.format, Shard.WHOLE, SimpleNamespace(rank=0, size=1))
+    return dequantised(CpuOps().upload_quantised(part))
+
+
+LAYER = "model.layers.0"
+WIDTHS = {f"{LAYER}.mlp.down_proj": (HIDDEN, 96), f"{LAYER}.self_attn.q_proj": (HIDDEN, HIDDEN)}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_matrices_that_stay_quantised_stand_for_what_gguf_dequantises(tmp_path: Path, kind: str, name: str) -> None:
+    """Bit for bit, with rows of Q in the checkpoint's order."""
+    path = write(tmp_path / "x.gguf", quantised=Quantization[kind])
+    kept, plain = GgufFile(path, keeps_quantised=True), GgufFile(path)
+    np.testing.assert_array_equal(kept_values(kept, name), plain.read(f"{name}.weight"))
+    assert kept.tensors["model.embed_tokens.weight"].dtype == "F32"
+    np.testing.assert_array_equal(kept.read("model.embed_tokens.weight"), plain.read("model.embed_tokens.weight"))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_comparison_notices_another_order_of_a_blocks_halves(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "x.gguf", quantised=Quantization[kind])
+    monkeypatch.setattr(blocks, "_paired", lambda codes: codes)
+    name = f"{LAYER}.mlp.down_proj"
+    same = np.array_equal(
+        kept_values(GgufFile(path, keeps_quantised=True), name), GgufFile(path).read(f"{name}.weight")
+    )
+    assert same == (kind == "Q8_0")
+
+
+def test_matrices_of_one_product_stay_quantised_where_they_have_one_format(tmp_path: Path) -> None:
+    whole = weights()
+    kinds = dict.fromkeys(whole, Quantization.Q4_0) | {"blk.0.attn_v.weight": Quantization.Q4_1}
+    kinds |= {"blk.0.ffn_down.weight": Quantization.Q5_0}
+    path = tmp_path / "x.gguf"
+    write(path, whole, quantised=Quantization.Q4_0, kinds=kinds)
+    file = GgufFile(path, keeps_quantised=True)
+    names = {name for name in file.tensors if name.startswith(LAYER) and "norm" not in name}
+    plain = {f"{LAYER}.{name}.weight" for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+    assert names == {*plain, f"{LAYER}.mlp.down_proj.weight"} | {
+        f"{LAYER}.{name}.{part}"
+        for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")
+        for part in ("q4_0", "scales")
+    }
+    made = quantisation_of(file.header, path)
+    assert made == {"quant_method": "gguf", "type": "Q4_0", "dequantised": {"Q4_0": 3, "Q4_1": 1, "Q5_0": 1}}
+    config = as_stored(QuantisedConfig(quantization_config=made), file.tensors)
+    assert config.stored.described == (
+        "3 matrices of int4 in groups of 1 x 32 with f16 scales; 3 of ggml's Q4_0 dequantised when loaded; "
+        "1 of ggml's Q4_1 dequantised when loaded; 1 of ggml's Q5_0 dequantised when loaded"
+    )
+    plain_config = as_stored(QuantisedConfig(quantization_config=made), GgufFile(path).tensors)
+    assert plain_config.stored.described == "all dequantised when they are loaded"
+    assert files_of(path)["config.json"]["quantization_config"] == made
+    assert "quantization_config" not in files_of(write(tmp_path / "y.gguf"))["config.json"]
 
 
 def test_every_format_that_is_read_is_one_that_gguf_dequantises() -> None:
@@ -361,7 +441,7 @@ def test_no_damage_of_a_file_is_anything_but_a_refusal(
 ) -> None:
     folder = tmp_path_factory.getbasetemp()
     source = folder / "source.gguf"
-    whole = bytearray(source.read_bytes() if source.exists() else write(source).read_bytes())
+    whole = bytearray((source if source.exists() else write(source, quantised=Quantization.Q4_1)).read_bytes())
     for _ in range(data.draw(st.integers(0, 3))):
         at = data.draw(st.integers(0, 1200))
         whole[at : at + 8] = data.draw(st.binary(min_size=8, max_size=8))
@@ -369,9 +449,10 @@ def test_no_damage_of_a_file_is_anything_but_a_refusal(
     path.write_bytes(whole[: data.draw(st.integers(0, len(whole)))])
     with contextlib.suppress(OpenInferError):
         files_of(path)
-        file = GgufFile(path)
-        for name in file.tensors:
-            file.read(name)
+        for keeps in (False, True):
+            file = GgufFile(path, keeps_quantised=keeps)
+            for name in file.tensors:
+                file.read(name)
 
 
 def test_metadata_that_contradicts_itself_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_engine.scheduler import TokenBudgetScheduler
-from openinfer_engine.scheduler.itl_limit import FIRST_TOKENS, LEAST_TOKENS, ItlLimiter
+from openinfer_engine.scheduler.itl_limit import FIRST_TOKENS, LEAST_TOKENS, OTHERS_MS, ItlLimiter
 from openinfer_engine.scheduler.step_builder import StepInFlight
 
 DECODE_MS = 4.0
@@ -71,6 +71,43 @@ def test_costs_follow_a_change_and_one_slow_step_hardly_counts() -> None:
     assert pace.budget_tokens(2048, decode_rows=8) == pytest.approx(before / 2, rel=0.1)
 
 
+def test_prompts_next_to_rows_of_others_have_ten_milliseconds_or_as_long_as_a_step_without_them() -> None:
+    pace = ItlLimiter(None)
+    teach(pace)
+    assert pace.budget_tokens(2048, decode_rows=8) == 2048
+    budget = pace.budget_tokens(2048, decode_rows=8, are_others=True)
+    assert budget == pytest.approx(OTHERS_MS / TOKEN_MS, rel=0.05)
+    slow = ItlLimiter(None)
+    slow.note(make_step(planned_s=0.0, decode_rows=8, prompt_tokens=0), applied_s=0.03)
+    slow.note(make_step(planned_s=0.03, decode_rows=0, prompt_tokens=100), applied_s=0.03 + 0.1 * TOKEN_MS)
+    assert slow.budget_tokens(4096, decode_rows=8, are_others=True) == pytest.approx(30 / TOKEN_MS, rel=0.05)
+    limited = ItlLimiter(10)
+    teach(limited)
+    assert limited.budget_tokens(2048, decode_rows=8, are_others=True) == limited.budget_tokens(2048, decode_rows=8)
+
+
+def test_flood_of_prompts_leaves_another_tenants_rows_their_pace() -> None:
+    config = SchedulerConfig(
+        num_blocks=4096, block_size_tokens=4, max_num_seqs=64, max_step_tokens=2048, max_model_tokens=4096
+    )
+    for flood, most_ms in (("", 2 * DECODE_MS + TOKEN_MS * 2048), ("flood", 1.2 * (DECODE_MS + OTHERS_MS))):
+        scheduler = TokenBudgetScheduler(config, FirstComeFirstServed(QueuePolicyConfig()))
+        device, now_s, took_ms = FakeDevice(config), 0.0, list[float]()
+        scheduler.add(make_request(0, prompt_tokens=8, max_tokens=400), now_s=now_s)
+        for step in range(100):
+            if step % 10 == 9:
+                scheduler.add(make_request(100 + step, prompt_tokens=2000, max_tokens=1, tenant=flood), now_s=now_s)
+            plan = scheduler.plan(now_s=now_s)
+            assert plan is not None
+            step_ms = DECODE_MS + TOKEN_MS * int(plan.num_host_tokens.sum())
+            took_ms.append(step_ms)
+            now_s += step_ms * 1e-3
+            scheduler.apply(plan, device.run(plan), now_s=now_s)
+        assert max(took_ms[20:]) <= most_ms
+        assert (max(took_ms[20:]) > DECODE_MS + TOKEN_MS * 1900) == (not flood)  # one tenant has whole steps
+        assert scheduler.stats().prompt_tokens > 5 * 2000
+
+
 def test_mixed_steps_of_the_scheduler_stay_within_the_limit() -> None:
     config = SchedulerConfig(
         num_blocks=4096, block_size_tokens=4, max_num_seqs=8, max_step_tokens=2048, max_model_tokens=4096, max_itl_ms=8
@@ -102,7 +139,7 @@ def test_a_limit_below_a_millisecond_is_refused() -> None:
         )
 
 
-def make_request(request_id: int, *, prompt_tokens: int, max_tokens: int) -> GenerateRequest:
+def make_request(request_id: int, *, prompt_tokens: int, max_tokens: int, tenant: str = "") -> GenerateRequest:
     prompt = tuple((request_id + i) % 64 for i in range(prompt_tokens))
     sampling = SamplingParams(max_tokens=max_tokens)
-    return GenerateRequest(request_id=RequestId(request_id), prompt_token_ids=prompt, sampling=sampling)
+    return GenerateRequest(request_id=RequestId(request_id), prompt_token_ids=prompt, sampling=sampling, tenant=tenant)

@@ -118,3 +118,27 @@ def test_columns_of_a_large_step_agree(make_driver: Any, make_request: Any) -> N
     largest = max((driver.step() for _ in range(12)), key=lambda plan: plan.num_rows)
     assert largest.num_rows == 32
     driver.run()
+
+
+def test_prompt_of_a_newcomer_is_begun_next_to_a_long_one_of_another_tenant(
+    make_driver: Any, make_request: Any
+) -> None:
+    driver = make_driver()  # 16 tokens a step
+    driver.submit(make_request(0, tuple(range(40)), tenant="a"))
+    driver.submit(make_request(1, (1, 2, 3), tenant="a"))
+    assert rows(driver.step()) == [(0, 0, 16, 16, 0)]
+    assert rows(driver.step()) == [(0, 16, 16, 16, 0)]  # the next one of its own tenant waits
+    driver.abort(1)
+    driver.submit(make_request(2, (1, 2, 3), tenant="b"))
+    assert rows(driver.plan()) == [(1, 0, 3, 3, 1), (0, 32, 8, 8, 1)]
+
+
+def test_newcomers_take_half_of_a_step_from_a_prompt_that_has_begun(make_driver: Any, make_request: Any) -> None:
+    driver = make_driver()
+    driver.submit(make_request(0, tuple(range(60)), tenant="a"))
+    driver.step()
+    driver.submit(make_request(1, tuple(range(100, 130)), tenant="b"))
+    assert rows(driver.step()) == [(1, 0, 8, 8, 0), (0, 16, 8, 8, 0)]
+    driver.submit(make_request(2, tuple(range(60, 90)), tenant="b"))
+    assert rows(driver.step()) == [(0, 24, 8, 8, 0), (1, 8, 8, 8, 0)]
+    assert rows(driver.plan()) == [(0, 32, 8, 8, 0), (1, 16, 8, 8, 0)]

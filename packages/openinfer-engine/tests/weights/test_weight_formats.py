@@ -119,6 +119,9 @@ CONTROLS: Mapping[str, tuple[str, Callable[[Tensors], None]]] = {
     "int8: neighbour's scale": ("w8a8", swapped("weight_scale", 0)),
     "mxfp4: neighbour's scale": ("mxfp4", swapped("weight_scale", 1)),
     "nvfp4: neighbour's scale": ("nvfp4", swapped("weight_scale", 1)),
+    "q8_0: neighbour's scale": ("ggml Q8_0", swapped("scales", 1)),
+    "q4_0: order": ("ggml Q4_0", swapped("q4_0", 1)),
+    "q4_1: neighbour's minimum": ("ggml Q4_1", swapped("minimums", 1)),
 }
 
 

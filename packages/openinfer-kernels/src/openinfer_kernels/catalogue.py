@@ -51,8 +51,10 @@ _GEMM = "benchmarks/results/h200/products-2026-11-21.json"
 _ATTENTION = "benchmarks/results/h200/attention-2026-11-21.json"
 _ATTENTION_DECODE = "benchmarks/results/h200/attention-decode-2026-11-21.json"
 _LOWBIT = "benchmarks/results/h200/lowbit-products-2026-11-23.json"
+_LOW_BIT_ACTIVATIONS = "benchmarks/results/h200/qwen3-4b-low-bit-activations.json"
 _EXPERTS = "benchmarks/results/h200/experts-2026-11-22.json"
 _SAMPLING = "benchmarks/results/h200/sampling-2026-11-21.json"
+_FP8_CACHE = "attention over KV in FP8"
 _ATTENTION_VARIANT = "attention with a window, a soft cap or sinks"
 _LINEAR_ATTENTION = "benchmarks/results/h200/linear-attention-2026-11-22.json"
 
@@ -167,6 +169,23 @@ SERVINGS = (
             (Phase.ANY, "attention_prefill", ARCHITECTURES, "32"),
         )
     ),
+    *(
+        Serving(
+            part=_FP8_CACHE,
+            phase=phase,
+            operators=("paged_attention",),
+            kernel=f"{kernel}_fp8",
+            architectures=architectures,
+            when=f"a KV cache in FP8; head dimensions {head_dims}",
+        )
+        for phase, kernel, architectures, head_dims in (
+            (Phase.DECODE, "attention_decode_hopper", (HOPPER,), "64, 128, 256"),
+            (Phase.DECODE, "attention_decode", _BEFORE_HOPPER_AND_AFTER, "64, 128, 256"),
+            (Phase.PREFILL, "attention_prefill_hopper", (HOPPER,), "64, 128, 256"),
+            (Phase.PREFILL, "attention_prefill", _BEFORE_HOPPER_AND_AFTER, "32, 64, 128, 256"),
+            (Phase.ANY, "attention_prefill", ARCHITECTURES, "32"),
+        )
+    ),
     Serving(
         part="latent attention",
         phase=Phase.PREFILL,
@@ -232,6 +251,20 @@ SERVINGS = (
         kernel="qk_norm_rope_append",
     ),
     Serving(
+        part="RoPE and KV append in FP8",
+        phase=Phase.ANY,
+        operators=("qk_norm_rope_append", "zero_centred_qk_norm_rope_append", "rope_append"),
+        kernel="qk_norm_rope_append_fp8",
+        when="head dimensions 32, 64, 128, 256",
+    ),
+    Serving(
+        part="RoPE and KV append in FP8",
+        phase=Phase.ANY,
+        operators=("gated_qk_norm_rope_append",),
+        kernel="gated_attention_fp8",
+        when="head dimensions 64, 128, 256",
+    ),
+    Serving(
         part="routers",
         phase=Phase.ANY,
         operators=("top_experts", "table_experts"),
@@ -278,18 +311,39 @@ SERVINGS = (
             ),
             ("int4", "INT4", "with groups of 128, zero points and a BF16 head: 1.65, 1.61, 2.24 ms"),
             ("int8", "INT8", ""),
+            ("int4_min", "INT4 with minimums", ""),
             ("fp4", "E2M1", ""),
         )
     ),
     Serving(
-        part="quantised products",
-        phase=Phase.ANY,
-        operators=("upload_quantised", "upload_dequantised", "linear", "linear_swiglu"),
-        kernel="lowbit_tiles",
+        part="products with quantised activations",
+        phase=Phase.PREFILL,
+        operators=("linear", "linear_swiglu"),
+        kernel="low_bit_activations",
         architectures=(HOPPER,),
-        when="more than 1,024 tokens multiply a copy of the weight in BF16",
-        measured="all products and norms of a Qwen3-4B step of 8,192 tokens in FP8 in 98.8 ms; in BF16 97.6 ms",
-        source=_LOWBIT,
+        when="--low-bit-activations prefill; quantises, and cuBLASLt multiplies",
+        measured="prompts of Qwen3-4B in blocks, 8,192 tokens a step: 106,200 tokens/s, BF16 83,100; E4M3 rows 118,000",
+        source=_LOW_BIT_ACTIVATIONS,
+    ),
+    Serving(
+        part="products with quantised activations",
+        phase=Phase.PREFILL,
+        operators=("linear", "linear_swiglu"),
+        kernel=CUBLASLT,
+        architectures=(HOPPER,),
+        when="E4M3 and INT8",
+        measured="16,384 tokens of gate and up: 1,034 TFLOP/s in blocks, 1,257 in rows, INT8 1,248; BF16, ours 645",
+        source="benchmarks/results/h200/low-bit-activations-products-2026-11-24.json",
+    ),
+    Serving(
+        part="output head in FP8",
+        phase=Phase.ANY,
+        operators=("quantise_head", "logits"),
+        kernel="lowbit_gemm_fp8_head",
+        architectures=(HOPPER,),
+        when="--fp8-head",
+        measured="a token of Qwen3-4B in AWQ at 1 and 8 x 1024: 1.82 and 2.27 ms; with a BF16 head 1.91 and 2.36",
+        source=_LOW_BIT_ACTIVATIONS,
     ),
     *(
         Serving(
@@ -313,6 +367,15 @@ SERVINGS = (
         operators=("upload_quantised", "upload_dequantised", "linear", "linear_swiglu", "grouped_linear"),
         kernel="quantised",
         when="where not in tiles: more than 32 tokens multiply a copy of the weight in BF16",
+    ),
+    Serving(
+        part="quantised products",
+        phase=Phase.ANY,
+        operators=("upload_quantised", "upload_dequantised", "linear", "linear_swiglu"),
+        kernel="lowbit_tiles",
+        when="in tiles: more than 1,024 tokens, and all without lowbit_gemm, multiply a copy of the weight in BF16",
+        measured="all products and norms of a Qwen3-4B step of 8,192 tokens in FP8 in 98.8 ms; in BF16 97.6 ms",
+        source=_LOWBIT,
     ),
     Serving(part="embedding", phase=Phase.ANY, operators=("embedding", "residual_embedding"), kernel="embedding"),
     Serving(

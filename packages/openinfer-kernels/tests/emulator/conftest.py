@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -42,8 +41,18 @@ BODIES = {
     ("attention/attention_kv_tile.cuh", "void load(uint32_t* to"): "memcpy(to, from, 16);",
     ("attention/attention_kv_tile.cuh", "uint32_t transposed("): "return emulated::transposed(matrix);",
     ("attention/attention_decode_hopper.cu", "void copy("): (
-        "barrier_expect(barrier, bytes); memcpy(target, from, bytes); hopper::complete(barrier, bytes);"
+        "memcpy(target, from, bytes); hopper::complete(barrier, bytes);"
     ),
+    ("attention_fp8/attention_prefill_staging.cuh", "void bulk_copy("): (
+        "memcpy(target, from, bytes); hopper::complete(barrier, bytes);"
+    ),
+    ("attention_fp8/attention_kv_tile_fp8.cuh", "void mma_halves("): (
+        "emulated::mma(d, a0, a1, a2, a3, b0, b1, emulated::half_float_of);"
+    ),
+    ("attention_fp8/attention_kv_tile_fp8.cuh", "uint32_t packed_halves("): (
+        "return emulated::to_half(low) | emulated::to_half(high) << 16;"
+    ),
+    ("attention_fp8/attention_kv_tile_fp8.cuh", "float log2_fast("): "return log2f(x);",
 }
 """Functions of inline assembly, and what they do."""
 KERNELS = {
@@ -51,6 +60,10 @@ KERNELS = {
     "attention_decode_hopper_variant": ("64_1", "128_1", "256_1"),
     "attention_prefill_variant": ("32", "64", "128", "256"),
     "attention_prefill_hopper_variant": ("64", "128", "256"),
+    "attention_decode_fp8": ("64_1", "64_2", "128_1", "128_2", "256_1"),
+    "attention_decode_hopper_fp8": ("64_1", "64_2", "128_1", "128_2", "256_1"),
+    "attention_prefill_fp8": ("32", "64", "128", "256"),
+    "attention_prefill_hopper_fp8": ("64", "128", "256"),
 }
 FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 OUTCOMES = ("done", "no such kernel", "arguments of another size", "threads wait for ever")
@@ -64,6 +77,8 @@ def emulated_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(CSRC, folder / "csrc")
     for name, place in HEADERS.items():
         shutil.copy(HERE / name, folder / "csrc" / place)
+    for name in ("cuda_bf16.h", "cuda.h"):
+        (folder / name).write_text('#include "cuda.hpp"\n', "utf-8")
     return folder
 
 
@@ -73,17 +88,28 @@ def compile_emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str,
     return lambda name, source: build(emulated_sources(tmp_path_factory), name, source)
 
 
+class Libraries(dict[str, Path]):
+    """Stem -> the library of its kernels for this machine, made when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __contains__(self, stem: object) -> bool:
+        return stem in KERNELS
+
+    def __missing__(self, stem: str) -> Path:
+        self[stem] = compiled(self._folder, stem)
+        return self[stem]
+
+
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Stem -> the library of its kernels for this machine."""
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
     folder = emulated_sources(tmp_path_factory)
     for (name, function), body in BODIES.items():
         path = folder / "csrc" / name
         path.write_text(with_body(path.read_text("utf-8"), function, body), "utf-8")
-    for name in ("cuda_bf16.h", "cuda.h"):
-        (folder / name).write_text('#include "cuda.hpp"\n', "utf-8")
-    with ThreadPoolExecutor(2) as threads:
-        return dict(zip(KERNELS, threads.map(lambda stem: compiled(folder, stem), KERNELS), strict=True))
+    return Libraries(folder)
 
 
 def with_body(text: str, function: str, body: str) -> str:
@@ -97,13 +123,13 @@ def with_body(text: str, function: str, body: str) -> str:
 
 
 def compiled(folder: Path, stem: str) -> Path:
-    given_map = "map" if stem.startswith("attention_prefill_hopper") else "nullptr"
+    given_map = "map" if stem == "attention_prefill_hopper_variant" else "nullptr"
     calls = "".join(
         f'if (!strcmp(kind, "{kind}")) return launch({stem}_{kind}, {given_map}, arguments, bytes, blocks, threads);\n'
         for kind in KERNELS[stem]
     )
     source = f"""#include "fibers.hpp"
-#include "attention_variants/{stem}.cu"
+#include "{"attention_fp8" if stem.endswith("fp8") else "attention_variants"}/{stem}.cu"
 using namespace emulated;
 extern "C" __attribute__((visibility("default"))) int run(const char* kind, const void* map, const void* arguments,
                                                           size_t bytes, int blocks, int threads) {{
@@ -139,7 +165,7 @@ class Kernel:
 class Device:
     """As much of a device as attention asks for."""
 
-    def __init__(self, libraries: dict[str, Path], *, hopper: bool, num_multiprocessors: int) -> None:
+    def __init__(self, libraries: Libraries, *, hopper: bool, num_multiprocessors: int) -> None:
         self._libraries, self._hopper, self.num_multiprocessors = libraries, hopper, num_multiprocessors
 
     def has(self, stem: str) -> bool:
@@ -171,7 +197,7 @@ def empty(shape: Any, dtype: Any) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def paged(libraries: dict[str, Path]) -> Iterator[ModuleType]:
+def paged(libraries: Libraries) -> Iterator[ModuleType]:
     """`openinfer_kernels.cuda.attention.paged` over arrays of NumPy."""
     if importlib.util.find_spec("cupy") is not None:
         pytest.skip("CuPy is installed: kernels run on its GPU")
@@ -191,7 +217,7 @@ def paged(libraries: dict[str, Path]) -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def make_attention(paged: ModuleType, libraries: dict[str, Path]) -> Callable[..., Any]:
+def make_attention(paged: ModuleType, libraries: Libraries) -> Callable[..., Any]:
     """The operator on an emulated GPU: `Attention`, or `OneKernelAttention` where it is to be batch-invariant."""
 
     def make(*, hopper: bool, multiprocessors: int = 3, batch_invariant: bool = False) -> Any:

@@ -138,6 +138,19 @@ inline uint32_t to_bfloat16(float value) {
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 
+inline float half_float_of(uint32_t pair, int index) {
+  const uint16_t bits = index % 2 ? pair >> 16 : pair & 0xFFFF;
+  _Float16 value;
+  memcpy(&value, &bits, 2);
+  return value;
+}
+inline uint32_t to_half(float value) {
+  const _Float16 half = _Float16(value);
+  uint16_t bits;
+  memcpy(&bits, &half, 2);
+  return bits;
+}
+
 // --- what stands for inline assembly of attention's sources (conftest.py) --------------------------------------------
 
 inline float exp2_flushed(float x) {
@@ -146,7 +159,8 @@ inline float exp2_flushed(float x) {
 }
 
 // The fragments are described at `attention::mma`.
-inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1,
+                float (*value_of)(uint32_t, int) = half_of) {
   const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
   const Words words = shown(mine);
   for (int i = 0; i < 4; i++) {
@@ -154,7 +168,7 @@ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
     for (int k = 0; k < 16; k++) {
       const uint32_t a = words[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)];
       const uint32_t b = words[column * 4 + k % 8 / 2][4 + k / 8];
-      d[i] += half_of(a, k) * half_of(b, k);
+      d[i] += value_of(a, k) * value_of(b, k);
     }
   }
 }
@@ -198,6 +212,11 @@ inline uint32_t __float_as_uint(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof(bits));
   return bits;
+}
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(bits));
+  return value;
 }
 inline bool __any_sync(unsigned, bool value) {
   const uint32_t mine[1] = {value};

@@ -4,8 +4,12 @@ import pytest
 
 from openinfer_kernels.cuda.gemm.lowbit_partition import SIZES, Room, partition_product
 
-CLUSTERS = {1: 132, 2: 66, 3: 42, 4: 30, 5: 25, 6: 20, 7: 16, 8: 15}
-H200 = Room(132, lambda size, blocks: CLUSTERS[blocks] * size.blocks)
+CLUSTERS = {
+    1: {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15},
+    2: {1: 264, 2: 132, 3: 79, 4: 62, 5: 47, 6: 39, 7: 32, 8: 30},
+}
+"""What the driver says, by blocks on a multiprocessor."""
+H200 = Room(132, lambda size, blocks: CLUSTERS[size.blocks][blocks])
 
 
 def tiles_of(rows: int) -> int:
@@ -16,7 +20,6 @@ def tiles_of(rows: int) -> int:
 def test_all_tokens_are_in_one_tile_while_one_has_room(num_tokens, tokens):
     partition = partition_product(num_tokens, tiles_of(19456), 20, H200)
     assert (partition.size.tokens, partition.token_tiles) == (tokens, 1)
-    assert partition.splits == 1
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 30, 64, 128, 200, 256, 257, 1000, 4096])
@@ -32,13 +35,30 @@ def test_every_tile_has_a_block_and_splits_run_all_at_a_time(num_tokens, rows, c
     assert partition.blocks % (partition.splits * partition.multicast_ctas) == 0
     assert partition.blocks <= 132 * size.blocks
     if partition.splits > 1:
-        assert partition.blocks == partition.token_tiles * partition.row_tiles * partition.splits
+        left = partition.token_tiles * partition.row_tiles - partition.whole_tiles
+        assert partition.whole_tiles % partition.blocks == 0
+        assert 0 < left <= partition.blocks // partition.splits <= H200.clusters(size, partition.splits)
 
 
 def test_k_is_divided_where_tiles_are_few():
     assert partition_product(8, tiles_of(2560), 76, H200).splits == 4
     assert partition_product(128, tiles_of(2560), 76, H200).splits == 8
     assert partition_product(8, tiles_of(151936), 20, H200).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "whole_tiles", "left", "splits"), [(8, 264, 40, 2), (16, 264, 40, 2), (256, 117, 35, 3)]
+)
+def test_tiles_that_are_left_over_have_their_k_divided(num_tokens, whole_tiles, left, splits):
+    partition = partition_product(num_tokens, tiles_of(19456), 20, H200)
+    assert (partition.whole_tiles, partition.splits) == (whole_tiles, splits)
+    assert partition.row_tiles == whole_tiles + left
+    assert whole_tiles == partition.blocks
+
+
+def test_without_clusters_nothing_is_divided():
+    alone = Room(132, lambda size, blocks: 0)
+    assert partition_product(8, tiles_of(2560), 76, alone).splits == 1
 
 
 def test_clusters_that_do_not_run_all_at_a_time_are_not_taken():

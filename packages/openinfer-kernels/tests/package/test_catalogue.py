@@ -16,7 +16,18 @@ from openinfer_kernels.catalogue import (
 from openinfer_kernels.cubins import ARCHITECTURES, sources
 
 ROOT = Path(__file__).parents[4]
-OF_MEMORY = {"extra", "upload", "upload_float32", "download", "zeros", "copy_rows", "name", "loading", "random_weight"}
+OF_MEMORY = {
+    "quantise_head",
+    "extra",
+    "upload",
+    "upload_float32",
+    "download",
+    "zeros",
+    "copy_rows",
+    "name",
+    "loading",
+    "random_weight",
+}
 """Methods of the contract that launch no kernel of ours, or copy."""
 
 

@@ -26,8 +26,10 @@ from openinfer_kernels.cubins.__main__ import main
 
 HOPPERS = {
     "attention_decode_hopper",
+    "attention_decode_hopper_fp8",
     "attention_decode_hopper_variant",
     "attention_prefill_hopper",
+    "attention_prefill_hopper_fp8",
     "attention_prefill_hopper_variant",
     "decode_gemm",
     "gemm",
@@ -35,7 +37,9 @@ HOPPERS = {
     "latent_prefill_hopper",
     "lowbit_gemm_fp4",
     "lowbit_gemm_fp8",
+    "lowbit_gemm_fp8_head",
     "lowbit_gemm_int4",
+    "lowbit_gemm_int4_min",
     "lowbit_gemm_int8",
 }
 """Stems of the sources that use Hopper's own instructions."""
@@ -141,7 +145,10 @@ def test_headers_are_those_that_nvcc_reads():
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for each, theirs in zip(found, threads.map(read, found), strict=True):
             ours = {path for path in theirs if each.root in path.parents}
-            assert ours - {each.path} == set(each.headers().values()), each.stem
+            headers = set(each.headers().values())
+            assert ours - {each.path} <= headers, each.stem
+            # A header that a template takes under a condition counts for every source of the template.
+            assert {path.stem for path in headers - ours} <= {"attention_prefill_staging"}, each.stem
 
 
 def test_key_of_a_cubin_changes_with_text_and_architecture_alone(tmp_path):

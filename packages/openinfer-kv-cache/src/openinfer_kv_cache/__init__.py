@@ -15,11 +15,22 @@ from openinfer_kv_cache.errors import (
     LayoutMismatchError,
     SequenceStateError,
 )
-from openinfer_kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
+from openinfer_kv_cache.eviction import EvictionPolicy, EvictsByOwner, LeastRecentlyUsed
+from openinfer_kv_cache.fair_eviction import FairLeastRecentlyUsed
 from openinfer_kv_cache.layout import GroupKind, KvGroupLayout, KvLayout, KvRegion, check_same_layout
 from openinfer_kv_cache.listener import BlockListener, StoredBlocks
 from openinfer_kv_cache.sequence import BlockSequence
-from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
+from openinfer_kv_cache.spec import (
+    FP8_KV_TAG,
+    FP8_SCALE_BYTES,
+    KvDtype,
+    KvSpec,
+    PagedGroup,
+    PagedTensor,
+    StateSlotGroup,
+    StateTensor,
+    attention_group,
+)
 from openinfer_kv_cache.state_slots import CopyKind, StateSlotCopy, StateSlotPool, StateSlotStatus
 from openinfer_kv_cache.tiers.contract import (
     EvictingTier,
@@ -40,6 +51,8 @@ from openinfer_kv_cache.tiers.traits import BlockMover, CopyingTier, DeviceBlock
 from openinfer_kv_cache.tiers.transfers import KvTransfers
 
 __all__ = [
+    "FP8_KV_TAG",
+    "FP8_SCALE_BYTES",
     "BlockListener",
     "BlockMover",
     "BlockPin",
@@ -58,6 +71,8 @@ __all__ = [
     "EvictionPolicy",
     "EvictionPolicyError",
     "EvictionReason",
+    "EvictsByOwner",
+    "FairLeastRecentlyUsed",
     "GroupKind",
     "IntegrityError",
     "KvCache",
@@ -100,6 +115,7 @@ __all__ = [
     "TieredScheduler",
     "Transfer",
     "TransferState",
+    "attention_group",
     "begin_table_load",
     "check_same_layout",
     "table_digest",

@@ -31,7 +31,8 @@ from openinfer_kv_cache.checks import check_count, require
 from openinfer_kv_cache.counters import EvictionReason, PoolCounters
 from openinfer_kv_cache.digest import Digest
 from openinfer_kv_cache.errors import BlockStateError, EvictionPolicyError, KvConfigError
-from openinfer_kv_cache.eviction import EvictionPolicy, Expiry, LeastRecentlyUsed
+from openinfer_kv_cache.eviction import EvictionPolicy, EvictsByOwner, Expiry
+from openinfer_kv_cache.fair_eviction import FairLeastRecentlyUsed
 from openinfer_kv_cache.listener import BlockListener
 from openinfer_kv_cache.states import StateTable, Transition
 
@@ -83,7 +84,7 @@ class BlockPool:
     Args:
         num_blocks: blocks of the pool.
         block_size_tokens: tokens of one block.
-        policy: order of eviction; least recently used if None. The pool owns it from here on.
+        policy: order of eviction; least recently used, fair over owners, if None. The pool owns it from here on.
         idle_ttl_s: seconds after which an idle block is no longer found; None keeps it until space is short.
         clock: monotonic seconds; read only when `idle_ttl_s` is given.
 
@@ -102,6 +103,7 @@ class BlockPool:
         "_missed_blocks",
         "_num_idle",
         "_num_matches",
+        "_owners",
         "_pins",
         "_policy",
         "_registry",
@@ -136,7 +138,8 @@ class BlockPool:
         self._registry: dict[Digest, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_idle = 0
-        self._policy: EvictionPolicy = LeastRecentlyUsed() if policy is None else policy
+        self._policy: EvictionPolicy = FairLeastRecentlyUsed(num_blocks) if policy is None else policy
+        self._owners = self._policy if isinstance(self._policy, EvictsByOwner) else None
         self._expiry = None if idle_ttl_s is None else Expiry(idle_ttl_s, clock)
         self._pins: Counter[int] = Counter()
         self._generation = 0
@@ -196,6 +199,18 @@ class BlockPool:
     def is_idle(self, block_id: int) -> bool:
         return self._states.is_in(block_id, BlockState.IDLE)
 
+    def used_blocks(self, owner: str) -> int:
+        """Blocks in use that are an owner's; 0 if the policy is no `EvictsByOwner`."""
+        return 0 if self._owners is None else self._owners.used_blocks(owner)
+
+    def share_blocks(self) -> int:
+        """What of the pool is each owner's that has used it lately."""
+        return self.num_blocks if self._owners is None else self._owners.share_blocks()
+
+    def protected_blocks(self, owner: str | None = None) -> int:
+        """Of the available blocks, idle ones that an owner, or anyone, should leave others, within their shares."""
+        return 0 if self._owners is None else self._owners.protected_blocks(owner)
+
     def counters(self) -> PoolCounters:
         return PoolCounters(
             num_matches=self._num_matches,
@@ -208,13 +223,13 @@ class BlockPool:
 
     # Moves.
 
-    def allocate(self, num_blocks: int) -> list[int] | None:
+    def allocate(self, num_blocks: int, owner: str = "") -> list[int] | None:
         """Hands out writable blocks with one user each, evicting idle ones; None, and nothing has changed, if short."""
         short = num_blocks - len(self._free)
         if short > 0:
             if short > self._num_idle:
                 return None
-            self._evict(self._select_victims(short), EvictionReason.CAPACITY)
+            self._evict(self._select_victims(short, owner, gaining=num_blocks), EvictionReason.CAPACITY)
         if num_blocks < 1:
             return []
         taken = self._free[-num_blocks:]
@@ -224,10 +239,15 @@ class BlockPool:
         users = self._users
         for block_id in taken:
             users[block_id] = 1
+        if self._owners is not None:
+            self._owners.took(taken, owner, new=True)
         return taken
 
-    def acquire(self, block_ids: Sequence[int]) -> None:
-        """Adds one user to each of some distinct sealed or idle blocks, as `find` returned them."""
+    def acquire(self, block_ids: Sequence[int], owner: str | None = None) -> None:
+        """Adds one user to each of some distinct sealed or idle blocks, as `find` returned them.
+
+        They are the owner's from here on; None leaves them with theirs.
+        """
         users = self._users
         idle: list[int] = []
         used: list[int] = []
@@ -239,6 +259,8 @@ class BlockPool:
             self._revive(idle)
         for block_id in block_ids:
             users[block_id] += 1
+        if owner is not None and self._owners is not None:
+            self._owners.took(block_ids, owner, new=False)
 
     def seal(self, block_ids: Sequence[int], digests: Sequence[Digest] | None) -> None:
         """Declares the content of writable blocks final, and registers it where its digest is new.
@@ -368,12 +390,16 @@ class BlockPool:
             (writable if self._states.is_in(block_id, BlockState.WRITABLE) else voided).append(block_id)
         self._states.move(writable, _ABANDON)
         self._free.extend(writable)
+        if self._owners is not None:
+            self._owners.freed(writable)
         self._discard(voided, EvictionReason.CLEARED)
 
     def _discard(self, block_ids: list[int], reason: EvictionReason) -> None:
-        # Through idle: the diagram has no other way to free, and the policy never hears of them.
+        # Through idle: the diagram has no other way to free, and to the policy they never were.
         self._states.move(block_ids, _RETIRE)
         self._states.move(block_ids, _EVICT)
+        if self._owners is not None:
+            self._owners.freed(block_ids)
         self._empty(block_ids, reason)
 
     def _evict(self, block_ids: list[int], reason: EvictionReason) -> None:
@@ -397,8 +423,11 @@ class BlockPool:
         self._free.extend(block_ids)
         self._evicted[reason] += len(block_ids)
 
-    def _select_victims(self, num_blocks: int) -> list[int]:
-        victims = self._policy.select(num_blocks)
+    def _select_victims(self, num_blocks: int, owner: str, *, gaining: int) -> list[int]:
+        if self._owners is None:
+            victims = self._policy.select(num_blocks)
+        else:
+            victims = self._owners.select_for(num_blocks, owner, gaining=gaining)
         # A policy is a plug-in: evicting a block in use for it would be wrong KV in another request.
         valid = {block_id for block_id in victims if 0 <= block_id < self.num_blocks and self.is_idle(block_id)}
         if not len(valid) == len(victims) == num_blocks:

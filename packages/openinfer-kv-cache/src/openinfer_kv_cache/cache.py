@@ -92,13 +92,17 @@ class KvCache:
         return len(self._live)
 
     def sequence_of(self, request: GenerateRequest) -> BlockSequence:
-        """`sequence` of a request's prompt: shares prefixes with those of equal salt and adapter alone."""
+        """`sequence` of a request's prompt: shares prefixes with those of equal salt and adapter alone.
+
+        Its blocks are its tenant's.
+        """
         adapter = request.adapter
         return self.sequence(
             request.prompt_token_ids,
             lora_name=request.lora,
             adapter_digest=None if adapter is None else adapter.digest,
             cache_salt=request.cache_salt,
+            owner=request.tenant,
         )
 
     def sequence(
@@ -108,8 +112,12 @@ class KvCache:
         lora_name: str | None = None,
         adapter_digest: bytes | None = None,
         cache_salt: str | None = None,
+        owner: str = "",
     ) -> BlockSequence:
-        """A sequence that knows `token_ids`, each a uint32, and holds no blocks; the caller releases it."""
+        """A sequence that knows `token_ids`, each a uint32, and holds no blocks; the caller releases it.
+
+        Its blocks are of the share of `owner`.
+        """
         root = self.hasher.root(lora_name=lora_name, adapter_digest=adapter_digest, cache_salt=cache_salt)
         sequence = self._make_sequence(
             self.pool,
@@ -119,6 +127,7 @@ class KvCache:
             on_release=self._live.discard,
             lora_name=lora_name,
             cache_salt=cache_salt,
+            owner=owner,
         )
         self._live.add(sequence)
         return sequence

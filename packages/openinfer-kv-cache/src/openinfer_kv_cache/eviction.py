@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class EvictionPolicy(Protocol):
@@ -27,6 +27,39 @@ class EvictionPolicy(Protocol):
 
     def select(self, num_blocks: int) -> list[int]:
         """Removes and returns the `num_blocks` blocks to evict, first victim first; that many are held."""
+        ...
+
+
+@runtime_checkable
+class EvictsByOwner(EvictionPolicy, Protocol):
+    """An `EvictionPolicy` that is told whose blocks are: of the tenant, or of whom else `owner` names.
+
+    A hook that not every policy has. A block belongs to the owner that took it last, until it is free: after `select`,
+    `select_for` and `forget`, or where the pool says so.
+    """
+
+    def took(self, block_ids: Sequence[int], owner: str, *, new: bool) -> None:
+        """These are an owner's from here on: allocated (`new`), or found, and reused where they were idle."""
+        ...
+
+    def freed(self, block_ids: Sequence[int]) -> None:
+        """These became free and were never idle."""
+        ...
+
+    def select_for(self, num_blocks: int, owner: str, *, gaining: int) -> list[int]:
+        """As `select`, for an owner that is about to take `gaining` blocks, some of them free already."""
+        ...
+
+    def used_blocks(self, owner: str) -> int:
+        """An owner's blocks that are not idle."""
+        ...
+
+    def share_blocks(self) -> int:
+        """What of the pool is each active owner's."""
+        ...
+
+    def protected_blocks(self, owner: str | None) -> int:
+        """Idle blocks that this owner should leave others, where it can wait or give something up; of None, all."""
         ...
 
 

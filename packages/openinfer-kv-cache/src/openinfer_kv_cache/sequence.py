@@ -33,7 +33,8 @@ class BlockSequence:
     """Made by `KvCache.sequence`; used from the thread of its pool.
 
     `root` is the start of the digest chain, made of `lora_name` and `cache_salt`, which are kept for the pool's
-    listener. `token_ids` (each a uint32) are copied; `on_release` is called once.
+    listener. `token_ids` (each a uint32) are copied; `on_release` is called once. The blocks are of the share of
+    `owner`.
     """
 
     __slots__ = (
@@ -46,6 +47,7 @@ class BlockSequence:
         "_lora_name",
         "_num_sealed",
         "_on_release",
+        "_owner",
         "_pool",
         "_released",
         "_root",
@@ -64,8 +66,10 @@ class BlockSequence:
         on_release: Callable[["BlockSequence"], None] | None = None,
         lora_name: str | None = None,
         cache_salt: str | None = None,
+        owner: str = "",
     ) -> None:
         self._pool = pool
+        self._owner = owner
         self._lora_name = lora_name
         self._cache_salt = cache_salt
         self._hasher = hasher
@@ -176,7 +180,7 @@ class BlockSequence:
             raise SequenceStateError(f"cannot match: the sequence holds {len(self._blocks)} blocks; match comes first")
         self._pool.expire()
         found = self._find_prefix()
-        self._pool.acquire(found)
+        self._pool.acquire(found, self._owner)
         self._pool.count_match(hit_blocks=len(found), missed_blocks=self._num_matchable_blocks() - len(found))
         self._generation = self._pool.generation
         self._blocks.extend(found)
@@ -199,7 +203,7 @@ class BlockSequence:
         if missing <= 0:
             return NO_BLOCKS
         self._require_live("reserve")
-        added = self._pool.allocate(missing)
+        added = self._pool.allocate(missing, self._owner)
         if added is None:
             return None
         if not self._blocks:

@@ -102,6 +102,44 @@ class PagedGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.num_layers * sum(tensor.bytes_per_token for tensor in self.tensors)
 
 
+FP8_KV_TAG = "e4m3:per-token-head:f32"
+"""`PagedGroup.quantization_tag` of keys and values in FP8, as `attention_group` lays them out."""
+FP8_SCALE_BYTES = 4
+"""Of the float32 scale that each token of a head has there."""
+
+
+def attention_group(
+    *,
+    name: str,
+    num_layers: int,
+    num_heads: int,
+    head_dim: int,
+    dtype: KvDtype,
+    rope_tag: str,
+    window_tokens: int | None = None,
+) -> PagedGroup:
+    """The layers of full attention: tensors `k` and `v` of `[num_heads, head_dim]` per token and layer.
+
+    With `FLOAT8_E4M3` they are bytes, `head_dim + 4` of a token and head: in a block a head's codes
+    `[block_size_tokens, head_dim]` come first and then its scales, float32 `[block_size_tokens]`, one for each token.
+    A value is code times scale. Codes and scales of a head are one range of bytes, so that one copy brings both, and
+    nothing that moves blocks can bring one without the other. `quantization_tag` says all this in the layout's digest.
+
+    Raises:
+        KvConfigError: a field is out of range.
+    """
+    is_fp8 = dtype is KvDtype.FLOAT8_E4M3
+    width, stored = (head_dim + FP8_SCALE_BYTES, KvDtype.UINT8) if is_fp8 else (head_dim, dtype)
+    return PagedGroup(
+        name=name,
+        num_layers=num_layers,
+        tensors=tuple(PagedTensor(name=each, num_heads=num_heads, head_dim=width, dtype=stored) for each in "kv"),
+        rope_tag=rope_tag,
+        quantization_tag=FP8_KV_TAG if is_fp8 else "none",
+        window_tokens=window_tokens,
+    )
+
+
 class StateTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tensor of a group of state slots.
 

@@ -40,9 +40,17 @@ class WindowedSequence(BlockSequence):
         on_release: Callable[[BlockSequence], None] | None = None,
         lora_name: str | None = None,
         cache_salt: str | None = None,
+        owner: str = "",
     ) -> None:
         super().__init__(
-            pool, hasher, root, token_ids, on_release=on_release, lora_name=lora_name, cache_salt=cache_salt
+            pool,
+            hasher,
+            root,
+            token_ids,
+            on_release=on_release,
+            lora_name=lora_name,
+            cache_salt=cache_salt,
+            owner=owner,
         )
         self._tables = [BlockTable(index, window, []) for index, window in enumerate(table_windows)]
         self._blocks = self._tables[0].blocks
@@ -78,7 +86,7 @@ class WindowedSequence(BlockSequence):
             raise SequenceStateError(f"cannot match: the sequence holds {len(self._blocks)} blocks; match comes first")
         self._pool.expire()
         found = self._find_tables_prefix()
-        self._pool.acquire(found.all_blocks())
+        self._pool.acquire(found.all_blocks(), self._owner)
         missed_blocks = self._num_matchable_blocks() - found.num_blocks
         self._pool.count_match(hit_blocks=found.num_blocks, missed_blocks=missed_blocks)
         self._generation = self._pool.generation
@@ -93,7 +101,7 @@ class WindowedSequence(BlockSequence):
             return NO_BLOCKS
         self._require_live("reserve")
         missing = self._missing_blocks(num_tokens, windowed_tokens)
-        added = self._pool.allocate(sum(missing))
+        added = self._pool.allocate(sum(missing), self._owner)
         if added is None:
             return None
         if not self._holds_blocks():
@@ -170,9 +178,9 @@ class WindowedSequence(BlockSequence):
         num_new = sum(place.num_new for place in places)
         if num_new + sum(map(self._pool.is_idle, found)) > self._pool.available_blocks + len(surplus):
             return False
-        self._pool.acquire(found)  # before what is allocated evicts them
+        self._pool.acquire(found, self._owner)  # before what is allocated evicts them
         self._pool.release([*surplus, *(block_id for place in places for block_id in reversed(place.passed))])
-        new_blocks = self._pool.allocate(num_new)
+        new_blocks = self._pool.allocate(num_new, self._owner)
         require(new_blocks is not None, f"{num_new} blocks were there and could not be allocated")
         remaining = iter(new_blocks or ())
         for place in places:

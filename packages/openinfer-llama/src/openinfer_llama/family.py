@@ -6,7 +6,8 @@ from typing import Any
 from openinfer_engine.family import EngineFamily
 from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.weights.quantization_config import quantisation_reasons
-from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor
+from openinfer_kernels import CacheFormat
+from openinfer_kv_cache import KvDtype, KvSpec, attention_group
 from openinfer_llama import model
 
 _CHANGES_THE_MODEL = (
@@ -25,6 +26,7 @@ class LlamaDefinition(ModelDefinition[model.LlamaConfig]):
     module = model
     config_type = model.LlamaConfig
     rank_sizes = ("num_key_value_heads", "intermediate_size", "vocab_size")
+    cache_formats = frozenset(CacheFormat)
 
     def refusal(self, config: Mapping[str, Any]) -> str | None:
         if config.get("model_type") not in {"llama", model.MISTRAL}:
@@ -54,12 +56,12 @@ class LlamaDefinition(ModelDefinition[model.LlamaConfig]):
         """K after RoPE, and V, of this rank's KV heads."""
         del state_dtype
         heads = config.num_key_value_heads // num_ranks
-        group = PagedGroup(
+        group = attention_group(
             name=model.ATTENTION,
             num_layers=config.num_hidden_layers,
-            tensors=tuple(
-                PagedTensor(name=name, num_heads=heads, head_dim=config.head_size, dtype=kv_dtype) for name in "kv"
-            ),
+            num_heads=heads,
+            head_dim=config.head_size,
+            dtype=kv_dtype,
             rope_tag=f"half layout: {config.rope}",
             window_tokens=config.window,
         )

@@ -18,7 +18,8 @@ from openinfer_engine.refusals import (
 )
 from openinfer_engine.weights.experts import check_expert_ranks
 from openinfer_engine.weights.quantization_config import quantisation_reasons
-from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor
+from openinfer_kernels import CacheFormat
+from openinfer_kv_cache import KvDtype, KvSpec, attention_group
 from openinfer_qwen3 import model
 
 OPENINFER_CONTRACT = 1
@@ -53,6 +54,7 @@ class Qwen3Definition(ModelDefinition[model.Qwen3Config]):
     module = model
     config_type = model.Qwen3Config
     rank_sizes = ("num_key_value_heads", "intermediate_size")
+    cache_formats = frozenset(CacheFormat)
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
     changes: ClassVar[Mapping[str, str]] = CHANGES_THE_MODEL
 
@@ -75,12 +77,12 @@ class Qwen3Definition(ModelDefinition[model.Qwen3Config]):
         """K after norm and RoPE, and V, of this rank's KV heads."""
         del state_dtype
         heads = config.num_key_value_heads // num_ranks
-        group = PagedGroup(
+        group = attention_group(
             name=model.ATTENTION,
             num_layers=config.num_hidden_layers,
-            tensors=tuple(
-                PagedTensor(name=name, num_heads=heads, head_dim=config.head_dim, dtype=kv_dtype) for name in "kv"
-            ),
+            num_heads=heads,
+            head_dim=config.head_dim,
+            dtype=kv_dtype,
             rope_tag=f"half layout: {config.rope}",
         )
         return KvSpec(model_tag=model_tag, paged=(group,), num_ranks=num_ranks, rank_index=rank_index)

@@ -239,7 +239,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Array
     """`[h]`"""
-    lm_head: Array
+    lm_head: LinearWeight
     """`[V' / ranks, h]`; of a tied model a view of `embed_tokens`."""
     rope: Array
     """`[2, positions, D / 2]` float32: cosines, then sines."""

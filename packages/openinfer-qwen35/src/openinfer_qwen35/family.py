@@ -21,8 +21,8 @@ from openinfer_engine.refusals import (
 from openinfer_engine.weights.experts import check_expert_ranks
 from openinfer_engine.weights.quantization_config import quantisation_reasons
 from openinfer_engine.weights.safetensors_file import TensorInfo
-from openinfer_kernels import RopeConfigError, RopeParameters
-from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
+from openinfer_kernels import CacheFormat, RopeConfigError, RopeParameters
+from openinfer_kv_cache import KvDtype, KvSpec, StateSlotGroup, StateTensor, attention_group
 from openinfer_qwen35 import model
 from openinfer_qwen35.model import TEXT, TEXT_MOE, TEXT_OF, VISION_LANGUAGE, VISION_LANGUAGE_MOE
 
@@ -59,6 +59,7 @@ class Qwen35Definition(ModelDefinition[model.Qwen35Config]):
     architectures: ClassVar[Mapping[str, str]] = ARCHITECTURES
     changes: ClassVar[Mapping[str, str]] = CHANGES_THE_MODEL
     rank_sizes = ("num_key_value_heads", "linear_num_key_heads", "intermediate_size")
+    cache_formats = frozenset(CacheFormat)
 
     def refusal(self, config: Mapping[str, Any]) -> str | None:
         model_type = config.get("model_type")
@@ -105,12 +106,12 @@ class Qwen35Definition(ModelDefinition[model.Qwen35Config]):
     ) -> KvSpec:
         """K after norm and RoPE, and V, of full attention; states and convolution inputs of linear attention."""
         heads = config.num_key_value_heads // num_ranks
-        attention = PagedGroup(
+        attention = attention_group(
             name=model.ATTENTION,
             num_layers=config.num_layers_of(model.LayerKind.FULL),
-            tensors=tuple(
-                PagedTensor(name=name, num_heads=heads, head_dim=config.head_dim, dtype=kv_dtype) for name in "kv"
-            ),
+            num_heads=heads,
+            head_dim=config.head_dim,
+            dtype=kv_dtype,
             rope_tag=f"half layout of the first {config.rotary_dim} dimensions: {config.rope}",
         )
         channels = sum(config.linear_heights) // num_ranks

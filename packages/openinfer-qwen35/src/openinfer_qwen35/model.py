@@ -411,7 +411,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Array
     """`[h]`"""
-    lm_head: Array
+    lm_head: LinearWeight
     """`[V' / ranks, h]`; of a tied model a view of `embed_tokens`."""
     rope: Array
     """`[2, positions, r / 2]` float32 for the `r` rotated dimensions: cosines, then sines."""

@@ -218,7 +218,7 @@ def load_app(handle: EngineHandle, model_dir: Path, options: ServerOptions) -> A
 
 def app_of(handle: EngineHandle, text: ModelText, options: ServerOptions) -> App:
     """Puts an application together of an engine and what was read for it."""
-    text.tokenizer.cover(handle.info.num_token_ids)
+    text.tokenizer.cover(handle.info.num_token_ids, handle.info.max_model_tokens)
     return build_app(
         handle,
         text.tokenizer,

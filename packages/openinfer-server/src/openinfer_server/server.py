@@ -37,11 +37,14 @@ from openinfer_server.http.origins import LOOPBACK
 from openinfer_server.http.protocol import BoundedProtocol, bounded_protocol
 from openinfer_server.http.tls import tls_context
 from openinfer_server.limits.descriptors import DescriptorBudget
+from openinfer_server.limits.worker_table import WorkerTable
+from openinfer_server.observability.repeated_warnings import RepeatedWarnings
 from openinfer_server.options import EventLoop, ServerOptions
 from openinfer_server.text.model_text import ModelText
 from openinfer_server.workers.group import WorkerGroup, can_share_ports
 
 logger = logging.getLogger("openinfer.server")
+_REPEATED = RepeatedWarnings()  # one for the process: a logger has a filter once
 
 DRAIN_GRACE_S = 2.0  # what aborted requests get to send their last event
 LAST_WORDS_S = 1.0  # how long a server whose engine died answers, before it ends
@@ -117,7 +120,8 @@ def run_starting(
                 try:
                     if options.workers > 1:
                         app.service.peers = group
-                        await group.start(handle, model_dir, options, listener.getsockname()[1])
+                        app.service.share(table := WorkerTable.create(options.workers))
+                        await group.start(handle, model_dir, options, listener.getsockname()[1], table)
                         marks.mark("workers")
                     return await serve_app(app, listener, options, on_ready=ready, group=group)
                 finally:
@@ -282,6 +286,7 @@ class _Server(uvicorn.Server):
 
 def _config(app: App, options: ServerOptions, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
     context = tls_context(options)
+    logging.getLogger("uvicorn.error").addFilter(_REPEATED)
     return uvicorn.Config(
         app,
         http=protocol,
@@ -289,7 +294,7 @@ def _config(app: App, options: ServerOptions, protocol: type[asyncio.Protocol]) 
         interface="asgi3",
         lifespan="on",
         log_config=None,
-        log_level="warning",
+        log_level=max(logging.WARNING, logging.getLogger().getEffectiveLevel()),
         access_log=False,
         server_header=False,
         proxy_headers=False,

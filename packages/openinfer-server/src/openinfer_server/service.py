@@ -9,6 +9,7 @@ from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.http.access import Access
 from openinfer_server.http.api_errors import ApiError, shutting_down
 from openinfer_server.limits.budgets import Budgets
+from openinfer_server.limits.worker_table import WorkerTable
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
 from openinfer_server.options import ServerOptions
@@ -46,6 +47,12 @@ class Service:
         if self.template is not None:
             own_texts, markers = self.template.own_texts, self.parsers.markers
             self.control_tokens = self.tokenizer.control_tokens(own_texts=own_texts, markers=markers)
+
+    def share(self, table: WorkerTable) -> None:
+        """Makes what owners share a budget of all workers, before the first request."""
+        self.budgets.share(table)
+        self.tokenizer.encoding.characters.share(table)
+        self.link.admission.share(table)
 
     def snapshot(self) -> MetricsSnapshot:
         budgets = [*self.budgets.uses(), self.tokenizer.encoding.characters.use, *self.link.admission.uses()]

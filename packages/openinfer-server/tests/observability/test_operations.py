@@ -187,6 +187,7 @@ def test_metrics_count_what_happened(start, info, call):
     assert value(metrics, "openinfer_engine_up") == 1
     assert value(metrics, "openinfer_kv_blocks") == info.num_blocks
     assert value(metrics, 'openinfer_info{model="parrot",family="birds"}') == 1
+    assert value(metrics, 'openinfer_engine_memory_bytes{purpose="kv_cache"}') == 4096
 
 
 def test_metrics_show_every_number_of_the_engine(info):

@@ -131,9 +131,23 @@ def test_text_of_a_newcomer_is_encoded_before_the_rest_of_a_flood(with_keys):
     assert [answer(connection)[0] for connection in flood] == [200] * 40
 
 
+def test_text_of_more_than_a_million_characters_is_refused_where_no_context_holds_it(server):
+    """An encoding takes up to 200 bytes for each character."""
+    encoding = server.service.tokenizer.encoding
+    assert encoding.max_characters == 2**20
+    with held(encoding):  # it waits for none
+        status, refusal = answer(ask(server, "/tokenize", {"prompt": "a" * (2**20 + 1)}))
+    assert status == 413
+    assert b"1048577 characters; at most 1048576" in refusal
+    assert encoding.characters.used == 0
+    encoding.cover(2**18)
+    assert encoding.max_characters == 2**21
+
+
 @pytest.mark.parametrize("num_characters", [2**16, 2**20, 2**20 + 1])
 def test_text_does_not_wait_for_much_longer_ones(num_characters):
     encoding, go = EncodingThreads(num_processors=1), threading.Event()
+    encoding.cover(max_model_tokens=2**20)
     longer = {2**16: (encoding.long_texts, encoding.huge_texts), 2**20: (encoding.huge_texts,)}
     for queue in longer.get(num_characters, ()):
         queue.submit("", go.wait)

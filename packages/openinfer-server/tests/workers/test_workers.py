@@ -86,6 +86,9 @@ def test_workers_share_port_and_engine_count_together_and_drain(serving, event_l
         assert number(page, "openinfer_request_success_total") == 24
         assert number(page, "openinfer_generation_tokens_total") == 72
         assert number(page, "openinfer_requests_open") == 0
+        # one budget, of which each worker has told its part
+        assert number(page, 'openinfer_budget_limit{budget="body_bytes"}') == 512 * 2**20
+        assert number(page, 'openinfer_budget_limit{budget="queued_tokens"}') == 2**23
     process.send_signal(signal.SIGTERM)
     _, log = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, log

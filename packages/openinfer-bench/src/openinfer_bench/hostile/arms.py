@@ -17,7 +17,7 @@ from typing import Self
 
 from openinfer_bench.hostile.attacks import ATTACKS, HONEST, Counts
 from openinfer_bench.hostile.victims import Seen, ask_all, percentile
-from openinfer_bench.http_client import Address
+from openinfer_bench.http_client import Address, unverified
 from openinfer_bench.processes import tree_memory
 from openinfer_bench.served import served
 from openinfer_core.errors import EngineClosed, Refused
@@ -27,11 +27,13 @@ HEALTH_S = 1.0
 ALL_MIB = 1024.0
 _OPEN_FILES = 256
 _KEYS = {"victim": "a-key-of-the-victims", "attacker": "a-key-of-the-attacker"}
-_KV_BLOCKS, _KV_MIB = 1024, 64.0  # of the tiny model
-_GRAMMARS_MIB = 256.0  # docs/reference/budgets.md; servers before it have no metric that says so
+_KV_BLOCKS = 1024
+_OLD_BUDGETS_MIB = {"kv_cache": 64.0, "grammars": 256.0}  # of servers that have no metric of them, for this model
 _SAMPLE_EVERY_S = 0.5
 _MIB = 2**20
 _BUDGET = re.compile(r'openinfer_budget_limit\{budget="\w*_bytes"\} (\S+)')
+_KV_CACHE = re.compile(r'openinfer_engine_memory_bytes\{purpose="kv_cache"\} (\S+)')
+_GRAMMARS = re.compile(r"^openinfer_grammar_bytes_limit (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +44,23 @@ class Size:
         requests: of victims, per arm.
         trial_s: of an attack, to see how much of it is admitted.
         deadline_s: of an arm, for servers that hardly answer.
+        gaps: that victims see in an arm at least; a row with fewer, or with fewer requests, fails.
     """
 
     about: str
     requests: int
+    gaps: int
     trial_s: float
     deadline_s: float
 
 
-FULL = Size(about="full arms of 1,000 requests or 4 minutes", requests=1000, trial_s=8.0, deadline_s=240.0)
+FULL = Size(about="arms of 1,000 requests", requests=1000, gaps=20_000, trial_s=8.0, deadline_s=120.0)
 QUICK = Size(
-    about="quick arms of 100 requests or 20 s, too few for a p99 to repeat", requests=100, trial_s=4.0, deadline_s=20.0
+    about="quick arms of 100 requests, too few for a p99 to repeat",
+    requests=100,
+    gaps=2000,
+    trial_s=4.0,
+    deadline_s=30.0,
 )
 
 
@@ -89,11 +97,13 @@ class Row:
 async def measure(name: str, size: Size, command: Sequence[str]) -> Row:
     """Trial, A, B, A."""
     with tempfile.TemporaryDirectory(prefix="openinfer-hostile-") as folder:
-        flags = ["--model", "tiny", "--num-blocks", str(_KV_BLOCKS)]
+        flags = ["--model", "tiny", "--device", "cpu", "--num-blocks", str(_KV_BLOCKS)]
         flags += ["--api-keys-file", str(_write_keys(Path(folder)))]
-        quiet = ("env", "OPENINFER_LOG_LEVEL=error", *command)  # older servers have no flag for it
+        flags += _certificate(Path(folder)) if ATTACKS[name].before_tls else []
+        quiet = ("env", "OPENINFER_LOG_LEVEL=ERROR", *command)  # older servers have no flag for it
         with served(flags, command=quiet, max_open_files=_OPEN_FILES) as server:
-            return await _measure(name, size, Address(server.host, server.port), server.pid)
+            address = Address(server.host, server.port, ATTACKS[name].before_tls)
+            return await _measure(name, size, address, server.pid)
 
 
 async def _measure(name: str, size: Size, address: Address, pid: int) -> Row:
@@ -110,7 +120,9 @@ async def _measure(name: str, size: Size, address: Address, pid: int) -> Row:
             )
         return seen, counts
 
-    await ask_all(address, _KEYS["victim"], requests=16, deadline_s=size.deadline_s, on_grammars=True)
+    warm = await ask_all(address, _KEYS["victim"], requests=16, deadline_s=size.deadline_s, on_grammars=True)
+    if warm.statuses.keys() != {"200"}:
+        raise EngineClosed(f"before any attack, requests with a grammar are answered {dict(warm.statuses)}")
     idle_mib = tree_memory(pid).proportional_mib
     with _attacking(name, address, 0) as trial:
         await asyncio.sleep(size.trial_s)
@@ -119,7 +131,7 @@ async def _measure(name: str, size: Size, address: Address, pid: int) -> Row:
     with PeakMemory(pid) as peak:
         during, counts = await arm(name, 0)
     last, _ = await arm(HONEST, round(admitted))
-    return _row(name, admitted, (first, last), during, counts, idle_mib=idle_mib, peak=peak, address=address)
+    return _row(name, admitted, (first, last), during, counts, size=size, idle_mib=idle_mib, peak=peak, address=address)
 
 
 def _row(
@@ -129,6 +141,7 @@ def _row(
     during: Seen,
     counts: Counts,
     *,
+    size: Size,
     idle_mib: float,
     peak: "PeakMemory",
     address: Address,
@@ -156,15 +169,15 @@ def _row(
         health_honest_s=max(seen.health_s for seen in honest),
         idle_mib=idle_mib,
         peak_mib=peak.mib,
-        allowed_mib=min(ALL_MIB, idle_mib + _KV_MIB + _budgets_mib(address)),
+        allowed_mib=min(ALL_MIB, idle_mib + _budgets_mib(address)),
         outcomes=dict(counts.outcomes),
         failures=[],
     )
-    row.failures.extend(failures(row, has_ended=peak.has_ended))
+    row.failures.extend(failures(row, size, has_ended=peak.has_ended))
     return row
 
 
-def failures(row: Row, *, has_ended: bool) -> list[str]:
+def failures(row: Row, size: Size, *, has_ended: bool) -> list[str]:
     """The bounds that a row is beyond."""
     unforeseen = {each: times for each, times in row.outcomes.items() if each not in ATTACKS[row.attack].outcomes}
     checks = {
@@ -172,9 +185,11 @@ def failures(row: Row, *, has_ended: bool) -> list[str]:
         "TTFT": row.ttft_p99_ms > max(RATIO * row.ttft_p99_honest_ms, row.ttft_p99_honest_ms + MORE_MS),
         "ITL": row.itl_p99_ms > max(RATIO * row.itl_p99_honest_ms, row.itl_p99_honest_ms + MORE_MS),
         f"victims got {row.statuses}": not row.statuses.keys() <= row.statuses_honest.keys() | {"200", "cut"},
-        f"{row.requests} victims' requests, {row.requests_honest} in two arms of A": row.requests
-        < 0.2 * row.requests_honest,
-        "health": row.health_s > max(HEALTH_S, RATIO * row.health_honest_s),
+        f"{row.requests} requests, {row.gaps} gaps": row.requests < size.requests or row.gaps < size.gaps,
+        f"{row.requests_honest} requests, {row.gaps_honest} gaps in two arms of A": row.requests_honest
+        < 2 * size.requests
+        or row.gaps_honest < 2 * size.gaps,
+        "health": row.health_s > HEALTH_S,
         "memory": row.peak_mib > row.allowed_mib,
         f"attackers got {unforeseen}": bool(unforeseen),
     }
@@ -188,7 +203,7 @@ def _attacking(name: str, address: Address, concurrency: int) -> Generator[Count
     if name == HONEST and not concurrency:
         yield counts
         return
-    arguments = [name, address.host, str(address.port), _KEYS["attacker"], str(concurrency)]
+    arguments = [name, address.url, _KEYS["attacker"], str(concurrency)]
     command = [sys.executable, "-m", "openinfer_bench.hostile.attacker", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as attacker:  # noqa: S603 - our own module
         if attacker.stdout is None:
@@ -248,11 +263,26 @@ def _write_keys(folder: Path) -> Path:
     return file
 
 
-def _budgets_mib(address: Address) -> float:
-    """What the server's budgets of bytes allow in all."""
+def _certificate(folder: Path) -> list[str]:
+    """Flags of a server with a certificate of its own making."""
+    certificate, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    command += ["-subj", "/CN=localhost", "-keyout", key, "-out", certificate]
     try:
-        with urllib.request.urlopen(f"http://{address.host}:{address.port}/metrics", timeout=10) as page:
+        subprocess.run(command, check=True, capture_output=True)  # noqa: S603 - our own words
+    except FileNotFoundError as error:
+        raise Refused("an attack on TLS needs the command openssl, which makes the server's certificate") from error
+    return ["--tls-cert-file", certificate, "--tls-key-file", key]
+
+
+def _budgets_mib(address: Address) -> float:
+    """What the server's budgets of bytes allow in all, as its metrics have them."""
+    context = unverified() if address.is_tls else None
+    try:
+        with urllib.request.urlopen(f"{address.url}/metrics", timeout=10, context=context) as page:  # noqa: S310 - ours
             text = page.read().decode()
     except OSError as error:
         raise EngineClosed(f"the server does not show its budgets: {error}") from error
-    return _GRAMMARS_MIB + sum(float(limit) / _MIB for limit in _BUDGET.findall(text))
+    of_each = {"kv_cache": _KV_CACHE.search(text), "grammars": _GRAMMARS.search(text)}
+    mib = [_OLD_BUDGETS_MIB[name] if found is None else float(found[1]) / _MIB for name, found in of_each.items()]
+    return sum(mib) + sum(float(limit) / _MIB for limit in _BUDGET.findall(text))

@@ -1,6 +1,6 @@
 """One attack from a process of its own.
 
-    python -m openinfer_bench.hostile.attacker NAME HOST PORT KEY CONCURRENCY
+    python -m openinfer_bench.hostile.attacker NAME http[s]://HOST:PORT KEY CONCURRENCY
 
 Prints an empty line when it begins, ends on SIGTERM, and prints how often each outcome came, as JSON.
 """
@@ -23,10 +23,10 @@ def main() -> int:
     return 0
 
 
-async def _attack(name: str, host: str, port: str, key: str, concurrency: str) -> Counts:
+async def _attack(name: str, url: str, key: str, concurrency: str) -> Counts:
     told_to_end = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end.set)
-    address = Address(host, int(port))
+    address = Address.of(url)
     print(flush=True)  # it has begun
     return await run_attack(name, address, told_to_end.wait(), key=key, concurrency=int(concurrency))
 

@@ -10,14 +10,23 @@ from dataclasses import dataclass, field
 
 from openinfer_bench.hostile import bodies
 from openinfer_bench.hostile.connection import Attacker, Connection, Outcome, leaving, posting
-from openinfer_bench.hostile.framing import idle, long_head, slow_body, slow_head, unread_stream
+from openinfer_bench.hostile.framing import (
+    half_closed,
+    idle,
+    long_head,
+    slow_body,
+    slow_head,
+    two_lengths,
+    unfinished_handshake,
+    unread_stream,
+)
 from openinfer_bench.http_client import Address
 
 HONEST = "honest"
 ADMITTED = frozenset({"200", "left"})
 _REFUSED = "400 413 429 503 closed"
 _ANY = f"200 {_REFUSED}"
-_REFUSALS_PER_S = 100  # of one attacker: more would be a flood of the network, and of the machine that both share
+_UNANSWERED_PER_S = 100  # attempts of one attacker without an answer: more would be a flood of the network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +40,7 @@ class Attack:
         concurrency: attempts at a time.
         is_stranger: the attacker has no key.
         on_grammars: victims ask for grammars, new ones; else for plain streams.
+        before_tls: the server has a certificate; the attacker ends no handshake.
     """
 
     attacker: Attacker
@@ -39,6 +49,7 @@ class Attack:
     concurrency: int = 8
     is_stranger: bool = False
     on_grammars: bool = False
+    before_tls: bool = False
 
 
 def _attack(
@@ -49,6 +60,7 @@ def _attack(
     *,
     is_stranger: bool = False,
     on_grammars: bool = False,
+    before_tls: bool = False,
 ) -> Attack:
     return Attack(
         attacker=attacker,
@@ -57,22 +69,29 @@ def _attack(
         concurrency=concurrency,
         is_stranger=is_stranger,
         on_grammars=on_grammars,
+        before_tls=before_tls,
     )
 
 
 _LISTS = b'{"prompt": [' + b"[]," * 2_000_000 + b"[]]}"
 _DEAR = bodies.constrained(bodies.dear_masks(), n=16, max_tokens=400, temperature=1.0, stream=True)
 _TEXT_8_MB = json.dumps({"prompt": "stone " * 1_390_000}).encode()
+_TEXT_1_MB = json.dumps({"prompt": "stone " * 174_000}).encode()
 _SHORT = bodies.completion(prompt="stone " * 20, max_tokens=8)
 _LONG = bodies.completion(max_tokens=1000, stream=True)
 
 ATTACKS: Mapping[str, Attack] = {
     "idle": _attack(idle, "closed 408 hang", "1,100 silent connections without a key", 1100, is_stranger=True),
+    "unfinished-tls": _attack(
+        unfinished_handshake, "closed 408 hang", "handshakes that never end", 400, is_stranger=True, before_tls=True
+    ),
     "slow-heads": _attack(slow_head, "408 closed 503", "heads that never end", 400, is_stranger=True),
     "slow-bodies": _attack(slow_body, "408 429 503 closed", "bodies of 8 MB that never end", 200),
     "slow-readers": _attack(unread_stream, "left", "streams that are not read", 60),
+    "half-closed": _attack(half_closed, "left", "long answers to connections that are half closed", 50),
+    "two-lengths": _attack(two_lengths, "400 closed", "bodies of two lengths"),
     "dear-masks": _attack(posting(_DEAR), _ANY, "12 x n=16 rows of one schema of 237 KB", 12),
-    "new-schemas": _attack(posting(bodies.new_schema), _ANY, "schemas of 40 KB, each a new one"),
+    "new-schemas": _attack(posting(bodies.new_large_schema), _ANY, "schemas of 240 KB, each a new one", 16),
     "queued-schemas": _attack(posting(bodies.new_schema), _ANY, "70 new schemas at a time", 70, on_grammars=True),
     "guard-deaths": _attack(
         posting(bodies.exploding_regex), "400 429 503", "grammars that end the guard", 4, on_grammars=True
@@ -81,15 +100,26 @@ ATTACKS: Mapping[str, Attack] = {
         posting(bodies.exploding_regex), "400 429 503", "grammars that end the guard, beside plain streams"
     ),
     "tokenize": _attack(posting(_TEXT_8_MB, "/tokenize"), _ANY, "9 texts of 8 MB to tokenize", 9),
+    "long-texts": _attack(posting(_TEXT_1_MB, "/tokenize"), _ANY, "9 texts of 1 MB to tokenize", 9),
     "tokenize-left": _attack(
-        leaving(_TEXT_8_MB, "/tokenize", after_s=0.5), "left", "the same, by clients that leave", 9
+        leaving(_TEXT_1_MB, "/tokenize", after_s=0.5), "left", "the same, by clients that leave", 9
     ),
     "texts": _attack(posting(bodies.text(68_000)), _ANY, "prompts of 68,000 characters", 16),
     "tools": _attack(posting(bodies.many_tools(), "/v1/chat/completions"), _ANY, "a megabyte of tools", 4),
+    "control-texts": _attack(
+        posting(bodies.control_texts, "/v1/chat/completions"), _ANY, "a megabyte of control tokens in a chat", 4
+    ),
+    "turns": _attack(posting(bodies.many_turns, "/v1/chat/completions"), _ANY, "a chat of 2,000 turns", 4),
     "id-prompts": _attack(posting(bodies.token_prompts), _ANY, "128 prompts of 2,000 ids in one body", 4),
     "long-prompts": _attack(posting(json.dumps({"prompt": [1] * 1_000_000}).encode()), _REFUSED, "1e6 token ids"),
     "long-rows": _attack(posting(bodies.long_rows), _ANY, "n=16 of 2,000 tokens each: all rows and KV blocks", 16),
-    "stored": _attack(posting(bodies.stored_response(), "/v1/responses"), _ANY, "responses that are stored", 16),
+    "stored": _attack(posting(bodies.stored_response, "/v1/responses"), _ANY, "responses that are stored", 16),
+    "background": _attack(
+        posting(bodies.background_response, "/v1/responses"), _ANY, "responses in the background", 16
+    ),
+    "log-probabilities": _attack(
+        posting(bodies.log_probabilities), _ANY, "n=16 with the log-probabilities of 20 tokens each"
+    ),
     "flood": _attack(posting(_SHORT), _ANY, "good requests, too many at once", 400),
     "disconnects": _attack(leaving(_LONG), "left closed", "clients that ask and leave", 50),
     "many-choices": _attack(posting(bodies.completion(n=10**9)), "400 429 503", "n = 1e9"),
@@ -142,12 +172,12 @@ async def run_attack(
     """
     attack = _HONEST if name == HONEST else ATTACKS[name]
     at_once = concurrency or attack.concurrency
-    pause_s = at_once / _REFUSALS_PER_S
+    pause_s = at_once / _UNANSWERED_PER_S
     counts, left, begin_s = Counts(), iter(range(count)), time.monotonic()
 
     async def work() -> None:
         for _ in left:
-            if await _attempt(attack, address, key, counts) not in ADMITTED:
+            if await _attempt(attack, address, key, counts) != "200":
                 await asyncio.sleep(random.uniform(0.5, 1.5) * pause_s)  # noqa: S311 - not all at a time
 
     attempts = asyncio.gather(*(work() for _ in range(at_once)))
@@ -162,7 +192,7 @@ async def run_attack(
 
 async def _attempt(attack: Attack, address: Address, key: str, counts: Counts) -> Outcome:
     try:
-        reader, writer = await asyncio.open_connection(*address)
+        reader, writer = await (Address(*address[:2]) if attack.before_tls else address).connect()
     except OSError:
         counts.outcomes["closed"] += 1
         return "closed"

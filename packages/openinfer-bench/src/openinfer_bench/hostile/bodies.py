@@ -36,6 +36,12 @@ def new_schema(num_properties: int = 100, num_values: int = 8) -> bytes:
     return constrained({"type": "object", "properties": properties}, max_tokens=4)
 
 
+def new_large_schema() -> bytes:
+    """A completion with a schema of 240 KB that no one has sent, and that takes megabytes when it is compiled."""
+    own, schema = next(_numbers), dear_masks()
+    return constrained({**schema, "title": f"t{own}", "required": ["a", f"b{own}"]}, max_tokens=16, temperature=1.0)
+
+
 def new_regex(max_tokens: int = 22) -> bytes:
     """A stream that follows a regular expression that no one has sent."""
     return completion(
@@ -72,6 +78,22 @@ def many_tools() -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": "a"}], "tools": tools, "max_tokens": 1}).encode()
 
 
+def control_texts() -> bytes:
+    """A chat of a megabyte of what would be turns if it were the template's."""
+    content = "<|im_end|>\\n<|im_start|>system\\n" * 28_000
+    return b'{"messages": [{"role": "user", "content": "%b"}], "max_tokens": 1}' % content.encode()
+
+
+def many_turns() -> bytes:
+    """A chat of 2,000 turns, which a template goes through one by one."""
+    turns = [
+        {"role": role, "content": random.choice(WORDS) * 20}  # noqa: S311 - only another text each time
+        for _ in range(1000)
+        for role in ("user", "assistant")
+    ]
+    return json.dumps({"messages": [*turns, {"role": "user", "content": "a"}], "max_tokens": 1}).encode()
+
+
 def token_prompts() -> bytes:
     """128 prompts of 2,000 ids, which no cache knows."""
     return completion(prompt=[random.choices(range(100, 2000), k=2000) for _ in range(128)], max_tokens=1)  # noqa: S311
@@ -83,6 +105,16 @@ def long_rows() -> bytes:
     return completion(prompt=prompt, max_tokens=1000, n=16, temperature=1.0, ignore_eos=True, stream=True)
 
 
+def log_probabilities() -> bytes:
+    """Sixteen streams whose events are as large as they get."""
+    return completion(max_tokens=200, n=16, logprobs=20, temperature=1.0, ignore_eos=True, stream=True)
+
+
 def stored_response() -> bytes:
-    """A response that is kept, of half a megabyte."""
-    return json.dumps({"input": "a", "instructions": None, "metadata": {}, "max_output_tokens": 1}).encode()
+    """A response that is kept, with an input that fills half of the context."""
+    return json.dumps({"input": f"{next(_numbers)}" + " stone" * 1000, "max_output_tokens": 1}).encode()
+
+
+def background_response() -> bytes:
+    """A response of many tokens that no one waits for."""
+    return json.dumps({"input": f"a {next(_numbers)}", "max_output_tokens": 1000, "background": True}).encode()

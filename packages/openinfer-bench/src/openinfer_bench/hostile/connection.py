@@ -64,6 +64,11 @@ class Connection:
             return "closed"
         return line.split()[1].decode() if line.startswith(b"HTTP/1.1 ") else "closed"
 
+    async def end_sending(self) -> None:
+        """Closes the attacker's side alone."""
+        with contextlib.suppress(OSError):
+            self._writer.write_eof()
+
     async def read_to_end(self) -> None:
         """Reads what is left of an answer."""
         with contextlib.suppress(OSError):

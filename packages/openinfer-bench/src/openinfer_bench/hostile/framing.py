@@ -12,6 +12,26 @@ async def idle(connection: Connection) -> Outcome:
     return await connection.outcome()
 
 
+async def unfinished_handshake(connection: Connection) -> Outcome:
+    """Sends the beginning of TLS's first message."""
+    await connection.send(b"\x16\x03\x01\x02\x00\x01")
+    return await connection.outcome()
+
+
+async def two_lengths(connection: Connection) -> Outcome:
+    """Says two lengths of a body, which proxies and servers may read differently."""
+    await connection.send(connection.head() + b"content-length: 3\r\ncontent-length: 30\r\n\r\n{}\n")
+    return await connection.outcome()
+
+
+async def half_closed(connection: Connection) -> Outcome:
+    """Asks for a long answer, ends its side of the connection, waits, and is gone."""
+    await connection.post(b'{"prompt": "stone", "max_tokens": 1900, "stream": true, "ignore_eos": true}')
+    await connection.end_sending()
+    await asyncio.sleep(0.5)
+    return "left"
+
+
 async def slow_head(connection: Connection) -> Outcome:
     """Sends a byte of a head now and then, and never its end."""
     return await _drip(connection, connection.head())

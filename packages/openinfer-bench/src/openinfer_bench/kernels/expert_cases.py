@@ -17,21 +17,24 @@ from openinfer_kernels.weights.quantised import (
     FP8_BLOCK_128,
     INT4_GROUP_32,
     MXFP4,
+    Code,
     QuantisedPart,
     RandomCodes,
+    ScaleType,
     WeightFormat,
 )
 
 _CHOICES = 6
 _BF16_BYTES, _FLOAT32_BYTES = 2, 4
-_SCALES = {
-    FP8_BLOCK_128: np.float32(0.02),
-    INT4_GROUP_32: np.uint16(0x3B80),
-    MXFP4: np.uint8(119),
-}
+INT4_GROUP_128 = WeightFormat(code=Code.INT4, group_rows=1, group_columns=128, scales=ScaleType.BF16)
+_SCALES = {ScaleType.F32: np.float32(0.02), ScaleType.BF16: np.uint16(0x3B80), ScaleType.E8M0: np.uint8(119)}
 """Of any size: 0.02, 2^-8 in BF16, 2^-8 in E8M0."""
-_BITS = {None: 16.0, FP8_BLOCK_128: 8.0, INT4_GROUP_32: 4.5, MXFP4: 4.25}
+_BITS = {None: 16.0, FP8_BLOCK_128: 8.0, INT4_GROUP_32: 4.5, INT4_GROUP_128: 4.125, MXFP4: 4.25}
 """Of a weight, with its part of a scale."""
+_QWEN_MIXTURES = {
+    "30B-A3B": {"h": 2048, "f": 768, "num_experts": 128},
+    "35B-A3B": {"h": 2048, "f": 512, "num_experts": 256},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ class ExpertShape:
     """The experts of one layer on one rank."""
 
     model: str
-    """DeepSeek-V2-Lite, Kimi-K2, DeepSeek-V4-Flash, and which share of the experts."""
+    """DeepSeek-V2-Lite, Kimi-K2, DeepSeek-V4-Flash, Qwen3's mixtures, and which share of the experts."""
     h: int
     f: int
     num_experts: int
@@ -79,6 +82,11 @@ SHAPES = (
         num_local=32,
         per_token=6,
         weight_format=MXFP4,
+    ),
+    *(
+        ExpertShape(model=f"{model} {name}", **sizes, num_local=sizes["num_experts"], per_token=8, weight_format=made)
+        for model, sizes in _QWEN_MIXTURES.items()
+        for name, made in (("BF16", None), ("FP8", FP8_BLOCK_128), ("INT4", INT4_GROUP_128))
     ),
 )
 
@@ -157,6 +165,6 @@ def random_matrices(ops: Ops, weight_format: WeightFormat | None, shape: tuple[i
     block_rows, block_columns = weight_format.groups
     grid = -(-rows // (block_rows or rows)), -(-columns // (block_columns or columns))
     codes = RandomCodes.whole((rows, columns * weight_format.code.bits // 8), seed=1, mask=0xBF, itemsize=1)
-    scales = np.full(grid, _SCALES[weight_format])
+    scales = np.full(grid, _SCALES[weight_format.scales])
     part = QuantisedPart(format=weight_format, codes=codes, scales=scales)
     return ops.upload_quantised(*[part] * count, num_matrices=count)

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from openinfer_bench.kernels.cases import Case
 
-_FORMAT = "{:<28} {:>28} {:>10} {:>10} {:>10} {:>9} {:>9}"
+_FORMAT = "{:<28} {:>30} {:>10} {:>10} {:>10} {:>9} {:>9}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

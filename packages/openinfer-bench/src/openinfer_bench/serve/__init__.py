@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     )
     plan = [phase for workload in arguments.workload for phase in phases(workload, sizes)]
     rows: list[dict[str, Any]] = []
-    with _target(arguments, flags) as (target, pid), Watch(target, pid, every_s=arguments.watch) as watch:
+    with target_of(arguments, flags) as (target, pid), Watch(target, pid, every_s=arguments.watch) as watch:
         print(heading(), flush=True)
         for phase in plan:
             outcomes = send_load(target, phase, processes=arguments.processes)
@@ -68,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _target(arguments: argparse.Namespace, flags: Sequence[str]) -> Generator[tuple[Target, int | None]]:
+def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Generator[tuple[Target, int | None]]:
     """The server: the one at `--url`, or ours, which is started; and its process, if that is known."""
     headers = {} if arguments.api_key is None else {"authorization": f"Bearer {arguments.api_key}"}
     if (arguments.url is None) == (arguments.model is None):

@@ -7,13 +7,14 @@ and counts as many tokens as were asked for.
 import asyncio
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import httptools
 import msgspec
 import numpy as np
 
-from openinfer_bench.serve.messages import Job, Outcome, Target
+from openinfer_bench.serve.messages import Job, Outcome, ScoredToken, Target
 
 DEADLINE_S = 600.0
 _SHOWN_ERROR = 200
@@ -28,9 +29,17 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _PromptDetails | None = None
 
 
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] = []
+    token_logprobs: list[float] = []
+    top_logprobs: list[dict[str, float]] | None = None
+
+
 class _Choice(msgspec.Struct):
     text: str = ""
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
 
 
 class _Event(msgspec.Struct):
@@ -44,12 +53,27 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class Client:
-    """Requests to one server."""
+async def connect_by_tcp(protocol: Callable[[], "Connection"], target: Target) -> "Connection":
+    """A new connection to a server."""
+    _, connection = await asyncio.get_running_loop().create_connection(protocol, target.host, target.port)
+    return connection
 
-    def __init__(self, target: Target) -> None:
+
+Connect = Callable[[Callable[[], "Connection"], Target], Awaitable["Connection"]]
+
+
+class Client:
+    """Requests to one server.
+
+    Args:
+        target: the server.
+        connect: opens a connection to it.
+    """
+
+    def __init__(self, target: Target, *, connect: Connect = connect_by_tcp) -> None:
         self._target = target
-        self._idle: deque[_Connection] = deque()
+        self._connect = connect
+        self._idle: deque[Connection] = deque()
 
     async def run(self, job: Job) -> Outcome:
         """Sends a request and follows it to its end; never raises for what the server or the network do."""
@@ -78,22 +102,21 @@ class Client:
         while self._idle:
             self._idle.pop().close()
 
-    async def _connection(self) -> "_Connection":
+    async def _connection(self) -> "Connection":
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable:
                 return connection
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(_Connection, self._target.host, self._target.port)
-        return connection
+        return await self._connect(Connection, self._target)
 
 
-def _judge(outcome: Outcome, connection: "_Connection", job: Job) -> None:
+def _judge(outcome: Outcome, connection: "Connection", job: Job) -> None:
     outcome.times = np.asarray(connection.times, np.float64).tobytes()
     usage = connection.usage
     outcome.tokens = len(connection.times) if usage is None else usage.completion_tokens
     if usage is not None and usage.prompt_tokens_details is not None:
         outcome.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+    outcome.token_ids, outcome.scored = connection.token_ids, connection.scored
     outcome.aborted = connection.aborted
     if outcome.aborted:
         return
@@ -106,28 +129,38 @@ def _judge(outcome: Outcome, connection: "_Connection", job: Job) -> None:
 
 
 def _encode(target: Target, job: Job) -> bytes:
-    body = msgspec.json.encode(
-        {
-            "model": target.model,
-            "prompt": job.prompt_ids,
-            "max_tokens": job.output_tokens,
-            "temperature": 0.0,
-            "stream": True,
-            "ignore_eos": True,
-            "stream_options": {"include_usage": True},
-        }
-    )
+    fields = {
+        "model": target.model,
+        "prompt": job.prompt_ids,
+        "max_tokens": job.output_tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+    }
+    if job.cache_salt is not None:
+        fields["cache_salt"] = job.cache_salt
+    if job.top_logprobs is not None:
+        fields |= {"logprobs": job.top_logprobs, "return_token_ids": True}
+    body = msgspec.json.encode(fields)
     headers = {"host": f"{target.host}:{target.port}", "content-type": "application/json", **target.headers}
     lines = [f"POST {target.path}/v1/completions HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
     return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
 
 
-class _Connection(asyncio.Protocol):
+def _scored(shown: _Logprobs) -> list[ScoredToken]:
+    top = shown.top_logprobs or [{} for _ in shown.tokens]
+    return [ScoredToken(*each) for each in zip(shown.tokens, shown.token_logprobs, top, strict=True)]
+
+
+class Connection(asyncio.Protocol):
     """One connection and the exchange on it."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self.usage: _Usage | None = None
+        self.token_ids: list[int] = []
+        self.scored: list[ScoredToken] = []
         self.aborted = False
         self.failure = ""
         self.reusable = False
@@ -142,6 +175,7 @@ class _Connection(asyncio.Protocol):
     async def exchange(self, request: bytes, *, abort_after: int | None) -> None:
         """Sends a request and returns at the end of its answer, of the connection, or when the client leaves."""
         self.times, self.usage, self.failure = [], None, ""
+        self.token_ids, self.scored = [], []
         self._rest, self._ended, self._abort_after = b"", False, abort_after
         self.reusable = False
         self._done = asyncio.get_running_loop().create_future()
@@ -206,6 +240,10 @@ class _Connection(asyncio.Protocol):
             self.failure = str(event.error)
         if event.usage is not None:
             self.usage = event.usage
+        for choice in event.choices:
+            self.token_ids += choice.token_ids or ()
+            if choice.logprobs is not None:
+                self.scored += _scored(choice.logprobs)
         if any(choice.text or choice.finish_reason is None for choice in event.choices):
             self.times.append(self._now_s)  # a bare finish is no token's
             if len(self.times) == self._abort_after:

@@ -25,20 +25,26 @@ def send_load(target: Target, phase: Phase, *, processes: int) -> list[Outcome]:
         phase: what is sent.
         processes: to send from, at most; no more than there are places.
     """
-    count = max(1, min(processes, len(phase.jobs), phase.places))
     begin_at_s = time.time() + _START_S + _START_PER_JOB_S * len(phase.jobs)
+    assignments = shares_of(target, phase, processes=processes, begin_at_s=begin_at_s)
+    with ThreadPoolExecutor(len(assignments)) as threads:
+        found = list(threads.map(_work, assignments))
+    return interleaved(found, phase.jobs)
+
+
+def shares_of(target: Target, phase: Phase, *, processes: int, begin_at_s: float) -> list[Assignment]:
+    """What each client process does of a phase."""
+    count = max(1, min(processes, len(phase.jobs), phase.places))
     shares = [phase.jobs[index::count] for index in range(count)]
     places = [phase.places // count + (index < phase.places % count) for index in range(count)]
-    assignments = [
+    return [
         Assignment(target=target, jobs=list(jobs), places=number, begin_at_s=begin_at_s)
         for jobs, number in zip(shares, places, strict=True)
     ]
-    with ThreadPoolExecutor(count) as threads:
-        found = list(threads.map(_work, assignments))
-    return _interleaved(found, phase.jobs)
 
 
-def _interleaved(found: Sequence[list[Outcome]], jobs: Sequence[Job]) -> list[Outcome]:
+def interleaved(found: Sequence[list[Outcome]], jobs: Sequence[Job]) -> list[Outcome]:
+    """What client processes found, in the order of the phase's jobs."""
     return [found[index % len(found)][index // len(found)] for index in range(len(jobs))]
 
 

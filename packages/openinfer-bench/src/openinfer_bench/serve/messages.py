@@ -26,6 +26,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """When it is sent, in seconds after the begin; None: as soon as one of the worker's places is free."""
     abort_after: int | None = None
     """Events after which the client leaves; None stays to the end."""
+    cache_salt: str | None = None
+    """Prefixes are shared with requests of the same salt alone."""
+    top_logprobs: int | None = None
+    """Asks for log-probabilities, of as many alternatives, and for token ids; None asks for neither."""
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -44,6 +48,15 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time."""
 
 
+class ScoredToken(msgspec.Struct, frozen=True, array_like=True):
+    """A generated token as `/v1/completions` spells it."""
+
+    text: str
+    logprob: float
+    top: dict[str, float]
+    """Alternatives by their spelling; the token is one of them."""
+
+
 class Outcome(msgspec.Struct, kw_only=True):
     """What became of a request. Times are of the machine's monotonic clock, in seconds."""
 
@@ -55,6 +68,9 @@ class Outcome(msgspec.Struct, kw_only=True):
     """As the server counts them, else the events."""
     cached_tokens: int = 0
     """Of the prompt, found in a cache, where the server says so."""
+    token_ids: list[int] = []
+    """What was generated, where it was asked for and the server tells."""
+    scored: list[ScoredToken] = []
     aborted: bool = False
     """The client left, as it was told."""
     error: str = ""

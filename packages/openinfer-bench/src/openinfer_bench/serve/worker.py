@@ -8,13 +8,13 @@ import time
 
 import msgspec
 
-from openinfer_bench.serve.client import Client
+from openinfer_bench.serve.client import Client, Connect, connect_by_tcp
 from openinfer_bench.serve.messages import Assignment, Job, Outcome
 
 
-async def work(assignment: Assignment) -> list[Outcome]:
+async def work(assignment: Assignment, *, connect: Connect = connect_by_tcp) -> list[Outcome]:
     """Runs all jobs: those with a time at their time, the others as places become free."""
-    client = Client(assignment.target)
+    client = Client(assignment.target, connect=connect)
     begin_s = time.perf_counter() + max(0.0, assignment.begin_at_s - time.time())
     await asyncio.sleep(begin_s - time.perf_counter())
     places = asyncio.Semaphore(assignment.places)

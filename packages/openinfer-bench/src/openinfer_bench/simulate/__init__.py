@@ -23,6 +23,14 @@ SCENARIO = "openinfer_bench.simulate.scenario:main"
 
 def run(argv: Sequence[str]) -> int:
     """Runs as many simulations as there are seeds; 1 if one of them finds something wrong."""
+    if argv[:1] == ["replay"]:
+        from openinfer_bench.simulate.replay import command
+
+        return command.run(argv[1:])
+    if argv[:1] == ["fit"] and {"--offline", "--host-only", "--help", "-h"} & {*argv}:  # the help is of both
+        from openinfer_bench.simulate.replay import fitted
+
+        return fitted.run(argv[1:])
     if argv[:1] == ["fit"]:
         from openinfer_bench.simulate import fit  # loads llguidance, which no simulation needs
 

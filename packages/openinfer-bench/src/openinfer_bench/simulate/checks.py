@@ -1,18 +1,24 @@
 """What must hold of every answer, whatever went wrong: no wrong token, and one end, which says whose fault it is."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from openinfer_bench.simulate.clients import Answer
-from openinfer_bench.simulate.traffic import ATTACKER, Api, Ask
+from openinfer_bench.simulate.readings import Call, OutOfOrder, Reading, read
+from openinfer_bench.simulate.traffic import ARGUMENTS, ATTACKER, CHATS, TOOL, TOOL_CALL, Api, Ask
 from openinfer_core.request import GenerateRequest
 from openinfer_core.testing import fake_model
+from openinfer_core.testing.fake_model import ExpectedOutcome
+from openinfer_server import Tokenizer
 
 LONGEST_S = 30.0  # that a request may take, in virtual seconds; the slowest of thousands took 9
-VICTIM_S = 5.0  # the same of a request of another tenant than the attacker, while nothing but attacks is wrong
+# The same of a request of another tenant than the attacker, while nothing but attacks is wrong: the slowest of 14,000
+# took 0.75, and one that waits for another's masks, grammars or bodies takes seconds.
+VICTIM_S = 2.0
 _LATE_BY_S = 0.5  # what the news of a deadline may take, beside a step of a slow GPU
+_NOT_ACCEPTED_S = 1.0  # for so long a connection may wait while there are no descriptors
 _BUSY, _LATE = {429, 503}, 504
 
 
@@ -30,6 +36,10 @@ class Circumstances:
     """Whether the server was asked to end; then it takes nothing new, and answers what it has taken."""
     is_disturbed: bool
     """Whether a fault that is felt by all struck not long before."""
+    makes_room: bool = False
+    """Whether its connection may be closed for another: there were no descriptors, or its owner has most."""
+    stalled_s: float = 0.0
+    """For so long nothing came from the engine."""
 
 
 class AnswerChecks:
@@ -65,8 +75,14 @@ class AnswerChecks:
         """
         requests = self.submitted.pop(ask.number, {})
         self._check_latency(ask, answer, circumstances)
+        if answer.status == 200 and ask.api is Api.TOKENIZE and answer.is_whole:
+            return self._check_tokenized(ask, answer)
         if answer.status == 200 and not ask.is_refused:
-            return self._check_tokens(ask, answer, requests, circumstances)
+            try:
+                reading = read(ask, answer)
+            except OutOfOrder as fault:
+                raise self._wrong(ask, answer, str(fault)) from fault
+            return self._check_tokens(ask, answer, reading, requests, circumstances)
         ended = self._without_tokens(ask, answer, circumstances)
         if ended is None:
             raise self._wrong(ask, answer, f"status {answer.status}, whole: {answer.is_whole}")
@@ -89,32 +105,42 @@ class AnswerChecks:
             "left": answer.has_left,
             "died": circumstances.engine_died and (answer.status in (0, 500, 503) or not answer.is_whole),
             "refused": circumstances.is_draining and answer.status in (0, 503),
+            "evicted": circumstances.makes_room and answer.status == 0,
             "busy": answer.status in _BUSY and answer.is_whole,
             "late": answer.status == _LATE and ask.deadline_s is not None,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
+    def _check_tokenized(self, ask: Ask, answer: Answer) -> str:
+        told = json.loads(bytes(answer.body))
+        if self._text_of(told["tokens"]) != ask.body["prompt"] or told["count"] != len(told["tokens"]):
+            raise self._wrong(ask, answer, f"{told['count']} tokens are not those of the text")
+        return "tokenized"
+
     def _check_tokens(
-        self, ask: Ask, answer: Answer, requests: Mapping[int, GenerateRequest], circumstances: Circumstances
+        self,
+        ask: Ask,
+        answer: Answer,
+        reading: Reading,
+        requests: Mapping[int, GenerateRequest],
+        circumstances: Circumstances,
     ) -> str:
         expected = [
             fake_model.outcome(request, max_model_tokens=self._max_model_tokens) for request in requests.values()
         ]
-        if ask.api is not Api.CHAT:
+        if ask.api not in CHATS:
             asked = ask.body["token_ids" if ask.api is Api.TOKENS else "prompt"]
             if any(list(request.prompt_token_ids) != asked for request in requests.values()):
                 raise self._wrong(ask, answer, "the engine got another prompt")
-        events = answer.events() if ask.is_stream else _whole(answer)
-        said, error = _said(ask, events)
+        error = reading.error
         is_cut = answer.has_left or not answer.is_whole or error is not None
-        for index, outcome in enumerate(expected):
-            right: Any = [*outcome.token_ids] if ask.api is Api.TOKENS else self._text_of(outcome.token_ids)
-            got = said.get(index, right[:0])
-            if got != right and not (is_cut and right[: len(got)] == got):
-                raise self._wrong(ask, answer, f"choice {index} says {got!r}; the model said {right!r}")
+        if ask.calls_tool:
+            self._check_call(ask, answer, reading, is_whole=not is_cut and expected[0].stop_token_id is not None)
+        else:
+            self._check_said(ask, answer, reading, expected, is_cut=is_cut)
         if not is_cut:
-            self._check_time(ask, answer)
-            self._check_usage(ask, answer, events, requests, expected)
+            self._check_time(ask, answer, circumstances)
+            self._check_usage(ask, answer, reading, requests, expected)
             self.num_tokens += sum(len(outcome.token_ids) for outcome in expected)
             return "answered"
         if answer.has_left:
@@ -127,9 +153,43 @@ class AnswerChecks:
             return "slow"
         raise self._wrong(ask, answer, f"it was cut off: {error}")
 
-    def _check_time(self, ask: Ask, answer: Answer) -> None:
+    def _check_said(
+        self, ask: Ask, answer: Answer, reading: Reading, expected: list[ExpectedOutcome], *, is_cut: bool
+    ) -> None:
+        if reading.calls:
+            raise self._wrong(ask, answer, f"it calls {reading.calls}; the model called nothing")
+        for index, outcome in enumerate(expected):
+            right: Any = [*outcome.token_ids] if ask.api is Api.TOKENS else self._text_of(outcome.token_ids)
+            got = reading.said.get(index, right[:0])
+            if got != right and not (is_cut and right[: len(got)] == got):
+                raise self._wrong(ask, answer, f"choice {index} says {got!r}; the model said {right!r}")
+
+    def _check_call(self, ask: Ask, answer: Answer, reading: Reading, *, is_whole: bool) -> None:
+        """One call, as far as it came, and no text, unless so little came that it is no call yet."""
+        text = reading.said.get(0, "").strip()
+        if text and (is_whole or not TOOL_CALL.startswith(text)):
+            raise self._wrong(ask, answer, f"it says {reading.said}; the model called a tool")
+        if is_whole:
+            got = [Call(call.name, _as_written(call.arguments)) for call in reading.calls]
+            is_right = got == [Call(TOOL, ARGUMENTS)]
+        else:
+            # One that was cut off may have been read as JSON by its API, where it had to be an object.
+            got = reading.calls
+            is_right = len(got) <= 1 and all(
+                call.name == TOOL and (ARGUMENTS.startswith(call.arguments) or not ask.is_stream) for call in got
+            )
+        if not is_right:
+            raise self._wrong(ask, answer, f"it calls {got}; the model called {TOOL} with {ARGUMENTS}")
+
+    def _check_time(self, ask: Ask, answer: Answer, circumstances: Circumstances) -> None:
         manners = ask.manners
-        slack_s = _LATE_BY_S + manners.reads_slowly_s + manners.sends_body_for_s
+        slack_s = (
+            _LATE_BY_S
+            + circumstances.stalled_s
+            + _NOT_ACCEPTED_S * circumstances.is_disturbed
+            + manners.reads_slowly_s
+            + manners.sends_body_for_s
+        )
         took_s = answer.ended_s - answer.sent_s
         if ask.deadline_s is not None and took_s > ask.deadline_s + slack_s:
             raise self._wrong(ask, answer, f"it was answered after {took_s:.2f} s; its deadline was {ask.deadline_s} s")
@@ -138,19 +198,20 @@ class AnswerChecks:
         self,
         ask: Ask,
         answer: Answer,
-        events: list[Any],
+        reading: Reading,
         requests: Mapping[int, GenerateRequest],
-        expected: list[Any],
+        expected: list[ExpectedOutcome],
     ) -> None:
-        usages = [event["usage"] for event in events if event.get("usage")]
-        if not usages:
+        if reading.usage is None:
             if ask.is_stream and ask.api is Api.TOKENS:
                 return
             raise self._wrong(ask, answer, "it has no usage")
         prompt_tokens = len(requests[0].prompt_token_ids)
         generated = sum(len(outcome.token_ids) + (outcome.stop_token_id is not None) for outcome in expected)
-        if usages[-1]["prompt_tokens"] != prompt_tokens or usages[-1]["completion_tokens"] != generated:
-            raise self._wrong(ask, answer, f"usage is {usages[-1]}; {prompt_tokens} and {generated} tokens were there")
+        if reading.usage != (prompt_tokens, generated):
+            raise self._wrong(
+                ask, answer, f"usage is {reading.usage}; {prompt_tokens} and {generated} tokens were there"
+            )
 
     def _wrong(self, ask: Ask, answer: Answer, what: str) -> Violation:
         return Violation(
@@ -162,34 +223,18 @@ class AnswerChecks:
 class TextOf:
     """The text of token ids, from the bytes of each."""
 
-    def __init__(self, raw: list[bytes]) -> None:
-        self._raw = raw
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if tokenizer.table is None:
+            raise Violation("the model's tokenizer has no table of bytes")
+        self._raw = tokenizer.table.raw
 
-    def __call__(self, token_ids: tuple[int, ...]) -> str:
+    def __call__(self, token_ids: Sequence[int]) -> str:
         return b"".join(self._raw[token_id] for token_id in token_ids).decode("utf-8", "replace")
 
 
-def _whole(answer: Answer) -> list[Any]:
-    """The body of an answer that is no stream, if all of it came."""
-    return [json.loads(bytes(answer.body))] if answer.is_whole else []
-
-
-def _said(ask: Ask, events: list[Any]) -> tuple[dict[int, Any], str | None]:
-    """What each choice says, and the error that ended the answer."""
-    said: dict[int, Any] = {}
-    for event in events:
-        if "error" in event:
-            return said, str(event["error"]["message"])
-        for choice in event["choices"]:
-            part = _part(ask, choice)
-            if part is not None:
-                said[choice["index"]] = said[choice["index"]] + part if choice["index"] in said else part
-    return said, None
-
-
-def _part(ask: Ask, choice: Any) -> Any:
-    if ask.api is Api.TOKENS:
-        return choice["token_ids"]
-    if ask.api is Api.COMPLETIONS:
-        return choice["text"]
-    return choice["delta" if ask.is_stream else "message"].get("content")
+def _as_written(arguments: str) -> str:
+    """JSON as the model has written it, where an API has read it in between; what is no JSON stays as it is."""
+    try:
+        return json.dumps(json.loads(arguments))
+    except ValueError:
+        return arguments

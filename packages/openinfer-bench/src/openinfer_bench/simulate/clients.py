@@ -1,16 +1,11 @@
 """Clients of the simulated server: HTTP/1.1 over a virtual connection, by h11, in an event loop of their own."""
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import h11
-
-from openinfer_core.testing.simulation.network import VirtualTransport
-
-Connect = Callable[[asyncio.Protocol], VirtualTransport]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +37,6 @@ class Answer:
     has_left: bool = False
     """Whether the client left on purpose."""
 
-    def events(self) -> list[Any]:
-        """The `data:` of a stream, without its last word and without what was cut off."""
-        *lines, _ = bytes(self.body).split(b"\n\n")
-        data = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
-        return [json.loads(each) for each in data if each != b"[DONE]"]
-
-    @property
-    def has_last_word(self) -> bool:
-        return self.body.endswith(b"data: [DONE]\n\n")
-
 
 class HttpConnection(asyncio.Protocol):
     """One connection; requests go over it one after the other."""
@@ -64,16 +49,6 @@ class HttpConnection(asyncio.Protocol):
         self._manners = Manners()
         self._done: asyncio.Future[None] | None = None
         self.is_open = True
-
-    @classmethod
-    def open(cls, connect: Connect, now: Callable[[], float]) -> "HttpConnection":
-        connection = cls(now)
-        connect(connection)
-        return connection
-
-    @property
-    def is_reusable(self) -> bool:
-        return self.is_open and self._http.our_state is h11.IDLE
 
     async def request(
         self,
@@ -117,6 +92,10 @@ class HttpConnection(asyncio.Protocol):
         if self.is_open:
             self.is_open = False
             self._transport.abort()
+
+    def write_raw(self, data: bytes) -> None:
+        """What need be no request."""
+        self._write(data)
 
     # --- asyncio.Protocol ---------------------------------------------------------------------------------
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from openinfer_bench.simulate.cpu import CpuTimes, Interpreter
+from openinfer_bench.simulate.cpu import CpuTimes
 from openinfer_core import InvalidRequest, Unavailable
 from openinfer_core.fair_queue import FairQueue
 from openinfer_core.grammars import MaskWords, TokenMatcher
 from openinfer_core.request import GenerateRequest
-from openinfer_core.testing.fake_grammar import FakeMatcher, fake_grammar
+from openinfer_core.testing.fake_grammar import fake_grammar, matcher_of
 from openinfer_core.testing.simulation.world import World
 
 REFUSED = fake_grammar("refused")
@@ -20,13 +20,17 @@ COSTLY = fake_grammar("costly")
 class SimulatedCompiler:
     """Implements `openinfer_core.grammars.GrammarCompiler`.
 
+    Masks take a processor of their own: llguidance gives the interpreter lock up while it computes one.
+
     Attributes:
         is_guarded: whether the process that checks grammars answers; where not, the fault passes.
     """
 
-    def __init__(self, world: World, interpreter: Interpreter, cpu: CpuTimes) -> None:
+    fills_in_parallel = True
+
+    def __init__(self, world: World, cpu: CpuTimes) -> None:
         self.is_guarded = True
-        self._world, self._interpreter, self._cpu = world, interpreter, cpu
+        self._world, self._cpu = world, cpu
         self._queue = FairQueue("openinfer-grammars")
 
     def compile(self, request: GenerateRequest) -> "Future[TokenMatcher]":
@@ -42,8 +46,11 @@ class SimulatedCompiler:
             raise Unavailable("the process that checks grammars was not there; try again")
         if grammar.text.startswith(REFUSED):
             raise InvalidRequest("the grammar (regex) cannot be used: it is refused", field="grammar")
+        matcher = matcher_of(request)
+        if matcher is None:
+            raise InvalidRequest("the fake model has no such grammar", field="grammar")
         mask_s = self._cpu.costly_mask_s if grammar.text.startswith(COSTLY) else self._cpu.mask_s
-        return _ChargedMatcher(FakeMatcher(grammar.text), lambda: self._interpreter.keep(mask_s))
+        return _ChargedMatcher(matcher, lambda: self._world.charge(mask_s))
 
     def close(self) -> None:
         self._queue.close()

@@ -1,10 +1,9 @@
-"""The stack: scheduler, pool, tiers, loop, host, ledger and HTTP server as they are, on a fake GPU.
+"""The engine of a simulated server: scheduler, pool, tiers and loop as they are, on a fake GPU or several.
 
-clients' loop ──bytes──► server's loop (protocol, ASGI app, link) ──► engine's thread (host, ledger, step loop,
-scheduler, pool) ──► fake device        tiers' threads ──► memory and files
+links ──► host, ledger, step loop, scheduler, pool ──► fake device     tiers' threads ──► memory and files
 """
 
-import asyncio
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,24 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from uvicorn.config import Config
-from uvicorn.server import ServerState
-
-from openinfer.models import find_model_dir
-from openinfer_bench.simulate.clients import Connect
 from openinfer_bench.simulate.cpu import CpuTimes, Interpreter, fitted_times
 from openinfer_bench.simulate.device import GpuLost, SimulatedRunner, StepTimes, layout_of
 from openinfer_bench.simulate.grammars import SimulatedCompiler
+from openinfer_bench.simulate.ranks import start_ranks
 from openinfer_bench.simulate.traffic import ATTACKER, TENANTS
-from openinfer_core.engine import EngineHandle, EngineInfo
-from openinfer_core.events import FailureKind
-from openinfer_core.process.local import InProcessEngine
+from openinfer_core.engine import EngineInfo
+from openinfer_core.events import TokenEvent
 from openinfer_core.queue_policies import FairShare
 from openinfer_core.request import GenerateRequest
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
-from openinfer_core.testing.simulation.event_loop import VirtualEventLoop
-from openinfer_core.testing.simulation.network import connect
 from openinfer_core.testing.simulation.world import World
+from openinfer_engine.errors import GroupBroken
 from openinfer_engine.kv_tiers.port import PoolTierPort
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.scheduler.token_budget import TokenBudgetScheduler
@@ -43,14 +36,9 @@ from openinfer_kv_offload.host.tier import HostTier
 from openinfer_kv_offload.stack.tier import StackOptions, TierStack, WriteMode
 from openinfer_kv_offload.transfer.memory import WrapMedium
 from openinfer_kv_offload.transfer.queue import QueueOptions
-from openinfer_server.app import App, load_app
-from openinfer_server.http import request as http_request
-from openinfer_server.http.protocol import bounded_protocol
-from openinfer_server.options import ServerOptions
-from openinfer_server.testing import RecordingEngine
 
-SERVER_ADDRESS = ("127.0.0.1", 8000)
-_NUM_TOKEN_IDS = 2048  # of the tiny model's tokenizer; the fake model says the first 64 alone
+_NUM_TOKEN_IDS = 2048  # of the tiny model's tokenizer; the fake model says the first 64 alone, but for scripts
+END_OF_TURN = 2033  # the tiny model's; what ends a call of a tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,23 +84,50 @@ class SlowDisk:
     extra_s: float = 0.0
 
 
-class NotingEngine(RecordingEngine):
-    """An engine's handle that tells what it is asked."""
+class NotingLoop(StepLoop):
+    """A loop that tells what it is asked.
 
-    def __init__(self, inner: EngineHandle, note: Callable[[GenerateRequest], None]) -> None:
-        super().__init__(inner)
-        self._note = note
+    Attributes:
+        on_submit: told each request.
+        died: what ended it.
+    """
 
-    def submit(self, request: GenerateRequest) -> None:
-        self._note(request)
-        super().submit(request)
+    died: Exception | None = None
+    on_submit: Callable[[GenerateRequest], None]
+
+    def submit(self, request: GenerateRequest) -> list[TokenEvent]:
+        self.on_submit(request)
+        return super().submit(request)
+
+    def step(self) -> list[TokenEvent]:
+        try:
+            return super().step()
+        except Exception as error:
+            self.died = self.died or error
+            raise
 
 
 class Engine:
-    """One life of the engine; the disk tier's folder outlives it."""
+    """One life of the engine; the disk tier's folder outlives it. Made in its process.
 
-    def __init__(self, world: World, options: StackOptionsOfRun, faults: FaultInjector, disk: SlowDisk) -> None:
+    Args:
+        num_ranks: GPUs; the others' processes are started here.
+        note: told each request.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        options: StackOptionsOfRun,
+        faults: FaultInjector,
+        disk: SlowDisk,
+        *,
+        interpreter: Interpreter,
+        num_ranks: int,
+        note: Callable[[GenerateRequest], None],
+    ) -> None:
         layout = layout_of(options.block_size_tokens)
+        self._disk_folder = options.disk_folder
         self.tier = self._open_tiers(world, options, faults, disk)
         self.config = SchedulerConfig(
             num_blocks=options.num_blocks,
@@ -124,40 +139,44 @@ class Engine:
             layout_digest=layout.digest,
             digest_key=cast("Any", self.tier).digest_key if self.tier is not None else None,
         )
-        cpu, interpreter = options.cpu, Interpreter(world)  # the engine has a process of its own
-        self.runner = SimulatedRunner(
+        cpu = options.cpu
+        self.gpu = SimulatedRunner(
             world,
             self.config,
             options.steps,
             charge_plan=lambda rows: interpreter.charge(cpu.plan_s + rows * cpu.planned_row_s),
         )
-        self.compiler = SimulatedCompiler(world, interpreter, cpu)
+        self.compiler = SimulatedCompiler(world, cpu)
         self.scheduler = TokenBudgetScheduler(self.config, FairShare(QueuePolicyConfig()))
         port = None
         if self.tier is not None:
-            port = PoolTierPort(self.tier, self.runner.pool.blocks, load_timeout_s=options.kv_load_timeout_s)
+            port = PoolTierPort(self.tier, self.gpu.pool.blocks, load_timeout_s=options.kv_load_timeout_s)
             self.scheduler.use_tiers(port)
         info = EngineInfo(
             model="simulated",
             family="qwen3",
             max_model_tokens=options.max_model_tokens,
             num_token_ids=_NUM_TOKEN_IDS,
-            eos_token_ids=(),
+            eos_token_ids=(END_OF_TURN,),
             block_size_tokens=options.block_size_tokens,
             num_blocks=options.num_blocks,
             max_num_seqs=options.max_num_seqs,
             max_waiting=options.max_waiting,
         )
-        self.loop = StepLoop(
-            info=info, scheduler=self.scheduler, runner=self.runner, grammar_compiler=self.compiler, port=port
+        self.loop = NotingLoop(
+            info=info,
+            scheduler=self.scheduler,
+            runner=start_ranks(world, self.gpu, num_ranks),
+            grammar_compiler=self.compiler,
+            port=port,
         )
-        self.handle = InProcessEngine(self.loop)
+        self.loop.on_submit = note
 
     @property
-    def unexpected_death(self) -> BaseException | None:
+    def unexpected_death(self) -> Exception | None:
         """What ended the engine, unless it was made to end."""
-        died = self.handle._host.died  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - the host tells clients less
-        return None if isinstance(died, GpuLost) else died
+        died = self.loop.died
+        return None if isinstance(died, GpuLost | GroupBroken) else died
 
     def check_is_idle(self) -> None:
         """Raises unless everything that requests had was given back."""
@@ -166,6 +185,18 @@ class Engine:
         if any(left.values()):
             raise AssertionError(f"all requests have ended, and the engine still has {left}")
         self.scheduler.check_integrity()
+
+    def close_files(self) -> None:
+        """What the kernel does when a process ends: the disk tier's files are real ones, of this process."""
+        if self._disk_folder is None:
+            return
+        for name in sorted(map(int, os.listdir("/proc/self/fd/"))):
+            try:
+                is_ours = os.readlink(f"/proc/self/fd/{name}").startswith(self._disk_folder)
+            except OSError:
+                continue
+            if is_ours:
+                os.close(name)
 
     def _open_tiers(
         self, world: World, options: StackOptionsOfRun, faults: FaultInjector, disk: SlowDisk
@@ -198,125 +229,6 @@ class Engine:
             )
             tiers.append(DiskTier(layout, disk_options, wrap_medium=cast("WrapMedium", on_disk)))
         return opened(tiers)
-
-
-class Server:
-    """One life of the HTTP server, in the running event loop."""
-
-    def __init__(
-        self,
-        world: World,
-        engine: Engine,
-        options: ServerOptions,
-        loop: VirtualEventLoop,
-        *,
-        interpreter: Interpreter,
-        cpu: CpuTimes,
-        note: Callable[[GenerateRequest], None],
-    ) -> None:
-        self._world = world
-        self._loop = loop
-        self.app: App = load_app(NotingEngine(engine.handle, note), find_model_dir("tiny"), options)
-        self._charge_for_encoding(cpu)
-        self._protocol = _charged(bounded_protocol(options), interpreter, cpu)
-        self._config = Config(
-            self.app,
-            http=self._protocol,
-            ws="none",
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=options.keep_alive_s,
-        )
-        self._config.load()
-        self.state = ServerState()
-        self.app.start()
-
-    def make_protocol(self) -> asyncio.Protocol:
-        return self._protocol(config=self._config, server_state=self.state, app_state={}, _loop=self._loop)
-
-    def connector(self, client_loop: VirtualEventLoop, port: int) -> Connect:
-        def connect_client(client: asyncio.Protocol) -> Any:
-            return connect(
-                self._world,
-                client_loop=client_loop,
-                client=client,
-                server_loop=self._loop,
-                make_server=self.make_protocol,
-                delay_s=100e-6,
-                client_address=("127.0.0.1", port),
-                server_address=SERVER_ADDRESS,
-            )
-
-        return connect_client
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its engine has died, which some clients may know before the server's own tasks do."""
-        return self.app.service.link.dead or self.app.link_ended.is_set()
-
-    async def drain(self) -> None:
-        """Takes no more requests and lets those that run end, as after SIGTERM; then those that are left are told."""
-        service = self.app.service
-        service.draining = True
-        try:
-            async with asyncio.timeout(service.options.drain_deadline_s):
-                await service.link.drained()
-        except TimeoutError:
-            service.link.fail_all(FailureKind.SHUTDOWN, "the server is shutting down")
-        while any(map(_is_busy, self.state.connections)):  # noqa: ASYNC110 - as uvicorn does when it shuts down
-            await asyncio.sleep(0.01)
-
-    def break_connections(self) -> None:
-        """What becomes of them when a process ends."""
-        transports = [cast("Any", protocol).transport for protocol in self.state.connections]
-        for transport in sorted(transports, key=lambda each: each.get_extra_info("peername")):
-            transport.abort()
-
-    async def stop(self) -> None:
-        await self.app.stop()
-
-    def _charge_for_encoding(self, cpu: CpuTimes) -> None:
-        tokenizer: Any = self.app.service.tokenizer
-
-        def charged(encode: Callable[..., Any]) -> Callable[..., Any]:
-            def encode_slowly(text: str, *arguments: Any, **options: Any) -> Any:
-                self._world.charge(len(text) * cpu.encoded_character_s)
-                return encode(text, *arguments, **options)
-
-            return encode_slowly
-
-        # every text goes through the one or, as a rendered chat, the other, in whichever thread
-        tokenizer._encode = charged(tokenizer._encode)  # noqa: SLF001
-        tokenizer._encode_chat = charged(tokenizer._encode_chat)  # noqa: SLF001
-
-
-def _is_busy(connection: Any) -> bool:
-    return connection.cycle is not None and not connection.cycle.response_complete
-
-
-def _charged(protocol: type[Any], interpreter: Interpreter, cpu: CpuTimes) -> type[Any]:
-    def data_received(self: Any, data: bytes) -> None:
-        interpreter.owe(len(data) * cpu.received_byte_s)
-        protocol.data_received(self, data)
-
-    return type(protocol.__name__, (protocol,), {"data_received": data_received})
-
-
-def charge_for_decoding(interpreter: Interpreter, cpu: CpuTimes) -> None:
-    """Every body that is decoded from now on takes its time, in the thread that decodes it."""
-    module: Any = http_request
-    decode_body = module.decode_body
-
-    def decode_slowly(decoder: Any, body: bytes) -> Any:
-        is_on_loop = asyncio._get_running_loop() is not None  # noqa: SLF001 - the public one raises
-        charge = interpreter.owe if is_on_loop else interpreter.charge
-        charge(cpu.request_s + len(body) * cpu.json_byte_s)
-        return decode_body(decoder, body)
-
-    module.decode_body = decode_slowly
 
 
 def key_of(tenant: str) -> str:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Generator
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -115,18 +116,59 @@ def run_engine_process(build: Callable[[msgspec.Raw], EngineLoop]) -> int:
     faulthandler.enable()  # a crash in a library says on standard error where each thread stood
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    line = sys.stdin.buffer.readline()
+    return serve_parent(build, StandardStreams())
+
+
+class ParentStreams(Protocol):
+    """What an engine's process and its parent say to each other before there is a socket."""
+
+    def first_line(self) -> bytes:
+        """What the parent says first; without a newline if it has ended."""
+        ...
+
+    def say(self, line: bytes) -> None:
+        """The only thing that the parent is told; `BrokenPipeError` if it has ended."""
+        ...
+
+    def wait_for_end(self) -> None:
+        """Returns when the parent has closed its end or has ended."""
+        ...
+
+
+class StandardStreams:
+    """Those of this process; what is printed later goes to standard error."""
+
+    def first_line(self) -> bytes:
+        return sys.stdin.buffer.readline()
+
+    def say(self, line: bytes) -> None:
+        try:
+            sys.stdout.buffer.write(line)
+            sys.stdout.flush()
+        except BrokenPipeError:  # what is buffered would be written again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def wait_for_end(self) -> None:
+        # os.read, not sys.stdin: a thread blocked inside a buffered reader breaks the interpreter's shutdown
+        while os.read(0, 4096):
+            pass
+
+
+def serve_parent(build: Callable[[msgspec.Raw], EngineLoop], streams: ParentStreams) -> int:
+    """What `run_engine_process` does, but for what belongs to the process as a whole."""
+    line = streams.first_line()
     if not line.endswith(b"\n"):  # the parent has ended, by Ctrl-C perhaps, before it had said all
         return 1
     launch = msgspec.json.decode(line, type=Launch)
     raise_descriptor_limit()  # segments of disk tiers, pipes and sockets to ranks and clients
     with listening(launch.link) as (listener, address):
         try:
-            _say(address)
-        except BrokenPipeError:  # the parent has ended already; what is buffered would be written again at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            streams.say(msgspec.json.encode(address) + b"\n")
+        except BrokenPipeError:
             return 1
-        parent = _ParentWatch(clean_up=lambda: remove_socket_file(address))
+        parent = _ParentWatch(streams, clean_up=lambda: remove_socket_file(address))
         try:
             set_up_logs(os.environ)
             loop = build(launch.spec)
@@ -135,12 +177,6 @@ def run_engine_process(build: Callable[[msgspec.Raw], EngineLoop]) -> int:
             _refuse(listener, launch.token, str(error))
             return 1
         return _serve(loop, listener, launch.token, parent)
-
-
-def _say(address: Address) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(address) + b"\n")
-    sys.stdout.flush()
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 
 def _serve(loop: EngineLoop, listener: socket.socket, token: str, parent: "_ParentWatch") -> int:
@@ -188,7 +224,8 @@ class _ParentWatch:
     close, and ended if it hangs.
     """
 
-    def __init__(self, *, clean_up: Callable[[], None]) -> None:
+    def __init__(self, streams: ParentStreams, *, clean_up: Callable[[], None]) -> None:
+        self._streams = streams
         self._clean_up = clean_up
         self._host: LoopRunner | None = None
         self._stopped = threading.Event()
@@ -201,9 +238,7 @@ class _ParentWatch:
         self._stopped.set()
 
     def _watch(self) -> None:
-        # os.read, not sys.stdin: a thread blocked inside a buffered reader breaks the interpreter's shutdown
-        while os.read(0, 4096):
-            pass
+        self._streams.wait_for_end()
         if self._host is not None:
             self._host.post(Close())
             if self._stopped.wait(_ORPHAN_DEADLINE_S):

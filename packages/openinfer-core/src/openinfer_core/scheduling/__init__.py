@@ -24,6 +24,7 @@ from openinfer_core.scheduling.scheduler import (
     Scheduler,
     SchedulerCapabilities,
     SchedulerConfig,
+    SharesRows,
     WaitingRequest,
 )
 from openinfer_core.scheduling.step import BoolColumn, Int32Column, SlotStart, StateCopy, StepPlan, StepResult
@@ -44,6 +45,7 @@ __all__ = [
     "Scheduler",
     "SchedulerCapabilities",
     "SchedulerConfig",
+    "SharesRows",
     "SlotStart",
     "StateCopy",
     "StepPlan",

@@ -182,6 +182,28 @@ class CountsTokens(QueuePolicy, Protocol):
         ...
 
 
+@runtime_checkable
+class SharesRows(QueuePolicy, Protocol):
+    """A `QueuePolicy` that divides what runs between tenants: sequence slots, and KV blocks in use.
+
+    A hook that not every policy has, nor every scheduler asks. A scheduler that does admits what `next` says, in place
+    of the order of the keys, and may preempt requests of a tenant that holds more than its share for one that holds
+    less. Where the hook raises, the order of the keys stands in, which is counted as a fault and fails no request.
+    """
+
+    def next(self, full: AbstractSet[str]) -> RequestId:
+        """Which of the requests that wait, at least one, is admitted next.
+
+        Args:
+            full: tenants that hold their share. Theirs is next where none of another tenant waits.
+        """
+        ...
+
+    def weight(self, tenant: str) -> float:
+        """A tenant's share relative to others', above 0."""
+        ...
+
+
 class QueuePolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a user may tell a queue policy."""
 

@@ -8,14 +8,16 @@ victim costs none.
 import logging
 import operator
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-from openinfer_core.request import GenerateRequest
-from openinfer_core.scheduling.scheduler import ChoosesVictim, CountsTokens, QueuePolicy, WaitingRequest
+from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.scheduling.scheduler import ChoosesVictim, CountsTokens, QueuePolicy, SharesRows, WaitingRequest
 
 logger = logging.getLogger("openinfer.scheduler")
 
@@ -61,6 +63,9 @@ class WaitingQueue(Generic[Item]):
         self._describe = describe
         self._choose = policy.victim if isinstance(policy, ChoosesVictim) else None
         self._ended = policy.ended if isinstance(policy, CountsTokens) else None
+        self.shares = policy if isinstance(policy, SharesRows) else None
+        self.tenants: Counter[str] = Counter()  # of how many requests of each wait
+        self._by_id: dict[RequestId, _Entry[Item]] = {}
         self._max_bypass_s = float(getattr(policy, "max_bypass_s", MAX_BYPASS_S))
         self._asks_again = bool(getattr(policy, "asks_again", False))
         self._entries: list[_Entry[Item]] = []
@@ -84,11 +89,13 @@ class WaitingQueue(Generic[Item]):
             self._record_fault("key", error)
             return False
         try:
-            insort(self._entries, _Entry(key, item, waiting, now_s), key=attrgetter("key"))
+            insort(self._entries, entry := _Entry(key, item, waiting, now_s), key=attrgetter("key"))
         except Exception as error:  # noqa: BLE001 - as above: comparing keys runs the policy's code too
             self._record_fault("comparison of keys", error)
             self._tell("withdrawn", self._policy.withdrawn, request)
             return False
+        self.tenants[request.tenant] += 1
+        self._by_id[request.request_id] = entry
         return True
 
     def ask_again(self, *, now_s: float) -> None:
@@ -116,16 +123,54 @@ class WaitingQueue(Generic[Item]):
             return
         self._entries = sorted(overdue, key=lambda entry: entry.waiting.arrival) + others
 
+    def next(self, full: AbstractSet[str]) -> Item | None:
+        """What is to be admitted next: the head, or what a `SharesRows` says, where `full` tenants have their share."""
+        if self.shares is None or not self._entries:
+            return self.head
+        try:
+            return self._by_id[self.shares.next(full)].item
+        except Exception as error:  # noqa: BLE001 - the policy is a plug-in: the order of the keys stands in
+            self._record_fault("next", error)
+            return self.head
+
+    def weight(self, tenant: str) -> float:
+        """Of a tenant's share; 1 where the policy does not say, or says no number above 0."""
+        if self.shares is None:
+            return 1.0
+        try:
+            weight = float(self.shares.weight(tenant))
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"weight of {tenant!r} is {weight}; it must be above 0 and finite")
+        except Exception as error:  # noqa: BLE001 - the policy is a plug-in
+            self._record_fault("weight", error)
+            return 1.0
+        return weight
+
     def admit_head(self) -> bool:
         """Takes the head out to run; False if the policy raised: it is out all the same, and has to fail."""
-        return self._tell("admitted", self._policy.admitted, self._entries.pop(0).request)
+        return self._admit(0)
+
+    def admit(self, item: Item) -> bool:
+        """Takes an item out to run, which is here; returns what `admit_head` does."""
+        return self._admit(next(index for index, entry in enumerate(self._entries) if entry.item is item))
+
+    def _admit(self, index: int) -> bool:
+        request = self._take(index)
+        return self._tell("admitted", self._policy.admitted, request)
+
+    def _take(self, index: int) -> GenerateRequest:
+        request = self._entries.pop(index).request
+        del self._by_id[request.request_id]
+        self.tenants[request.tenant] -= 1
+        if not self.tenants[request.tenant]:
+            del self.tenants[request.tenant]
+        return request
 
     def withdraw(self, item: Item) -> bool:
         """Takes an item out unserved; False if it is not here."""
         for index, entry in enumerate(self._entries):
             if entry.item is item:
-                del self._entries[index]
-                self._tell("withdrawn", self._policy.withdrawn, entry.request)
+                self._tell("withdrawn", self._policy.withdrawn, self._take(index))
                 return True
         return False
 

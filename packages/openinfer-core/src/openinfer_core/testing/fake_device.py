@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from openinfer_core.events import TokenLogprobs
-from openinfer_core.request import RequestId
+from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduling import SchedulerConfig, SlotStart, StepPlan, StepResult
 from openinfer_core.testing import fake_model
 from openinfer_core.testing.errors import ConformanceError, require
@@ -57,6 +57,7 @@ class FakeDevice:
         self._slots: dict[int, FakeSlot] = {}
         self._tables: dict[int, list[FakeTable]] = {}  # of the sequence in each slot
         self._seeds: dict[RequestId, int] = {}
+        self._started: dict[RequestId, GenerateRequest] = {}
         self._to_fail: set[RequestId] = set()
         self.steps = 0
 
@@ -155,6 +156,10 @@ class FakeDevice:
     def _check_seed(self, start: SlotStart) -> None:
         request = start.request
         asked = request.sampling.seed
+        if self._started.get(request.request_id) is not request:
+            # Another one: clients of one engine may use the number of a request that has ended.
+            self._started[request.request_id] = request
+            self._seeds.pop(request.request_id, None)
         seed = self._seeds.setdefault(request.request_id, start.seed if asked is None else asked)
         require(0 <= start.seed < 2**64, lambda: f"seed {start.seed} is no unsigned 64-bit number")
         require(

@@ -53,8 +53,10 @@ def next_token(request: GenerateRequest, state: int, *, num_outputs: int, allowe
         request: whose.
         state: of the prefix.
         num_outputs: tokens that were sampled before.
-        allowed: bit i: whether the grammar's mask has token i.
+        allowed: bit i: whether the grammar's mask has token i. If it has none of the model's, its first is sampled.
     """
+    if not allowed & ALL_TOKENS:
+        return (allowed & -allowed).bit_length() - 1
     token_id = (state >> 20) % NUM_TOKEN_IDS
     forbidden = request.sampling.stop_token_ids if num_outputs < request.sampling.min_tokens else ()
     while token_id in forbidden or not allowed >> token_id & 1:

@@ -3,6 +3,7 @@
 import random
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -10,7 +11,7 @@ from typing import Any, TypeAlias
 
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.sampling import SamplingParams
-from openinfer_core.scheduling import ChoosesVictim, QueuePolicy, QueuePolicyConfig, WaitingRequest
+from openinfer_core.scheduling import ChoosesVictim, QueuePolicy, QueuePolicyConfig, SharesRows, WaitingRequest
 from openinfer_core.testing.errors import require
 
 QueuePolicyFactory: TypeAlias = Callable[[QueuePolicyConfig], QueuePolicy]
@@ -138,6 +139,9 @@ class WatchedPolicy:
         if isinstance(policy, ChoosesVictim):
             self._chooser: ChoosesVictim = policy
             self.victim = self._victim  # a policy is asked only where it has the attribute
+        if isinstance(policy, SharesRows):
+            self._sharing: SharesRows = policy
+            self.next, self.weight = self._next, policy.weight
 
     def key(self, waiting: WaitingRequest) -> Any:
         request_id, arrival = waiting.request.request_id, waiting.arrival
@@ -159,6 +163,12 @@ class WatchedPolicy:
     def withdrawn(self, request: GenerateRequest) -> None:
         self._leave(request.request_id, "withdrawn")
         self._policy.withdrawn(request)
+
+    def _next(self, full: AbstractSet[str]) -> RequestId:
+        self._note(self._queued, "next is asked while nothing waits")
+        request_id = self._sharing.next(full)
+        require(request_id in self._queued, f"next answered request {request_id}, which does not wait")
+        return request_id
 
     def _victim(self, candidates: Sequence[GenerateRequest]) -> int:
         ids = [request.request_id for request in candidates]

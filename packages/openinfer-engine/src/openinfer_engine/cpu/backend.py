@@ -7,14 +7,16 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.socket_communicator import SocketCommunicator
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.model import Model, WeightSource
-from openinfer_engine.options import EngineOptions
+from openinfer_engine.options import EngineOptions, LowBitActivations
 from openinfer_engine.tracing.trace import Tracer
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_engine.worker.paged_tensors import make_pool
 from openinfer_engine.worker.runner import Worker
-from openinfer_kernels import Ops
-from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
+from openinfer_kernels import Code, Ops, WeightFormat
+from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps, LowBitCpuOps
+from openinfer_kernels.weights.gpu_kernels import Way
+from openinfer_kernels.weights.low_bit_activations import PromptSteps
 from openinfer_kv_cache import KvDtype, KvLayout
 
 _CPU_KV_CACHE_BYTES = 1 << 30
@@ -29,6 +31,8 @@ class CpuBackend:
 
     def __init__(self, options: EngineOptions) -> None:
         self._batch_invariant = options.batch_invariant
+        self._activations = None if options.low_bit_activations is LowBitActivations.OFF else PromptSteps()
+        self._fp8_head = options.fp8_head
 
     def enter_thread(self) -> None:
         pass
@@ -42,10 +46,21 @@ class CpuBackend:
     def check_layout(self, layout: KvLayout) -> None:
         del layout
 
+    def check_low_bit(self, activations: Collection[Code], *, fp8_head: bool) -> None:
+        """It has all of them."""
+        del activations, fp8_head
+
     def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
         operators = "cpu NumPy, float32" + (", batch-invariant" if self._batch_invariant else "")
         operators += f", but {', '.join(sorted(provided))}" if provided else ""
         return {"prefill": operators, "decode": operators, "sampling": "cpu NumPy, float64 sums"}
+
+    def way_of_weight(self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> None:
+        del weight_format, block, shape
+
+    def weight_kernels(self, products: Mapping[tuple[WeightFormat, Way], int]) -> dict[str, str]:
+        del products
+        return {}
 
     def workspaces(self, limits: WorkerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
         del limits, max_step_tokens, num_ranks
@@ -59,7 +74,11 @@ class CpuBackend:
         return 0
 
     def make_ops(self) -> Ops:
-        return BatchInvariantCpuOps() if self._batch_invariant else CpuOps()
+        if self._batch_invariant:
+            return BatchInvariantCpuOps()
+        if self._activations is None and not self._fp8_head:
+            return CpuOps()
+        return LowBitCpuOps(activations=self._activations, fp8_head=self._fp8_head)
 
     def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
         return DummyWeights(shapes, rank=rank, size=size)

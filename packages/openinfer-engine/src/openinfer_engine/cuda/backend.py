@@ -11,7 +11,7 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.nccl_communicator import NcclCommunicator
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.model import Model, WeightSource
-from openinfer_engine.options import EngineOptions, RankHost
+from openinfer_engine.options import EngineOptions, LowBitActivations, RankHost
 from openinfer_engine.tracing.trace import Tracer
 from openinfer_engine.weights.dummy import DeviceDummyWeights
 from openinfer_engine.weights.stored_tensor import TensorSpec
@@ -24,6 +24,7 @@ from openinfer_kernels.cuda.comm.nccl import unique_id
 from openinfer_kernels.cuda.comm.nccl import version as nccl_version
 from openinfer_kernels.cuda.common.device import Device, gpu_count
 from openinfer_kernels.cuda.ops import CudaOps
+from openinfer_kernels.weights.low_bit_activations import PromptSteps
 from openinfer_kv_cache import KvLayout
 
 
@@ -64,7 +65,11 @@ class CudaBackend(PlannedGpu):
         return f"NCCL {nccl_version()}, sums in float32 in order of ranks"
 
     def make_ops(self) -> Ops:
-        return BatchInvariantCudaOps(self._device) if self._options.batch_invariant else CudaOps(self._device)
+        options = self._options
+        if options.batch_invariant:
+            return BatchInvariantCudaOps(self._device)
+        activations = None if options.low_bit_activations is LowBitActivations.OFF else PromptSteps()
+        return CudaOps(self._device, activations=activations, fp8_head=options.fp8_head)
 
     def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
         return DeviceDummyWeights(shapes, rank=rank, size=size)

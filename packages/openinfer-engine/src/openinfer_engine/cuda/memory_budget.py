@@ -20,6 +20,8 @@ _ROPE_BYTES_PER_POSITION = 512
 _GRAPH_BYTES = 10 * _MIB
 # of one token of a step, at most: a few vectors of the widest layer of any model served
 _ACTIVATION_BYTES_PER_TOKEN = 1 << 18
+# of the same where activations are quantised: codes, sums of gate and up in int32, and its share of a copy of a matrix
+_LOW_BIT_BYTES_PER_TOKEN = 1 << 17
 # of one rank's end of a group, by far the most of it NCCL's channels; measured with two ranks, 1352 MiB
 _COMMUNICATOR_BYTES = 1408 * _MIB
 _GATHERED_LOGIT_BYTES = 8  # of one logit of a sampled row, where each rank computes some: as they arrive, and in order
@@ -36,6 +38,7 @@ def workspaces(
     mixed_tokens: Sequence[int],
     num_ranks: int = 1,
     max_drafts: int = 0,
+    low_bit_activations: bool = False,
 ) -> Mapping[str, int]:
     """Purpose -> bytes on one GPU; what a drafter has of its own is not among them."""
     rows = limits.max_num_seqs + PROMPT_LOGPROB_ROWS
@@ -50,6 +53,7 @@ def workspaces(
         **shared,
         "context": _CONTEXT_BYTES + limits.max_model_tokens * _ROPE_BYTES_PER_POSITION,
         "activations": max_step_tokens * _ACTIVATION_BYTES_PER_TOKEN,
+        **({"low_bit_activations": max_step_tokens * _LOW_BIT_BYTES_PER_TOKEN} if low_bit_activations else {}),
         **({} if limits.tokens_per_score is None else {"scores": score_bytes}),
         "logits": rows * limits.vocab_size * _LOGIT_BYTES,
         "slots": slot_state_bytes,

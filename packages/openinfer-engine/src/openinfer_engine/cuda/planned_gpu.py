@@ -8,13 +8,16 @@ from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.cuda.memory_budget import kv_cache_share, slot_sizes, workspaces
 from openinfer_engine.cuda.step_buckets import row_buckets, token_buckets
 from openinfer_engine.drafting import max_drafts_of
-from openinfer_engine.options import EngineOptions
-from openinfer_engine.worker.paged_tensors import paged_regions
-from openinfer_kernels import KernelsError
+from openinfer_engine.options import EngineOptions, LowBitActivations
+from openinfer_engine.worker.paged_tensors import is_fp8, paged_regions
+from openinfer_kernels import Code, KernelsError, WeightFormat
 from openinfer_kernels.catalogue import kernels_by_part, measured_by_part
+from openinfer_kernels.cubins.sources import HOPPER
 from openinfer_kernels.cuda.sampling.slot_sizes import state_bytes
+from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.gpu_requirements import require_attention, require_entries, require_latents
-from openinfer_kv_cache import KvDtype, KvLayout
+from openinfer_kernels.weights.gpu_kernels import Way, described_way, way_of
+from openinfer_kv_cache import FP8_SCALE_BYTES, KvDtype, KvLayout
 
 
 class Gpu(Protocol):
@@ -73,6 +76,18 @@ class PlannedGpu:
                 "--device cpu"
             )
 
+    def check_low_bit(self, activations: Collection[Code], *, fp8_head: bool) -> None:
+        asked = {
+            "--low-bit-activations": bool(activations),
+            "--fp8-head": fp8_head,
+        }
+        for option in (name for name, is_asked in asked.items() if is_asked):
+            if self.architecture != HOPPER:
+                raise Refused(
+                    f"{option} has kernels for {HOPPER} alone, and this device is {self.architecture}; leave the "
+                    "option out"
+                )
+
     def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
         replay = "captured once, replayed" if self._options.cuda_graph else "launched one by one"
         found: dict[str, str] = {
@@ -87,6 +102,15 @@ class PlannedGpu:
             found["products"] = "cuBLASLt (its first algorithm that agrees bit for bit)"
         return found
 
+    def way_of_weight(self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> Way:
+        """As `openinfer_kernels.cuda` decides it when the weight is loaded."""
+        has_lowbit = self._gpu.architecture == HOPPER and not self._options.batch_invariant
+        return way_of(weight_format, block, shape, has_lowbit=has_lowbit)
+
+    def weight_kernels(self, products: Mapping[tuple[WeightFormat, Way], int]) -> dict[str, str]:
+        lines = [f"{count} of {each}: {described_way(way, each)}" for (each, way), count in products.items()]
+        return {"quantised weights": "; ".join(lines)} if lines else {}
+
     def workspaces(self, limits: WorkerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
         is_capturing, max_drafts = self._options.cuda_graph, max_drafts_of(self._options)
         return workspaces(
@@ -98,6 +122,7 @@ class PlannedGpu:
             mixed_tokens=token_buckets(limits) if is_capturing else (),
             num_ranks=num_ranks,
             max_drafts=max_drafts,
+            low_bit_activations=self._options.low_bit_activations is not LowBitActivations.OFF,
         )
 
     def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
@@ -122,6 +147,12 @@ def _require_blocks(layout: KvLayout) -> None:
             require_entries(num_heads=num_heads, entry_dim=entry_dim)
         return
     _, _, _, block_tokens, head_dim = layout.block_shape()
+    if is_fp8(layout):
+        head_dim -= FP8_SCALE_BYTES
+        if set(layout.table_windows) != {None}:
+            raise ArrayMismatchError(
+                "attention with a window has no kernel that reads a KV cache in FP8; leave --kv-cache-dtype at auto"
+            )
     if _has_latents(layout):
         require_latents(entry_dim=head_dim, block_tokens=block_tokens)
     else:

@@ -27,6 +27,8 @@ class Architecture:
     permuted: Mapping[str, str] = field(default_factory=dict[str, str])
     """End of a tensor's name -> metadata key of its heads, where rows of Q and K are stored in ggml's order."""
     read_elsewhere: frozenset[str] = frozenset()
+    products: tuple[frozenset[str], ...] = ()
+    """Tensors of a block that models multiply as one, which therefore have one format."""
 
     def heads_to_unpermute(self, name: str, metadata: Mapping[str, Any]) -> int | None:
         """The heads of a tensor whose rows are in ggml's order; None for others."""
@@ -45,17 +47,20 @@ _DENSE = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_PRODUCTS = (frozenset({"attn_q", "attn_k", "attn_v"}), frozenset({"ffn_gate", "ffn_up"}))
 ARCHITECTURES = {
     "llama": Architecture(
         name="llama",
         model_type="llama",
         layer_names=_DENSE,
+        products=_PRODUCTS,
         permuted={"q_proj": "attention.head_count", "k_proj": "attention.head_count_kv"},
         read_elsewhere=frozenset({ROPE_FACTORS}),
     ),
     "qwen3": Architecture(
         name="qwen3",
         model_type="qwen3",
+        products=_PRODUCTS,
         layer_names=_DENSE | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
     ),
 }
@@ -82,6 +87,7 @@ def config_of(
     vocab_size: int,
     tied: bool,
     rope_factors: np.ndarray[Any, np.dtype[np.float32]] | None,
+    quantisation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The `config.json` that this file's model would have.
 
@@ -91,6 +97,7 @@ def config_of(
         vocab_size: rows of the embedding.
         tied: whether the head is the embedding.
         rope_factors: what divides each frequency (`rope_freqs.weight`), if the file has them.
+        quantisation: the `quantization_config`, if matrices may stay quantised.
 
     Raises:
         InvalidCheckpoint: an entry is missing, or not of its type.
@@ -128,6 +135,7 @@ def config_of(
         "rope_scaling": _scaling_of_kind(metadata, architecture.name)
         or _llama3_scaling(path, rope_factors, theta=theta, head_dim=head_dim),
         **_special_ids(metadata),
+        **({} if quantisation is None else {"quantization_config": dict(quantisation)}),
     }
 
 

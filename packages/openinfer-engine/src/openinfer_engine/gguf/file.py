@@ -1,19 +1,26 @@
-"""`GgufFile`: a GGUF file's tensors under a Hugging Face checkpoint's names, dequantised when they are read."""
+"""`GgufFile`: a GGUF file's tensors under a Hugging Face checkpoint's names.
+
+Matrices in the formats of `GGML_FORMATS` may be kept as they are: matrix X then is no `X.weight` but its parts, such as
+`X.q4_1`, `X.scales` and `X.minimums`. All else that is quantised is dequantised when it is read.
+"""
 
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_core.errors import brought_by
+from openinfer_engine.gguf.blocks import parts_of, read_part
 from openinfer_engine.gguf.config import Architecture, architecture_of
 from openinfer_engine.gguf.header import FORMATS, Header, StoredAt, map_file, read_header
 from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES, TensorInfo
+from openinfer_engine.weights.stored_format import GGML_FORMATS
 from openinfer_kernels import HostArray
 
 GGUF_FILE = "model.gguf"
@@ -27,28 +34,44 @@ _WHOLE = {
 }
 
 
+class _Place(NamedTuple):
+    """Where a published tensor comes from."""
+
+    ggml: str
+    part: str | None
+    """Of the matrix, where it is taken apart."""
+
+
 class GgufFile:
     """One open file. It must not be changed while it is open.
+
+    Args:
+        path: the file.
+        keeps_quantised: whether matrices in `GGML_FORMATS` are presented as their parts.
 
     Raises:
         InvalidCheckpoint: it cannot be read, or is no valid GGUF file.
         Refused: its architecture is not read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keeps_quantised: bool = False) -> None:
         self.path = path
         self._map = map_file(path)
         self.header: Header = read_header(self._map, path)
         self._architecture = architecture_of(self.header.metadata, path)
-        self._ggml_names = {
-            published: name
-            for name in self.header.tensors
-            if (published := _published(name, self._architecture)) is not None
-        }
+        kept = _kept(self.header, self._architecture) if keeps_quantised else {}
+        self._places: dict[str, _Place] = {}
+        tensors: dict[str, TensorInfo] = {}
+        for ggml in self.header.tensors:
+            published = _published(ggml, self._architecture)
+            if published is None:
+                continue
+            for name, info, place in _presented(published, ggml, self.header.tensors[ggml], kept.get(ggml)):
+                if name in tensors:
+                    raise InvalidCheckpoint(f"{path} has two tensors that are {name}")
+                tensors[name], self._places[name] = info, place
         # name -> dtype and shape of what `read` returns
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
-            {name: _info(self.header.tensors[ggml]) for name, ggml in self._ggml_names.items()}
-        )
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
 
     def read(self, name: str) -> HostArray:
         """A whole tensor, not to be written to: float32 where it was quantised, else as it is stored, BF16 as its bits.
@@ -57,8 +80,13 @@ class GgufFile:
             KeyError: the file has no such tensor.
             Refused: the package gguf, which dequantises, is not installed.
         """
-        stored = self.header.tensors[self._ggml_names[name]]
-        whole = self._values(stored)
+        place = self._places[name]
+        stored = self.header.tensors[place.ggml]
+        if place.part is None:
+            whole = self._values(stored)
+        else:
+            codes = np.frombuffer(self._map, np.uint8, stored.end - stored.begin, stored.begin)
+            whole = read_part(codes, FORMATS[stored.format].name, stored.shape, place.part)
         heads = self._architecture.heads_to_unpermute(name, self.header.metadata)
         return whole if heads is None else _unpermuted(whole, heads)
 
@@ -71,6 +99,45 @@ class GgufFile:
         rows = math.prod(stored.shape[:-1])
         codes = np.frombuffer(self._map, np.uint8, count, stored.begin).reshape(rows, -1)
         return _dequantised(codes, stored.format, self.path).reshape(stored.shape)
+
+
+def quantisation_of(header: Header, path: Path) -> dict[str, Any] | None:
+    """The `quantization_config` of a file: ggml's type of most matrices that may stay quantised, and what may not.
+
+    None: nothing may.
+    """
+    kept = _kept(header, architecture_of(header.metadata, path))
+    if not kept:
+        return None
+    others = Counter(FORMATS[stored.format].name for ggml, stored in header.tensors.items() if ggml not in kept)
+    dequantised = {name: count for name, count in others.items() if name not in _AS_STORED}
+    return {"quant_method": "gguf", "type": Counter(kept.values()).most_common(1)[0][0], "dequantised": dequantised}
+
+
+def _kept(header: Header, architecture: Architecture) -> dict[str, str]:
+    """The matrices that may stay quantised, with their types: where all of one product have the same."""
+    found: dict[str, str] = {}
+    for ggml, stored in header.tensors.items():
+        match, name = _BLOCK.fullmatch(ggml), FORMATS[stored.format].name
+        is_matrix = match is not None and match[3] == "weight" and len(stored.shape) == 2
+        if match is None or not is_matrix or match[2] not in architecture.layer_names or name not in GGML_FORMATS:
+            continue
+        product = next((each for each in architecture.products if match[2] in each), ())
+        others = (header.tensors.get(f"blk.{match[1]}.{other}.weight") for other in product)
+        if all(other is not None and other.format == stored.format for other in others):
+            found[ggml] = name
+    return found
+
+
+def _presented(
+    published: str, ggml: str, stored: StoredAt, kept: str | None
+) -> Iterator[tuple[str, TensorInfo, _Place]]:
+    """Name, dtype and shape, and place of what a tensor of the file is published as."""
+    if kept is None:
+        yield published, _info(stored), _Place(ggml, None)
+        return
+    for part, info in parts_of(kept, stored.shape).items():
+        yield f"{published.removesuffix('.weight')}.{part}", info, _Place(ggml, part)
 
 
 def _dequantised(codes: HostArray, number: int, path: Path) -> HostArray:

@@ -16,13 +16,13 @@ import numpy as np
 
 from openinfer_core import InvalidCheckpoint
 from openinfer_engine.gguf.config import ROPE_FACTORS, architecture_of, config_of
-from openinfer_engine.gguf.file import GGUF_FILE
+from openinfer_engine.gguf.file import GGUF_FILE, quantisation_of
 from openinfer_engine.gguf.header import FORMATS, Header, map_file, read_header
 from openinfer_engine.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 
 OPENINFER_CONTRACT = 1
 
-_VERSION = 1  # of what is written here: a folder of another one is not used
+_VERSION = 2  # of what is written here: a folder of another one is not used
 
 
 def model_folder(path: Path) -> Path:
@@ -59,6 +59,7 @@ def files_of(path: Path) -> dict[str, dict[str, Any]]:
             vocab_size=embedding.shape[0],
             tied="output.weight" not in header.tensors,
             rope_factors=_rope_factors(header, data, path),
+            quantisation=quantisation_of(header, path),
         ),
         "tokenizer.json": tokenizer_of(header.metadata, path),
         "tokenizer_config.json": tokenizer_config_of(header.metadata, path),

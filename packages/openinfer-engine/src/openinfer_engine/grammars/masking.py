@@ -9,7 +9,6 @@ a mask at each position that it may reach (`row_masks.py`).
 """
 
 import logging
-import os
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
@@ -42,6 +41,7 @@ from openinfer_core.grammars import (
     TokenMatcher,
     mask_words,
 )
+from openinfer_core.process.processors import usable_processors
 from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.grammars.mask_cache import MaskCache
 from openinfer_engine.grammars.mask_queue import MaskJob, MaskQueue
@@ -409,7 +409,7 @@ class MaskedRequests:
 def _num_threads(compiler: GrammarCompiler | None) -> int:
     """Half of the processors: the others are the model's, the loop's and the frontend's."""
     if isinstance(compiler, FillsInParallel) and compiler.fills_in_parallel:
-        return max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
+        return max(1, min(MAX_THREADS, usable_processors() // 2))
     return 1
 
 

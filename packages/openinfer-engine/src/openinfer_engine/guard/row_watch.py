@@ -89,7 +89,7 @@ class RowWatch:
         # A decode row samples at all its positions, wherever their ids come from; a row of a prompt only at its last.
         is_decode_alone = np.array_equal(plan.counts, plan.max_new) and plan.num_tokens < config.max_step_tokens
         has_slot = len(self._owners) < config.max_num_seqs
-        free_blocks = stats.blocks_total - stats.blocks_used
+        free_blocks = stats.blocks_total - stats.blocks_used - stats.protected_blocks
         return is_decode_alone and has_slot and free_blocks >= max(self._blocks[request_id] for request_id in waiting)
 
     def forget(self, request_id: RequestId) -> None:

@@ -58,6 +58,7 @@ class BlockAllocator:
         # One block per table stays spare: a newcomer that took the last ones would be preempted at their next block.
         kv, spare_blocks = sequence.kv, self._num_tables * (len(running) + len(loading))
         windowed_tokens = self._windowed_tokens(sequence, is_alone=not spare_blocks)
+        spare_blocks += self._protected_blocks(sequence, spare_blocks)
         if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks, windowed_tokens=windowed_tokens):
             self._hurry()
             return None
@@ -72,6 +73,19 @@ class BlockAllocator:
         if allocation is not None and kv.reserve(sequence.known_tokens, windowed_tokens=windowed_tokens) is None:
             raise ContractViolation(f"blocks for request {sequence.request_id} were there and could not be reserved")
         return allocation
+
+    def would_fit(self, sequence: Sequence, *, num_active: int, coming_blocks: int) -> bool:
+        """Whether `allocate` would find room beside `num_active` others, with so many blocks more."""
+        spare_blocks = self._num_tables * num_active
+        windowed_tokens = self._windowed_tokens(sequence, is_alone=not spare_blocks)
+        spare_blocks += self._protected_blocks(sequence, spare_blocks) - coming_blocks
+        return sequence.kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks, windowed_tokens=windowed_tokens)
+
+    def _protected_blocks(self, sequence: Sequence, spare_blocks: int) -> int:
+        """Prefixes that other tenants keep, unless nothing else runs: then they would be waited for in vain."""
+        if not spare_blocks or self._pool.free_blocks >= self._blocks_for(sequence.known_tokens, None) + spare_blocks:
+            return 0
+        return self._pool.protected_blocks(sequence.request.tenant)
 
     def _windowed_tokens(self, sequence: Sequence, *, is_alone: bool) -> int | None:
         """Tokens that tables with a window get room for, before the sequence begins; None: for all."""

@@ -12,5 +12,8 @@ class Counters:
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    share_preemptions: int = 0
+    protected_blocks: int = 0  # at the last plan while requests waited
+    tenants: int = 0  # at the last plan
     wasted_rows: int = 0
     failed_requests: int = 0

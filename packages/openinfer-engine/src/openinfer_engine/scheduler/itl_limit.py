@@ -2,6 +2,9 @@
 
     predicted ms of a step  =  ms of the last steps without prompt tokens  +  tokens x ms per token
 
+Prompts of one tenant next to decode rows of another have `OTHERS_MS`, or as long as the step takes without them, also
+where no limit is set: a flood of prompts may make another tenant's tokens come half as fast, and not slower.
+
 Both follow what steps took: from the result before to their own, since a step is planned while the one before runs.
 They rise quickly and fall slowly, so that they are near the dearer steps: the limit is meant for most steps, not for
 the mean. Prompts go on however little time there is, by `LEAST_TOKENS` in a step.
@@ -10,13 +13,14 @@ the mean. Prompts go on however little time there is, by `LEAST_TOKENS` in a ste
 from openinfer_engine.scheduler.step_builder import StepInFlight
 
 LEAST_TOKENS = 16
+OTHERS_MS = 10.0
 FIRST_TOKENS = 256  # of a step before any with prompt tokens was timed
 _RISE, _FALL = 0.5, 0.05  # share of the way to the newest step's cost
 _MOST_GROWTH = 2.0  # a step counts as at most so many times what is known: the host was busy with something else
 
 
 class ItlLimiter:
-    """Keeps the cost of steps and the budget that follows from it; `max_itl_ms` None leaves budgets as they are."""
+    """Keeps the cost of steps and the budget that follows from it; `max_itl_ms` None leaves it whole for one tenant."""
 
     __slots__ = ("_applied_s", "_decode_ms", "_max_ms", "_token_ms")
 
@@ -26,22 +30,30 @@ class ItlLimiter:
         self._token_ms: float | None = None
         self._applied_s = float("-inf")
 
-    def budget_tokens(self, budget_tokens: int, *, decode_rows: int) -> int:
-        """Prompt tokens that a step with so many decode rows may compute, at most `budget_tokens`."""
-        if self._max_ms is None or decode_rows == 0:
+    def budget_tokens(self, budget_tokens: int, *, decode_rows: int, are_others: bool = False) -> int:
+        """Prompt tokens that a step may compute, at most `budget_tokens`.
+
+        Args:
+            budget_tokens: that are left of the step's own.
+            decode_rows: of the step.
+            are_others: some of these rows are of another tenant than some of the prompts.
+        """
+        if decode_rows == 0 or (self._max_ms is None and not are_others):
             return budget_tokens
         if self._token_ms is None:
             return min(budget_tokens, FIRST_TOKENS)
-        room_ms = self._max_ms - (self._decode_ms or 0.0)
+        decode_ms = self._decode_ms or 0.0
+        room_ms = float("inf") if self._max_ms is None else self._max_ms - decode_ms
+        if are_others:
+            room_ms = min(room_ms, max(OTHERS_MS, decode_ms))
         return min(budget_tokens, max(LEAST_TOKENS, int(room_ms / self._token_ms)))
 
     def note(self, step: StepInFlight, *, applied_s: float) -> None:
         took_ms = (applied_s - max(self._applied_s, step.planned_s)) * 1e3
         self._applied_s = applied_s
-        if self._max_ms is None or took_ms <= 0:
+        if took_ms <= 0:
             return
-        tokens = sum(end - start for start, end in zip(step.starts, step.ends, strict=True))
-        prompt_tokens = tokens - step.decode_tokens
+        prompt_tokens = sum(step.ends) - sum(step.starts) - step.decode_tokens
         if prompt_tokens == 0:
             self._decode_ms = _follow(self._decode_ms, took_ms)
         else:

@@ -11,6 +11,10 @@ A queue policy may choose another than the youngest (`ChoosesVictim`), but never
 may run while an older one is preempted, and each list is in order by itself. Still the oldest that runs ends, and none
 enters before the oldest preempted has resumed, so that all end.
 
+A queue policy that divides what runs between tenants (`SharesRows`) chooses what is admitted, by `row_shares.py`: of a
+tenant that holds its share nothing is admitted or resumed while another that holds less has something to run. Where
+there is no slot or block for that one, one of a tenant beyond its share gives way, but never the oldest that runs.
+
 A preempted sequence that is held (its next mask is not computed yet) is passed over until it is not. The time is
 bounded, so the same holds from then on.
 
@@ -35,6 +39,7 @@ from openinfer_core.scheduling.waiting_queue import WaitingQueue
 from openinfer_engine.scheduler.admission import BlockAllocation, BlockAllocator
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.loads import Loads
+from openinfer_engine.scheduler.row_shares import RowShares
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
 from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_engine.scheduler.state_prefixes import StatePrefixes
@@ -82,7 +87,8 @@ class RunQueue:
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []  # youngest first, so that the end is next
         self.held: AbstractSet[RequestId] = frozenset()  # have no row that samples (`HoldsRows`)
-        self.has_passed_over = False  # whether a sequence that was held ever was, which ends the one order of ages
+        # whether one that was held, or of a tenant with its share, ever was: that ends the one order of ages
+        self.has_passed_over = False
         self.num_slots = config.max_num_seqs
         self.released: list[int] = []  # slots that their sequences left since the last plan
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -99,6 +105,9 @@ class RunQueue:
             snapshots=self.snapshots,
             hurry=self._hurry_saves,
         )
+        self.shares = RowShares(self.kv.pool, num_slots=config.max_num_seqs, weight=self.waiting.weight)
+        self._divides = self.waiting.shares is not None
+        self._promised: Sequence | None = None  # others gave way for it
         self._counters = counters
         self._num_admitted = 0
 
@@ -174,9 +183,12 @@ class RunQueue:
         if sequence.state is SequenceState.PREEMPTED:
             self.preempted.remove(sequence)
         else:
-            sequence.has_policy_fault = not self.waiting.admit_head()
+            sequence.has_policy_fault = not self.waiting.admit(sequence)
             sequence.admission, self._num_admitted = self._num_admitted, self._num_admitted + 1
+        if sequence is self._promised:
+            self._promised = None
         sequence.slot = self.free_slots.pop()
+        self.shares.enter(sequence)
 
     def _begin_load(self, sequence: Sequence, allocation: BlockAllocation) -> bool:
         if self.loads is None:
@@ -221,11 +233,69 @@ class RunQueue:
 
     def _next(self) -> Sequence | None:
         """None, too, while a result of the one to resume is outstanding, or a copy uses its blocks."""
+        full = self.shares.full(self.waiting.tenants, self.preempted) if self._divides else frozenset[str]()
+        promised, passed = self._promised, set[str]()
+        if promised is not None and promised.request.tenant not in full and promised.request_id not in self.held:
+            return None if promised.is_held else promised
         for sequence in reversed(self.preempted):
-            if sequence.request_id not in self.held:
+            if sequence.request_id not in self.held and sequence.request.tenant not in full:
                 return None if sequence.is_held else sequence
             self.has_passed_over = True
-        return self.waiting.head
+            passed.add(sequence.request.tenant)
+        chosen = self.waiting.next(full)
+        # Of a tenant with its share, those that have run come first.
+        return None if chosen is not None and chosen.request.tenant in full & passed else chosen
+
+    def make_room(self) -> None:
+        """Where the next one finds no slot or blocks, and its tenant holds less than its share, others give way."""
+        if not self._divides or not (self.preempted or len(self.waiting)):
+            return
+        if any(sequence.is_held for sequence in self.preempted):
+            return  # what gave way has not given back yet
+        sequence = self._next()
+        if sequence is None or self.shares.rows.keys() <= {sequence.request.tenant}:
+            return
+        wanting = self._wanting()
+        num_blocks = self.num_tables * self.kv.pool.blocks_for(sequence.known_tokens)
+        if not self.shares.stays_within(sequence, wanting, num_blocks=num_blocks):
+            return
+        has_slot, coming_blocks = bool(self.free_slots), 0
+        while not (has_slot and self._would_fit(sequence, coming_blocks)):
+            ready = (each for each in self.shares.victims(self.running, wanting) if self.shares.has_gone_on(each))
+            victim = next(ready, None)
+            if victim is None:
+                return
+            if victim.rows_in_flight:
+                coming_blocks += self._own_blocks(victim)
+            self._preempt_for_share(victim)
+            has_slot, self._promised = True, sequence
+
+    def _wanting(self) -> AbstractSet[str]:
+        """Tenants that have something waiting."""
+        return {*self.waiting.tenants, *(sequence.request.tenant for sequence in self.preempted)}
+
+    def _would_fit(self, sequence: Sequence, coming_blocks: int) -> bool:
+        num_active = len(self.running) + len(self._loading)
+        return self._allocator.would_fit(sequence, num_active=num_active, coming_blocks=coming_blocks)
+
+    def _own_blocks(self, sequence: Sequence) -> int:
+        pool = self.kv.pool
+        return sum(pool.num_users(block_id) == 1 for table in sequence.kv.tables for block_id in table.held)
+
+    def _preempt_for_share(self, sequence: Sequence) -> None:
+        self._counters.share_preemptions += 1
+        self.has_passed_over = True
+        self._preempt(sequence)
+
+    def count_shares(self) -> None:
+        """Notes what `stats` tells of tenants, after a plan."""
+        wanting = self._wanting()
+        self._counters.tenants = len(wanting | self.shares.rows.keys())
+        self._counters.protected_blocks = self.kv.pool.protected_blocks() if wanting else 0
+
+    def peek(self) -> Sequence | None:
+        """The one to admit or resume next, if there will be room; None, too, while a load or a result comes first."""
+        return self._next() if self.preempted or len(self.waiting) else None
 
     # --- states -----------------------------------------------------------------------------------------
 
@@ -264,7 +334,19 @@ class RunQueue:
 
         `planned` have a row in this step, so that they do not give way.
         """
-        while (new_blocks := sequence.kv.reserve(sequence.computed_tokens + 1)) is None:
+        while True:
+            victim = self._victim_for_prefixes(sequence, planned)
+            if victim is not None:
+                # What others keep of their prefixes is not taken for one beyond its share.
+                if self._are_blocks_coming(in_flight):
+                    return None
+                self._preempt_for_share(victim)
+                if victim is sequence:
+                    return None
+                continue
+            new_blocks = sequence.kv.reserve(sequence.computed_tokens + 1)
+            if new_blocks is not None:
+                break
             # Blocks that steps in flight or copies still use are about to come back, and with drafts in flight the
             # position is a bound, which may be beyond the one needed: nothing is preempted for them.
             if sequence.drafts_in_flight or self._are_blocks_coming(in_flight):
@@ -278,6 +360,17 @@ class RunQueue:
                 return None
         sequence.capacity_tokens = sequence.kv.capacity_tokens
         return new_blocks
+
+    def _victim_for_prefixes(self, sequence: Sequence, planned: ListLike[Sequence]) -> Sequence | None:
+        """Who gives way before a running sequence takes blocks of prefixes that other tenants keep; None: it may."""
+        pool = self.kv.pool
+        if not self._divides or pool.free_blocks >= self.num_tables:
+            return None
+        if pool.available_blocks - pool.protected_blocks(sequence.request.tenant) >= self.num_tables:
+            return None
+        has_row = set(planned)
+        victims = self.shares.victims_for_prefixes(self.running)
+        return next((each for each in victims if each not in has_row), None)
 
     def extend_windows(self, sequence: Sequence, windows: Windows, *, num_tokens: int) -> None:
         """Room for a sequence's next given ids in tables with a window, as far as there are blocks beyond the reserve.
@@ -301,9 +394,14 @@ class RunQueue:
 
     def _choose_victim(self, planned: ListLike[Sequence]) -> Sequence:
         youngest = self.running[-1]
-        if not self.waiting.chooses_victim:
-            return youngest
         has_row = set(planned)
+        if not self.waiting.chooses_victim:
+            if not self._divides:
+                return youngest
+            victims = self.shares.victims(self.running, self._wanting())
+            chosen = next((each for each in victims if each not in has_row), youngest)
+            self.has_passed_over |= chosen is not youngest
+            return chosen
         candidates = [sequence for sequence in self.running[1:] if sequence not in has_row]
         if not candidates:
             return youngest  # the only one that runs
@@ -349,6 +447,7 @@ class RunQueue:
 
     def _step_back(self, sequence: Sequence) -> None:
         sequence.transition(SequenceState.PREEMPTED)
+        self.shares.leave(sequence)
         bisect.insort(self.preempted, sequence, key=lambda each: -each.admission)
 
     def take_released(self) -> tuple[int, ...]:
@@ -358,6 +457,8 @@ class RunQueue:
     # --- out --------------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence) -> None:
+        if sequence is self._promised:
+            self._promised = None
         if sequence.state is not SequenceState.WAITING:
             self.waiting.ended(sequence.request, generated_tokens=sequence.completion_tokens)
         match sequence.state:
@@ -367,9 +468,11 @@ class RunQueue:
                 self.preempted.remove(sequence)
             case SequenceState.LOADING if self.loads is not None:
                 self.loads.give_up(sequence)
+                self.shares.leave(sequence)
             case _:
                 self.running.remove(sequence)
                 self.released.append(sequence.slot)
+                self.shares.leave(sequence)
         sequence.transition(SequenceState.FINISHED)
         if not sequence.is_held:
             self.give_back(sequence)

@@ -1,7 +1,9 @@
 """A step while it is planned, and what the scheduler remembers of it until its result is applied."""
 
 from array import array
+from collections.abc import Generator
 from collections.abc import Sequence as ListLike
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +77,14 @@ class StepBuilder:
         self.snapshots: dict[int, StateSlotCopy] = {}
         self.holds: list[StateSlotCopy] = []
         self.faults: dict[int, str] = {}
+
+    @contextmanager
+    def limited_to(self, num_tokens: int) -> Generator[None]:
+        """Plans with so much of the budget at most."""
+        kept_tokens = max(0, self.budget_tokens - num_tokens)
+        self.budget_tokens -= kept_tokens
+        yield
+        self.budget_tokens += kept_tokens
 
     def add_decode_row(self, sequence: Sequence, new_blocks: ListLike[int]) -> None:
         """Plans the position whose input id was sampled last in the slot; `close_decode_rows` fills in the rest."""

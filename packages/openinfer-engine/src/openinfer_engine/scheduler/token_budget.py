@@ -8,7 +8,8 @@ A plan is made by walking along the run queue (`run_queue.py`) until the budget 
     their drafts                      where blocks and budget are left (`drafts.py`)
     running, given ids left           chunks of prompts, or of what a preemption made them lose; where a block table has
                                       a window, as long as there are blocks for, the first ones as a decode row's
-    preempted, then the queue's head  admitted while slots, blocks and budget last
+    preempted, then the queue's head  admitted while slots, blocks and budget last; where it is of a tenant that has no
+                                      prompt under way, before the chunks of others, with half of the budget
 
 No sequence is passed over, so none starves, and the oldest always has a row, so a step is always possible. One that is
 held, because its next mask is not computed yet, has no row, keeps what it has, and is as before when its mask is there.
@@ -144,13 +145,13 @@ class TokenBudgetScheduler:
         # First of all, so that blocks and prefixes of ended copies are there for the rows of this plan.
         self._queue.settle()
         self._queue.waiting.ask_again(now_s=now_s)
+        self._queue.make_room()
         builder = StepBuilder(self._config.max_step_tokens, wants_drafts=self._config.max_drafts > 0)
         unfilled = self._plan_decode_rows(builder)
         if self._config.max_drafts:
             self._add_drafts(builder, unfilled)
-        builder.budget_tokens = self._itl_limiter.budget_tokens(builder.budget_tokens, decode_rows=builder.decode_rows)
-        self._plan_chunks(builder, unfilled)
-        self._admit(builder)
+        self._plan_prompts(builder, unfilled)
+        self._queue.count_shares()
         if not builder.rows:
             return None
         plan, record = builder.build(
@@ -211,6 +212,34 @@ class TokenBudgetScheduler:
             spare_blocks=queue.num_tables * len(queue.running),
         )
 
+    def _plan_prompts(self, builder: StepBuilder, unfilled: list[Sequence]) -> None:
+        """Chunks of prompts; those of several tenants share the budget, and leave decode rows of others their pace."""
+        head = self._queue.peek()
+        begun = {sequence.request.tenant for sequence in unfilled}
+        tenants = begun if head is None else begun | {head.request.tenant}
+        all_tenants = tenants.union(sequence.request.tenant for sequence in builder.rows) if tenants else tenants
+        builder.budget_tokens = self._itl_limiter.budget_tokens(
+            builder.budget_tokens, decode_rows=builder.decode_rows, are_others=len(all_tenants) > 1
+        )
+        if begun and len(tenants) > len(begun):  # half for those that have begun, however many newcomers there are
+            with builder.limited_to(builder.budget_tokens // 2):
+                self._admit(builder, none_of=begun)
+        if len(begun) > 1:
+            unfilled = self._plan_shares(builder, unfilled)
+        self._plan_chunks(builder, unfilled)
+        self._admit(builder)
+
+    def _plan_shares(self, builder: StepBuilder, unfilled: list[Sequence]) -> list[Sequence]:
+        """A chunk of each tenant's oldest prompt, in equal parts of the budget; returns the other prompts."""
+        oldest: dict[str, Sequence] = {}
+        for sequence in unfilled:
+            oldest.setdefault(sequence.request.tenant, sequence)
+        for index, sequence in enumerate(oldest.values()):
+            if builder.budget_tokens:
+                with builder.limited_to(max(1, builder.budget_tokens // (len(oldest) - index))):
+                    self._add_chunk(builder, sequence)
+        return [sequence for sequence in unfilled if oldest[sequence.request.tenant] is not sequence]
+
     def _plan_chunks(self, builder: StepBuilder, unfilled: list[Sequence]) -> None:
         for sequence in unfilled:
             if builder.budget_tokens:
@@ -224,8 +253,13 @@ class TokenBudgetScheduler:
         if snapshot is not None:
             builder.snapshots[len(builder.rows) - 1] = snapshot
 
-    def _admit(self, builder: StepBuilder) -> None:
-        while builder.budget_tokens and (admission := self._queue.admit()) is not None:
+    def _admit(self, builder: StepBuilder, *, none_of: AbstractSet[str] = frozenset()) -> None:
+        """Lets sequences in while there is room and budget, until the next would be one of these tenants."""
+        while builder.budget_tokens:
+            if none_of and ((head := self._queue.peek()) is None or head.request.tenant in none_of):
+                return
+            if (admission := self._queue.admit()) is None:
+                return
             if admission.has_policy_fault:
                 builder.faults[len(builder.rows)] = self._queue.waiting.fault_message
             builder.started.append(admission.start)
@@ -285,6 +319,9 @@ class TokenBudgetScheduler:
             cached_tokens=counters.cached_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
+            share_preemptions=counters.share_preemptions,
+            tenants=counters.tenants if self._open else 0,
+            protected_blocks=counters.protected_blocks,
             wasted_rows=counters.wasted_rows,
             failed_requests=counters.failed_requests,
             policy_faults=queue.waiting.faults,

@@ -52,6 +52,7 @@ class FamilyHarness:
         windows: layers with a window have block tables of their own; else all KV is in one.
         max_model_tokens: longest context; None for the model's limit.
         change: keys of the config to replace.
+        kv_dtype: what KV is kept in; None for the compute dtype.
 
     Raises:
         Refused: the family does not compute this model, or not on so many ranks.
@@ -71,6 +72,7 @@ class FamilyHarness:
         windows: bool = True,
         max_model_tokens: int | None = None,
         change: Mapping[str, Any] | None = None,
+        kv_dtype: KvDtype | None = None,
     ) -> None:
         parsed = definition.parse(read_config(model_dir) | dict(change or {}))
         definition.check_ranks(parsed, ranks)
@@ -99,7 +101,7 @@ class FamilyHarness:
                 spec = definition.kv_spec(
                     self.config,
                     model_tag="test",
-                    kv_dtype=_compute_dtype(self._ops),
+                    kv_dtype=_compute_dtype(self._ops) if kv_dtype is None else kv_dtype,
                     state_dtype=_compute_dtype(self._ops),
                     num_ranks=ranks,
                     rank_index=communicator.rank,
@@ -260,7 +262,8 @@ class _Rank:
         layout = KvLayout.from_spec(spec, block_size_tokens=block_tokens)
         self.table_windows = layout.table_windows
         self._pool = make_pool(layout, num_blocks=num_blocks * layout.num_tables + 1, ops=ops)
-        self._pool.blocks.fill(np.nan)
+        # Bytes of a cache in FP8 are NaN where all bits are set, codes and scales alike.
+        self._pool.blocks.fill(0xFF if self._pool.blocks.dtype == np.uint8 else np.nan)
         self.states: dict[str, Array] = {}
         for group in spec.slots:
             for tensor in group.tensors:

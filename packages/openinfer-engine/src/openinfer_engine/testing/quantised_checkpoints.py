@@ -271,6 +271,31 @@ def _nvfp4(codes: str, name: str, *, divides: bool) -> Any:
     return pack
 
 
+def _ggml(bits: int, codes: str, *, minimums: bool = False) -> Any:
+    """As ggml's `quantize_row_q8_0_ref`, `_q4_0_ref` and `_q4_1_ref`, blocks taken apart."""
+
+    def pack(values: Floats) -> Packed:
+        grid = values.reshape(len(values), -1, 32)
+        low = grid.min(2) if minimums else np.take_along_axis(grid, np.abs(grid).argmax(2)[..., None], 2)[..., 0]
+        sizes = {(8, False): np.abs(low) / 127, (4, False): -low / 8, (4, True): (grid.max(2) - low) / 15}
+        scales = np.where(sizes[bits, minimums] == 0, 1, sizes[bits, minimums]).astype(np.float16)
+        lowest = low.astype(np.float16).astype(np.float32) if minimums else np.zeros_like(low)
+        d, middle = scales.astype(np.float32)[..., None], 0 if minimums or bits == 8 else 8
+        least, most = (-127, 127) if bits == 8 else (0, 15)
+        found = np.clip(np.rint((grid - lowest[..., None]) / d) + middle, least, most).astype(np.int64)
+        integers = found.reshape(values.shape)
+        packed = (
+            integers.astype(np.int8) if bits == 8 else (integers[:, 0::2] + 16 * integers[:, 1::2]).astype(np.uint8)
+        )
+        parts: dict[str, Tensor] = {codes: ("I8" if bits == 8 else "U8", packed), "scales": ("F16", scales)}
+        if minimums:
+            parts["minimums"] = ("F16", low.astype(np.float16))
+        true = (found - middle).astype(np.float32) * d + lowest[..., None]
+        return parts, true.reshape(values.shape).astype(np.float32)
+
+    return pack
+
+
 # --- configs ------------------------------------------------------------------------------------------------
 
 
@@ -289,63 +314,79 @@ def _integer_groups(group: int | None, *, bits: int = 4, symmetric: bool = True)
 
 _DYNAMIC = {"num_bits": 8, "dynamic": True, "strategy": "token", "symmetric": True}
 _BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 
-SCHEMES: Mapping[str, Scheme] = {
-    **{
-        f"fp8 blocks {dtype}": Scheme(config=_BLOCKS, pack=_fp8("weight_scale_inv", dtype, (128, 128)))
-        for dtype in ("F32", "BF16", "F16", "F8_E8M0")
-    },
-    "fp8 per tensor static": Scheme(
-        config={"quant_method": "fp8", "activation_scheme": "static"}, pack=_fp8("weight_scale", "F32", None, ())
-    ),
-    "fp8 modelopt": Scheme(
-        config={"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
-        pack=_fp8("weight_scale", "F32", None, (1,)),
-    ),
-    "fp8 per channel": Scheme(
-        config=_groups(
-            "float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True, activations=_DYNAMIC
+
+def schemes(group: int) -> dict[str, Scheme]:
+    """Every layout, by a name for people; integers in groups of so many columns where the layout leaves it open."""
+    awq = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True, "desc_act": False}
+    return {
+        **{
+            f"ggml {kind}": Scheme(config={"quant_method": "gguf", "type": kind}, pack=pack)
+            for kind, pack in (
+                ("Q8_0", _ggml(8, "q8_0")),
+                ("Q4_0", _ggml(4, "q4_0")),
+                ("Q4_1", _ggml(4, "q4_1", minimums=True)),
+            )
+        },
+        **{
+            f"fp8 blocks {dtype}": Scheme(config=_BLOCKS, pack=_fp8("weight_scale_inv", dtype, (128, 128)))
+            for dtype in ("F32", "BF16", "F16", "F8_E8M0")
+        },
+        "fp8 per tensor static": Scheme(
+            config={"quant_method": "fp8", "activation_scheme": "static"}, pack=_fp8("weight_scale", "F32", None, ())
         ),
-        pack=_fp8("weight_scale", "BF16", (1, 0)),
-    ),
-    "fbgemm fp8": Scheme(config={"quant_method": "fbgemm_fp8"}, pack=_fp8("weight_scale", "F32", (1, 0))),
-    "awq": Scheme(config=_AWQ, pack=_awq(32)),
-    "gptq v1": Scheme(config=_GPTQ, pack=_gptq(32)),
-    "gptq v1 8 bits": Scheme(config=_GPTQ | {"bits": 8}, pack=_gptq(32, bits=8)),
-    "gptq v1 one group": Scheme(config=_GPTQ | {"group_size": -1, "desc_act": True}, pack=_gptq(None)),
-    "gptq v2": Scheme(config=_GPTQ | {"checkpoint_format": "gptq_v2"}, pack=_gptq(32, offset=0)),
-    "gptq v1 asymmetric": Scheme(config=_GPTQ | {"sym": False}, pack=_gptq(32, symmetric=False)),
-    "w4a16": Scheme(config=_integer_groups(32), pack=_compressed(32)),
-    "w4a16 F16": Scheme(config=_integer_groups(32), pack=_compressed(32, dtype="F16")),
-    "w4a16 asymmetric": Scheme(config=_integer_groups(32, symmetric=False), pack=_compressed(32, symmetric=False)),
-    "w4a16 channel": Scheme(config=_integer_groups(None), pack=_compressed(None)),
-    "w8a16": Scheme(config=_integer_groups(None, bits=8), pack=_compressed(None, bits=8)),
-    "w8a16 asymmetric": Scheme(
-        config=_integer_groups(32, bits=8, symmetric=False), pack=_compressed(32, bits=8, symmetric=False)
-    ),
-    "w8a8": Scheme(
-        config=_groups(
-            "int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True, activations=_DYNAMIC
+        "fp8 modelopt": Scheme(
+            config={"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+            pack=_fp8("weight_scale", "F32", None, (1,)),
         ),
-        pack=_int8,
-    ),
-    "mxfp4": Scheme(
-        config=_groups(
-            "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, symmetric=True
+        "fp8 per channel": Scheme(
+            config=_groups(
+                "float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True, activations=_DYNAMIC
+            ),
+            pack=_fp8("weight_scale", "BF16", (1, 0)),
         ),
-        pack=_mxfp4,
-    ),
-    "nvfp4": Scheme(
-        config=_groups(
-            "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True
+        "fbgemm fp8": Scheme(config={"quant_method": "fbgemm_fp8"}, pack=_fp8("weight_scale", "F32", (1, 0))),
+        "awq": Scheme(config=awq, pack=_awq(group)),
+        "gptq v1": Scheme(config=gptq, pack=_gptq(group)),
+        "gptq v1 8 bits": Scheme(config=gptq | {"bits": 8}, pack=_gptq(group, bits=8)),
+        "gptq v1 one group": Scheme(config=gptq | {"group_size": -1, "desc_act": True}, pack=_gptq(None)),
+        "gptq v2": Scheme(config=gptq | {"checkpoint_format": "gptq_v2"}, pack=_gptq(group, offset=0)),
+        "gptq v1 asymmetric": Scheme(config=gptq | {"sym": False}, pack=_gptq(group, symmetric=False)),
+        "w4a16": Scheme(config=_integer_groups(group), pack=_compressed(group)),
+        "w4a16 F16": Scheme(config=_integer_groups(group), pack=_compressed(group, dtype="F16")),
+        "w4a16 asymmetric": Scheme(
+            config=_integer_groups(group, symmetric=False), pack=_compressed(group, symmetric=False)
         ),
-        pack=_nvfp4("weight_packed", "weight_global_scale", divides=True),
-    ),
-    "nvfp4 modelopt": Scheme(
-        config={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
-        pack=_nvfp4("weight", "weight_scale_2", divides=False),
-    ),
-}
+        "w4a16 channel": Scheme(config=_integer_groups(None), pack=_compressed(None)),
+        "w8a16": Scheme(config=_integer_groups(None, bits=8), pack=_compressed(None, bits=8)),
+        "w8a16 asymmetric": Scheme(
+            config=_integer_groups(group, bits=8, symmetric=False), pack=_compressed(group, bits=8, symmetric=False)
+        ),
+        "w8a8": Scheme(
+            config=_groups(
+                "int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True, activations=_DYNAMIC
+            ),
+            pack=_int8,
+        ),
+        "mxfp4": Scheme(
+            config=_groups(
+                "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, symmetric=True
+            ),
+            pack=_mxfp4,
+        ),
+        "nvfp4": Scheme(
+            config=_groups(
+                "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True
+            ),
+            pack=_nvfp4("weight_packed", "weight_global_scale", divides=True),
+        ),
+        "nvfp4 modelopt": Scheme(
+            config={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+            pack=_nvfp4("weight", "weight_scale_2", divides=False),
+        ),
+    }
+
+
+SCHEMES: Mapping[str, Scheme] = schemes(32)
 """By a name for people."""

@@ -54,8 +54,10 @@ class Checkpoint:
                     raise InvalidCheckpoint(f"tensor {name!r} is in {first.path.name} and in {file.path.name}")
 
     @classmethod
-    def open(cls, model_dir: Path) -> "Checkpoint":
+    def open(cls, model_dir: Path, *, keeps_gguf: bool = False) -> "Checkpoint":
         """Opens a folder's files and checks that they are whole.
+
+        `keeps_gguf`: matrices of a GGUF file stay quantised where they are in formats that products read.
 
         Raises:
             InvalidCheckpoint: files are missing or damaged, or the index contradicts them.
@@ -70,7 +72,7 @@ class Checkpoint:
         if index.exists():
             return _open_shards(index)
         if gguf.exists():
-            return cls([GgufFile(gguf)])
+            return cls([GgufFile(gguf, keeps_quantised=keeps_gguf)])
         if of_ranks:
             return cls._of_ranks([SafetensorsFile(path) for path in of_ranks])
         raise InvalidCheckpoint(_no_weights(model_dir))

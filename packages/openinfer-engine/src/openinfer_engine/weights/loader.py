@@ -104,15 +104,20 @@ class WeightLoader:
         with _named_errors([matrix]):
             return self._ops.upload_dequantised(*self._parts([(matrix, shard)]))
 
-    def vocabulary(self, embedding: str, head: str | None) -> tuple[Array, Array]:
+    def vocabulary(self, embedding: str, head: str | None) -> tuple[Array, LinearWeight]:
         """The embedding `[V', h]`, whole on every rank, and this rank's share of the head, `[V' / ranks, h]`.
 
-        `V'` is `V` rounded up to a multiple of the ranks; without a head of its own a model is tied: a view.
+        `V'` is `V` rounded up to a multiple of the ranks; without a head of its own a model is tied: a view, unless
+        the operators quantise heads (`Ops.quantise_head`).
         """
         rank, size = self._communicator.rank, self._communicator.size
-        table = self._ops.upload_weight(*pad_rows(self._weights.read(embedding), size))
+        stored = self._weights.read(embedding)
+        table = self._ops.upload_weight(*pad_rows(stored, size))
+        share = rows_of_rank(stored if head is None else self._weights.read(head), rank=rank, size=size)
+        quantised = self._ops.quantise_head(*share)
+        if quantised is not None:
+            return table, quantised
         if head is not None:
-            share = rows_of_rank(self._weights.read(head), rank=rank, size=size)
             return table, self._ops.upload_weight(*share)
         rows = len(table) // size
         return table, table[rank * rows : (rank + 1) * rows]

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TextIO
 
-from openinfer_core import read_config
+from openinfer_core import InvalidCheckpoint, read_config
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafting import DrafterContext, SharedDrafter
 from openinfer_engine.engine_plan import EnginePlan
@@ -17,7 +17,7 @@ from openinfer_engine.tracing.trace import NoTrace, Tracer
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.load_progress import LoadProgress
 from openinfer_engine.worker.runner import Worker
-from openinfer_kernels import Ops
+from openinfer_kernels import Ops, WeightValueError
 
 
 def load_workers(
@@ -47,7 +47,7 @@ def _weights(engine_plan: EnginePlan) -> Generator[Checkpoint | None]:
     if engine_plan.options.load_format is LoadFormat.DUMMY:
         yield None
         return
-    checkpoint = Checkpoint.open(engine_plan.model_dir)
+    checkpoint = Checkpoint.open(engine_plan.model_dir, keeps_gguf=engine_plan.options.keeps_gguf)
     checkpoint.join_pieces(engine_plan.definition.tensors(engine_plan.config))
     try:
         yield checkpoint
@@ -67,14 +67,17 @@ def _load_model(
         weights = engine_plan.backend.dummy_weights(definition.tensors(config), rank=rank, size=communicator.size)
     else:
         weights = RankWeights(checkpoint, rank=rank, size=communicator.size)
-    with ops.loading(progress.advance):
-        model = definition.load(
-            config,
-            weights,
-            ops=with_providers(ops, engine_plan.kernel_providers),
-            communicator=communicator,
-            max_model_tokens=engine_plan.worker_limits.max_model_tokens,
-        )
+    try:
+        with ops.loading(progress.advance):
+            model = definition.load(
+                config,
+                weights,
+                ops=with_providers(ops, engine_plan.kernel_providers),
+                communicator=communicator,
+                max_model_tokens=engine_plan.worker_limits.max_model_tokens,
+            )
+    except WeightValueError as error:  # of codes that were looked at on their way to a GPU
+        raise InvalidCheckpoint(str(error)) from error
     return model, ops
 
 

@@ -57,6 +57,11 @@ class StoredMatrix:
         }
         if stored.zero_points is not None:
             found[stored.zero_points] = _zero_points(stored, self.shape)
+        if stored.minimums is not None:
+            middle = -(1 << (stored.format.code.bits - 1)) * self._dummy_scale(stored)
+            found[stored.minimums] = StoredTensor(
+                shape=_grid(stored, self.shape), dtypes=("F16", "F32"), dummy=Repeated(values=(middle,))
+            )
         if stored.global_scale is not None:
             scale = self._dummy_scale(stored)
             value = 1 / scale if stored.global_divides else scale
@@ -112,9 +117,11 @@ def read_quantised(
         codes=_read_codes(weights, matrix, stored, shard, communicator),
         scales=scales,
         zero_points=None if stored.zero_points is None else _read_zero_points(weights, matrix, stored),
+        minimums=None if stored.minimums is None else weights.read_stored(f"{matrix.name}.{stored.minimums}"),
         global_scale=1.0 if stored.global_scale is None else _read_global_scale(weights, matrix, stored),
         first_row=begin if shard is Shard.COLUMN_PARALLEL else 0,
         first_column=begin if shard is Shard.ROW_PARALLEL else 0,
+        name=matrix.name,
     )
 
 
@@ -128,7 +135,7 @@ def _codes_shape(stored: StoredFormat, shape: tuple[int, int]) -> tuple[int, int
             return columns, rows // per_word
         case Packing.SIGNED:
             return shape
-        case Packing.ROWS:
+        case Packing.ROWS | Packing.PAIRS:
             entry_bits = 8 * NUMPY_DTYPES[stored.code_dtypes[0]].itemsize
             return rows, columns * stored.format.code.bits // entry_bits
 
@@ -170,7 +177,7 @@ def _read_codes(
     if isinstance(codes, RandomCodes):
         return _random_rows(codes, matrix, stored, shard, communicator) if packing.is_transposed else codes
     match packing:
-        case Packing.ROWS:
+        case Packing.ROWS | Packing.PAIRS:
             return codes
         case Packing.SIGNED:
             return offset_binary(codes)

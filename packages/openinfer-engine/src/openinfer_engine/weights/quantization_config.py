@@ -8,7 +8,7 @@ Activations are never quantised: their scales, static or dynamic, are ignored, w
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ import msgspec
 
 from openinfer_engine.weights.quantised import StoredMatrix
 from openinfer_engine.weights.safetensors_file import TensorInfo
-from openinfer_engine.weights.stored_format import FP8_BLOCKS, Packing, StoredFormat
+from openinfer_engine.weights.stored_format import FP8_BLOCKS, GGML_FORMATS, Packing, StoredFormat
 from openinfer_kernels import Code, ScaleType, WeightFormat
 from openinfer_kernels.weights.quantised import MXFP4
 
@@ -24,6 +24,7 @@ IGNORED_SUFFIXES = (".input_scale", ".input_global_scale", ".input_zero_point", 
 """Tensors of scales of activations and of KV, which are read by nothing: the arithmetic is that of weights alone."""
 
 _IGNORE_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+_GGUF = "gguf"
 _MOST_PATTERN_CHARACTERS = 300
 _MOST_REPEATS = 4
 _REPEATED_GROUP = re.compile(r"\)\s*[*+?{]|\\[1-9]|\(\?")
@@ -35,13 +36,19 @@ class Quantisation:
     """What a config says of its quantised matrices, and a checkpoint, once one is open."""
 
     format: StoredFormat
+    """Of the matrices, where there is no checkpoint to look at."""
     ignored: tuple[str, ...] = ()
     tensors: Mapping[str, TensorInfo] | None = None
+    others: tuple[StoredFormat, ...] = ()
+    """That single matrices of a checkpoint may have in its place; their codes have another name."""
+    dequantised: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What is read as plain weights: how many tensors of which type."""
 
     def format_of(self, name: str) -> StoredFormat | None:
         """Of matrix `name`, the name without `.weight`; None: it is in BF16, float16 or float32."""
         if self.tensors is not None:
-            return self.format.found(name, self.tensors)
+            other = next((each for each in self.others if f"{name}.{each.codes}" in self.tensors), None)
+            return (other or self.format).found(name, self.tensors)
         return None if any(_matches(each, name) for each in self.ignored) else self.format
 
     @property
@@ -49,10 +56,14 @@ class Quantisation:
         """For people: the formats, each with how many matrices have it where that is known."""
         if self.tensors is None:
             return str(self.format.format)
-        end = f".{self.format.codes}"
-        names = (name.removesuffix(end) for name in self.tensors if name.endswith(end))
+        ends = [f".{each.codes}" for each in (self.format, *self.others)]
+        names = (name.removesuffix(end) for end in ends for name in self.tensors if name.endswith(end))
         found = Counter(stored.format for stored in map(self.format_of, names) if stored is not None)
-        return "; ".join(f"{count} matrices of {each}" for each, count in found.items()) or "no matrix is quantised"
+        if not found:
+            return "all dequantised when they are loaded" if self.others else "no matrix is quantised"
+        parts = [f"{count} matrices of {each}" for each, count in found.items()]
+        parts += [f"{count} of ggml's {each} dequantised when loaded" for each, count in self.dequantised.items()]
+        return "; ".join(parts)
 
 
 class QuantisedConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +115,11 @@ def quantisation(quantization_config: object) -> Quantisation | None:
     read = _METHODS.get(method) if isinstance(method, str) else None
     if read is None:
         raise ValueError(f"quant_method is {method!r}: only {', '.join(_METHODS)} are served")
-    return Quantisation(format=read(fields), ignored=tuple(_ignored(fields)))
+    made = read(fields)
+    if method != _GGUF:
+        return Quantisation(format=made, ignored=tuple(_ignored(fields)))
+    others = tuple(each for each in GGML_FORMATS.values() if each != made)
+    return Quantisation(format=made, others=others, dequantised=_object(fields, "dequantised"))
 
 
 def stored_format(quantization_config: object) -> StoredFormat | None:
@@ -156,6 +171,12 @@ def _fp8(fields: Mapping[str, Any]) -> StoredFormat:
     if fields.get("weight_block_size") is not None:
         return FP8_BLOCKS
     return StoredFormat(format=_fp8_format(None, None), scales="weight_scale")
+
+
+def _gguf(fields: Mapping[str, Any]) -> StoredFormat:
+    """What `openinfer_engine.gguf` writes of a GGUF file: the type that most of its matrices have."""
+    _require(fields, {"type": tuple(GGML_FORMATS)})
+    return GGML_FORMATS[fields.get("type", "Q8_0")]
 
 
 def _fbgemm_fp8(fields: Mapping[str, Any]) -> StoredFormat:
@@ -337,6 +358,7 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], StoredFormat]] = {
     "awq": _awq,
     "gptq": _gptq,
     "modelopt": _modelopt,
+    _GGUF: _gguf,
 }
 _COMPRESSED: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], StoredFormat]] = {
     "pack-quantized": _pack_quantized,

@@ -34,12 +34,17 @@ class Packing(StrEnum):
     """`[out, in]` int8: two's complement."""
     GPTQ = "gptq"
     """`[in bits / 32, out]` words along the inputs, in order; zero points `[groups, out bits / 32]`."""
+    PAIRS = "pairs"
+    """`[out, in / 2]` bytes, the even column the low half."""
     AWQ = "awq"
     """`[in, out / 8]` words along the outputs, interleaved; zero points alike."""
 
     @property
     def is_transposed(self) -> bool:
         return self in (Packing.GPTQ, Packing.AWQ)
+
+
+_CODE_DTYPES: Mapping[Packing, tuple[str, ...]] = {Packing.SIGNED: ("I8",), Packing.PAIRS: ("U8",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,7 @@ class StoredFormat:
     codes: str = "weight"
     packing: Packing = Packing.ROWS
     zero_points: str | None = None  # where a format without zero points names them, each is compared with the middle
+    minimums: str | None = None
     zero_offset: int = 0  # is added to stored zero points: AutoGPTQ's first version stores one less
     global_scale: str | None = None
     global_divides: bool = False  # compressed-tensors' does, modelopt's multiplies
@@ -60,8 +66,8 @@ class StoredFormat:
     @property
     def code_dtypes(self) -> tuple[str, ...]:
         """The dtypes that codes may have in a file, a dummy's first."""
-        if self.packing is Packing.SIGNED:
-            return ("I8",)
+        if self.packing in _CODE_DTYPES:
+            return _CODE_DTYPES[self.packing]
         return {Code.E4M3: ("F8_E4M3",), Code.E2M1: ("I8", "U8", "F4")}.get(self.format.code, ("I32",))
 
     @property
@@ -95,3 +101,17 @@ FP8_BLOCKS = StoredFormat(format=FP8_BLOCK_128, scales="weight_scale_inv")
 PACKED_INT4 = StoredFormat(
     format=INT4_GROUP_32, codes="weight_packed", scales="weight_scale", declared_shape="weight_shape"
 )
+
+
+def _ggml(code: Code, packing: Packing, codes: str, *, minimums: bool = False) -> StoredFormat:
+    made = WeightFormat(code=code, group_rows=1, group_columns=32, scales=ScaleType.F16, minimums=minimums)
+    named = "minimums" if minimums else None
+    return StoredFormat(format=made, packing=packing, codes=codes, scales="scales", minimums=named)
+
+
+# ggml's blocks of 32 that are kept as they are, by its name of them: a block's parts as `gguf.file` takes them apart
+GGML_FORMATS: Mapping[str, StoredFormat] = {
+    "Q8_0": _ggml(Code.INT8, Packing.SIGNED, "q8_0"),
+    "Q4_0": _ggml(Code.INT4, Packing.PAIRS, "q4_0"),
+    "Q4_1": _ggml(Code.INT4, Packing.PAIRS, "q4_1", minimums=True),
+}

@@ -1,4 +1,4 @@
-"""`rank_weights_bytes`: what a model's weights take on one rank, before any is read.
+"""`rank_weights`: what a model's weights take on one rank and what multiplies them, before any is read.
 
 The definition's own `load` is run with arrays that have a shape and no memory, so that whatever it cuts, copies to
 every rank or pads is counted as it is.
@@ -6,10 +6,11 @@ every rank or pads is counted as it is.
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -18,19 +19,59 @@ from openinfer_engine.model import ModelDefinition, Shard
 from openinfer_engine.weights.checkpoint import share_of_rank
 from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
 from openinfer_engine.weights.stored_tensor import GroupIds, RandomBytes, Repeated, StoredTensor, TensorSpec, spec_bytes
-from openinfer_kernels import HostArray, Ops, QuantisedPart, QuantisedWeight, RandomCodes, WeightPart
+from openinfer_kernels import (
+    HostArray,
+    LinearWeight,
+    Ops,
+    QuantisedPart,
+    QuantisedWeight,
+    RandomCodes,
+    WeightFormat,
+    WeightPart,
+)
+from openinfer_kernels.weights.gpu_kernels import Way
+from openinfer_kernels.weights.low_bit_activations import FP8_ROWS
 from openinfer_kernels.weights.plain import stacked_shape
+from openinfer_kernels.weights.scale_blocks import common_block
 
 logger = logging.getLogger("openinfer.engine")
 
+_SCALE_BYTES = 4  # of a row of a head in FP8
 _POSITIONS = 16  # of tables that a model makes for its positions; these are no weights
 _SMALL = 64  # numbers of a tensor whose values a model may look at: a repeated shape, a scale
 
 
-def rank_weights_bytes(definition: ModelDefinition[Any], config: Any, *, size: int, itemsize_bytes: int) -> int:
-    """Bytes of rank 0's weights."""
+WayOf: TypeAlias = Callable[[WeightFormat, tuple[int, int], tuple[int, ...]], Way | None]
+"""How a device holds a quantised weight: of its format, the rows and columns within which no scale changes, and its
+shape; None: as it is stored, as a CPU does."""
+
+
+def as_stored(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> None:
+    """Of every weight."""
+    del weight_format, block, shape
+
+
+@dataclass(slots=True)
+class RankWeights:
+    """The weights of one rank, counted."""
+
+    num_bytes: int
+    products: Counter[tuple[WeightFormat, Way]]
+    """Quantised weights that are multiplied as one, or stacks of them, by format and way."""
+
+
+def rank_weights(
+    definition: ModelDefinition[Any],
+    config: Any,
+    *,
+    size: int,
+    itemsize_bytes: int,
+    way_of: WayOf = as_stored,
+    fp8_head: bool = False,
+) -> RankWeights:
+    """Rank 0's weights; `fp8_head`: with an output head that is quantised when it is loaded."""
     specs = definition.tensors(config)
-    counting = _CountingOps(itemsize_bytes)
+    counting = _CountingOps(itemsize_bytes, way_of, fp8_head)
     weights, communicator = _Shapes(specs, size), cast("Communicator", _Rank0(size))
     try:
         definition.load(
@@ -38,8 +79,9 @@ def rank_weights_bytes(definition: ModelDefinition[Any], config: Any, *, size: i
         )
     except _NotCounted as reason:
         logger.warning("%s: weights are counted as if they were cut evenly over %d ranks", reason, size)
-        return sum(spec_bytes(spec, itemsize_bytes=itemsize_bytes) for spec in specs.values()) // size
-    return counting.num_bytes
+        num_bytes = sum(spec_bytes(spec, itemsize_bytes=itemsize_bytes) for spec in specs.values()) // size
+        return RankWeights(num_bytes, Counter())
+    return RankWeights(counting.num_bytes, counting.products)
 
 
 class _NotCounted(Exception):
@@ -93,7 +135,10 @@ class _CountingOps:
     """The part of `Ops` that loading asks for."""
 
     itemsize_bytes: int
+    way_of: WayOf
+    fp8_head: bool
     num_bytes: int = 0
+    products: Counter[tuple[WeightFormat, Way]] = field(default_factory=Counter[tuple[WeightFormat, Way]])
     name: str = field(default="counting", init=False)
 
     def upload_weight(self, *parts: WeightPart) -> HostArray:
@@ -102,25 +147,34 @@ class _CountingOps:
     def upload_float32(self, *parts: WeightPart) -> HostArray:
         return self._counted(stacked_shape(parts), 4)
 
-    def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
-        rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        group_rows, group_columns = (
-            each or size for each, size in zip(parts[0].format.groups, (rows, columns), strict=True)
-        )
+    def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> LinearWeight:
+        made, rows, columns = parts[0].format, sum(part.shape[0] for part in parts), parts[0].shape[1]
+        shape = (rows, columns) if num_matrices is None else (num_matrices, rows // num_matrices, columns)
+        block = common_block(parts, shape)
+        way = self.way_of(made, block, shape)
+        if way is not None:
+            self.products[made, way] += 1
+        if way is Way.BF16:
+            return self._counted(shape, self.itemsize_bytes)
+        group_rows, group_columns = (each or size for each, size in zip(made.groups, (rows, columns), strict=True))
         scales = -(-rows // group_rows) * -(-columns // group_columns)
         code_bytes = sum(math.prod(part.codes.shape) * part.codes.itemsize for part in parts)
         with_them = (parts[0].zero_points, parts[0].minimums)
         scale_bytes = parts[0].scales.itemsize + sum(each.itemsize for each in with_them if each is not None)
         self.num_bytes += code_bytes + scales * scale_bytes
-        shape = (rows, columns) if num_matrices is None else (num_matrices, rows // num_matrices, columns)
         nothing = np.empty(0, np.uint8)
         return QuantisedWeight(
-            format=parts[0].format,
-            shape=shape,
-            codes=nothing,
-            scales=nothing,
-            block_rows=group_rows,
-            block_columns=group_columns,
+            format=made, shape=shape, codes=nothing, scales=nothing, block_rows=block[0], block_columns=block[1]
+        )
+
+    def quantise_head(self, *parts: WeightPart) -> QuantisedWeight | None:
+        if not self.fp8_head:
+            return None
+        rows, columns = shape = stacked_shape(parts)
+        self.num_bytes += rows * (columns + _SCALE_BYTES)
+        nothing = np.empty(0, np.uint8)
+        return QuantisedWeight(
+            format=FP8_ROWS, shape=shape, codes=nothing, scales=nothing, block_rows=1, block_columns=columns
         )
 
     def upload_dequantised(self, *parts: QuantisedPart) -> HostArray:

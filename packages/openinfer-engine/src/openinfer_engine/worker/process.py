@@ -15,6 +15,7 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -63,12 +64,23 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     _end_with_engine()
     # Standard output is the pipe to the engine: what a library prints must not get into it.
-    answers = _Answers(os.dup(1))
+    said = os.dup(1)
     os.dup2(2, 1)
-    orders = _Orders(0)
+    return serve_engine(0, said, _load)
+
+
+def serve_engine(heard: int, said: int, load: "Callable[[Orders, Answers], tuple[Worker, ShareService | None]]") -> int:
+    """Loads a rank and serves its engine; returns the exit code.
+
+    Args:
+        heard: the descriptor that orders come from.
+        said: the descriptor that answers go to.
+        load: takes the orders up to `Agree`, and gives the answers up to `WorkerReady`.
+    """
+    answers, orders = Answers(said), Orders(heard)
     try:
         set_up_logs(os.environ)
-        worker, share = _load(orders, answers)
+        worker, share = load(orders, answers)
         settle_memory()
         _serve(worker, share, orders)
         if share is not None:
@@ -89,7 +101,7 @@ def _end_with_engine() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _load(orders: "_Orders", answers: "_Answers") -> "tuple[Worker, ShareService | None]":
+def _load(orders: "Orders", answers: "Answers") -> "tuple[Worker, ShareService | None]":
     build = orders.take(Build)
     label_logs(f"rank {build.rank}")
     spec = msgspec.json.decode(build.spec, type=EngineSpec)
@@ -123,7 +135,7 @@ def _load(orders: "_Orders", answers: "_Answers") -> "tuple[Worker, ShareService
     return worker, share
 
 
-def _serve(worker: Worker, share: ShareService | None, orders: "_Orders") -> None:
+def _serve(worker: Worker, share: ShareService | None, orders: "Orders") -> None:
     while not isinstance(order := orders.next(), Leave):
         if isinstance(order, RunStep):
             worker.launch(order.plan())
@@ -143,7 +155,7 @@ def _said(error: BaseException) -> str:
     return str(error) if isinstance(error, OpenInferError) else f"{type(error).__name__}: {error}"
 
 
-class _Answers:
+class Answers:
     """What goes through the other pipe, from any thread."""
 
     def __init__(self, descriptor: int) -> None:
@@ -155,7 +167,7 @@ class _Answers:
             send(self._descriptor, message)
 
 
-class _Orders:
+class Orders:
     """What comes through the pipe, read by a thread of its own, so that the engine's end is noticed at any time."""
 
     def __init__(self, descriptor: int) -> None:

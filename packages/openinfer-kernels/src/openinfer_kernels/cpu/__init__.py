@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from openinfer_kernels.cpu.batch_invariant import BatchInvariantCpuOps
+    from openinfer_kernels.cpu.low_bit import LowBitCpuOps
     from openinfer_kernels.cpu.ops import CpuOps
 
-__all__ = ["BatchInvariantCpuOps", "CpuOps"]
+__all__ = ["BatchInvariantCpuOps", "CpuOps", "LowBitCpuOps"]
 
-_MODULES = {"BatchInvariantCpuOps": "batch_invariant", "CpuOps": "ops"}
+_MODULES = {"BatchInvariantCpuOps": "batch_invariant", "CpuOps": "ops", "LowBitCpuOps": "low_bit"}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,17 +6,20 @@ sequence. What is missing is zero. So the bits of a token's result depend on its
 not on how a prompt is cut into chunks, not on what of it was cached.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from openinfer_kernels.cpu.attention.cache_formats import read_cache
 from openinfer_kernels.cpu.attention.indexer import index_scores
 from openinfer_kernels.cpu.attention.window import window_attention
 from openinfer_kernels.cpu.gemm.linear import linear, soft_cap
 from openinfer_kernels.cpu.gemm.quantised import (
+    dequantised,
     grouped_linear,
     weight_linear,
     weight_linear_geglu,
@@ -28,7 +31,10 @@ from openinfer_kernels.cpu.moe.experts import experts
 from openinfer_kernels.cpu.norm.hyper_connections import hyper_head, hyper_read
 from openinfer_kernels.cpu.ops import CpuOps
 from openinfer_kernels.latent_forms import LatentShape
-from openinfer_kernels.ops import AttentionBatch, PagedCache
+from openinfer_kernels.ops import AttentionBatch, LinearWeight, PagedCache, QuantisedWeight
+
+_BlockReader: TypeAlias = Callable[[NDArray[Any]], NDArray[Any]]
+"""From ids of blocks to what they hold, in the compute dtype: `[blocks, 2, K, B, D]`."""
 
 TOKENS = 8
 KEYS = 64
@@ -67,8 +73,8 @@ def _sliced_linear(x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | N
     return sliced
 
 
-def _sliced_logits(hidden: NDArray[Any], head: NDArray[Any]) -> NDArray[Any]:
-    return _sliced_linear(hidden, head)
+def _sliced_logits(hidden: NDArray[Any], head: LinearWeight) -> NDArray[Any]:
+    return _sliced_linear(hidden, dequantised(head) if isinstance(head, QuantisedWeight) else head)
 
 
 def _slices(x: NDArray[Any]) -> NDArray[Any]:
@@ -89,8 +95,9 @@ def _paged_attention(
     sinks: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     scoring = _Scoring(window, soft_cap, sinks)
-    layer_cache, table = cache.in_compute_dtype()[:, cache.layer], batch.block_tables[cache.table]
-    return _attend_rows(q, layer_cache, table, batch=batch, scale=scale, scoring=scoring)
+    table = batch.block_tables[cache.table]
+    read, block_tokens = partial(read_cache, cache), cache.data.shape[4]
+    return _attend_rows(q, read, table, block_tokens=block_tokens, batch=batch, scale=scale, scoring=scoring)
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -109,7 +116,8 @@ def _latent_attention(
     queries = np.concatenate([latent_queries(tokens, by_head, shape) for tokens in _slices_by_head(q)], axis=1)
     both = np.broadcast_to(data[:, cache.layer], (len(data), 2, *data.shape[3:]))
     table = batch.block_tables[cache.table]
-    mixed = _attend_rows(queries.swapaxes(0, 1)[: len(q)], both, table, batch=batch, scale=scale)
+    tokens = queries.swapaxes(0, 1)[: len(q)]
+    mixed = _attend_rows(tokens, both.__getitem__, table, block_tokens=both.shape[3], batch=batch, scale=scale)
     latents = mixed.reshape(len(q), shape.num_heads, -1)[..., : shape.latent_dim]
     values = np.concatenate([latent_values(tokens, by_head, shape) for tokens in _slices_by_head(latents)], axis=1)
     return values.swapaxes(0, 1)[: len(q)].reshape(len(q), -1)
@@ -123,14 +131,15 @@ def _slices_by_head(x: NDArray[Any]) -> NDArray[Any]:
 @np.errstate(over="ignore", invalid="ignore")
 def _attend_rows(
     q: NDArray[Any],
-    layer_cache: NDArray[Any],
+    read: _BlockReader,
     block_table: NDArray[Any],
     *,
+    block_tokens: int,
     batch: AttentionBatch,
     scale: float,
     scoring: _Scoring = _PLAIN,
 ) -> NDArray[Any]:
-    """Attention of `q [T, H, D]` over `layer_cache [blocks, 2, K, B, D]`: `[T, H * D]`; row by row."""
+    """Attention of `q [T, H, D]` over blocks `[blocks, 2, K, B, D]` as `read` gives them: `[T, H * D]`; row by row."""
     out = np.empty((q.shape[0], q.shape[1] * q.shape[2]), q.dtype)
     scaled = q * np.float32(scale)
     starts = batch.query_starts.tolist()
@@ -138,7 +147,7 @@ def _attend_rows(
         tokens = slice(starts[row], starts[row + 1])
         first_position = context - (tokens.stop - tokens.start)
         seen_from = scoring.first_seen(first_position)
-        keys, values = _gather(layer_cache, block_table[row], context, seen_from=seen_from)
+        keys, values = _gather(read, block_table[row], context, seen_from=seen_from, block_tokens=block_tokens)
         for begin, queries in enumerate(_slices(scaled[tokens])):
             first = tokens.start + begin * TOKENS
             size = min(TOKENS, tokens.stop - first)
@@ -148,14 +157,14 @@ def _attend_rows(
 
 
 def _gather(
-    layer_cache: NDArray[Any], block_table: NDArray[Any], context: int, *, seen_from: int
+    read: _BlockReader, block_table: NDArray[Any], context: int, *, seen_from: int, block_tokens: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """A row's keys and values, each `[tiles, K, KEYS, D]`, zeros after its context and before position `seen_from`."""
-    num_kv_heads, block_tokens, head_dim = layer_cache.shape[2:]
     first_block = seen_from // block_tokens
-    blocks = block_table[first_block : -(-context // block_tokens)]
-    both = layer_cache[blocks].transpose(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)
-    padded = np.zeros((2, num_kv_heads, context + -context % KEYS, head_dim), layer_cache.dtype)
+    stored = read(block_table[first_block : -(-context // block_tokens)])
+    num_kv_heads, head_dim = stored.shape[2], stored.shape[4]
+    both = stored.transpose(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)
+    padded = np.zeros((2, num_kv_heads, context + -context % KEYS, head_dim), stored.dtype)
     skipped = first_block * block_tokens
     padded[:, :, seen_from:context] = both[:, :, seen_from - skipped : context - skipped]
     tiles = padded.reshape(2, num_kv_heads, -1, KEYS, head_dim).transpose(0, 2, 1, 3, 4)

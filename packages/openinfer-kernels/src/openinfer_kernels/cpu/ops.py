@@ -18,9 +18,10 @@ from openinfer_kernels.cpu.attention.qk_norm_rope_append import (
 from openinfer_kernels.cpu.attention.rope_tail import norm_rope_tail, rope_tail
 from openinfer_kernels.cpu.attention.window import window_attention
 from openinfer_kernels.cpu.common.weights import upload_weight
-from openinfer_kernels.cpu.gemm.linear import geglu, logits, soft_cap
+from openinfer_kernels.cpu.gemm.linear import geglu, soft_cap
 from openinfer_kernels.cpu.gemm.quantised import (
     grouped_linear,
+    head_logits,
     upload_dequantised,
     upload_quantised,
     weight_linear,
@@ -42,8 +43,9 @@ from openinfer_kernels.cpu.norm.rms_norm import (
 )
 from openinfer_kernels.cpu.sampling.logprobs import logprobs
 from openinfer_kernels.cpu.sampling.sampling import sample
-from openinfer_kernels.ops import Array, HostArray
+from openinfer_kernels.ops import Array, HostArray, QuantisedWeight
 from openinfer_kernels.ops.extra import ExtraOperators
+from openinfer_kernels.weights.plain import WeightPart
 
 
 class CpuOps:
@@ -58,7 +60,7 @@ class CpuOps:
     upload_dequantised = staticmethod(upload_dequantised)
 
     linear = staticmethod(weight_linear)
-    logits = staticmethod(logits)
+    logits = staticmethod(head_logits)
     linear_swiglu = staticmethod(weight_linear_swiglu)
     linear_geglu = staticmethod(weight_linear_geglu)
     geglu = staticmethod(geglu)
@@ -101,6 +103,11 @@ class CpuOps:
 
     sample = staticmethod(sample)
     logprobs = staticmethod(logprobs)
+
+    def quantise_head(self, *parts: WeightPart) -> QuantisedWeight | None:
+        """It stays as it is; `LowBitCpuOps` quantises it."""
+        del parts
+        return None
 
     def upload(self, host: HostArray) -> Array:
         return np.array(host, order="C")

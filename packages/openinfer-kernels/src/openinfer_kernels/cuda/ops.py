@@ -29,6 +29,8 @@ from openinfer_kernels.cuda.gemm.grouped_gemm import GroupedGemm
 from openinfer_kernels.cuda.gemm.grouped_linear import GroupedLinear
 from openinfer_kernels.cuda.gemm.library_products import LibraryProducts
 from openinfer_kernels.cuda.gemm.linear import Linear
+from openinfer_kernels.cuda.gemm.low_bit_activations import LowBitActivations
+from openinfer_kernels.cuda.gemm.output_head import Fp8Heads, OutputHeads
 from openinfer_kernels.cuda.gemm.projections import Projections
 from openinfer_kernels.cuda.gemm.quantised import Quantised
 from openinfer_kernels.cuda.linear_attention.causal_conv import CausalConv
@@ -43,6 +45,7 @@ from openinfer_kernels.cuda.norm.rms_norm import Norm
 from openinfer_kernels.cuda.sampling.logprobs import LogprobsKernels
 from openinfer_kernels.cuda.sampling.sampling import Sampling
 from openinfer_kernels.ops.extra import ExtraOperators
+from openinfer_kernels.weights.low_bit_activations import PromptSteps
 
 _Family = TypeVar("_Family")
 _Parameters = ParamSpec("_Parameters")
@@ -85,14 +88,22 @@ class CudaOps:
     name = "cuda"
     extra: Mapping[str, Callable[..., Any]] = ExtraOperators()
 
-    def __init__(self, device: Device | None = None) -> None:
+    def __init__(
+        self, device: Device | None = None, *, activations: PromptSteps | None = None, fp8_head: bool = False
+    ) -> None:
         """Loads the kernels of every model; `device` None opens GPU 0.
+
+        Args:
+            device: whose operators these are.
+            activations: the steps whose activations are quantised as the weights are; None: none. Hopper alone.
+            fp8_head: whether the output head is quantised to E4M3. Hopper alone.
 
         Raises:
             DeviceUnavailableError: there is no GPU that can run them.
             KernelBuildError: kernels had to be compiled and could not be.
         """
         self.device = Device.open() if device is None else device
+        self._activations, self._fp8_head = activations, fp8_head
         for family in _OF_EVERY_MODEL:
             getattr(self, family)
 
@@ -103,6 +114,8 @@ class CudaOps:
     def close(self) -> None:
         """Gives back what libraries hold; arrays live on."""
         self._linear.close()
+        if self._low_bit is not None:
+            self._low_bit.close()
 
     @cached_property
     def _memory(self) -> Memory:
@@ -121,8 +134,18 @@ class CudaOps:
         return Quantised(self.device, self._grouped_gemm, self._memory, self._linear)
 
     @cached_property
+    def _low_bit(self) -> LowBitActivations | None:
+        return LowBitActivations(self.device, self._linear) if self._activations or self._fp8_head else None
+
+    @cached_property
+    def _heads(self) -> OutputHeads:
+        quantised = Fp8Heads(self.device, self._memory, self._low_bit) if self._fp8_head and self._low_bit else None
+        return OutputHeads(self._linear, quantised)
+
+    @cached_property
     def _projections(self) -> Projections:
-        return Projections(self._linear, lambda: self._quantised, lambda: self._experts)
+        low_bit = self._low_bit if self._activations else None
+        return Projections(self._linear, lambda: self._quantised, lambda: self._experts, low_bit, self._activations)
 
     @cached_property
     def _grouped_linear(self) -> GroupedLinear:
@@ -221,7 +244,8 @@ class CudaOps:
     embedding = served_by(_embedding, Embedding.embedding)
     residual_embedding = served_by(_embedding, Embedding.residual_embedding)
     linear = served_by(_projections, Projections.linear)
-    logits = served_by(_linear, Linear.logits)
+    quantise_head = served_by(_heads, OutputHeads.quantise_head)
+    logits = served_by(_heads, OutputHeads.logits)
     linear_swiglu = served_by(_projections, Projections.linear_swiglu)
     linear_geglu = served_by(_projections, Projections.linear_geglu)
     geglu = served_by(_linear, Linear.geglu)

@@ -13,7 +13,11 @@ class CacheFormat(StrEnum):
     COMPUTE = "compute"
     """In the compute dtype, as they were computed."""
     FP8 = "fp8"
-    """E4M3 codes, with a float32 scale for each token and head in `PagedCache.scales`."""
+    """E4M3 codes, with a float32 scale for each token and head in `PagedCache.scales`: a value is code times scale.
+
+    The scale is the largest size of a token's key or value in a head, by 448 (1 for zeros, and 2^-126 at least); codes
+    are rounded to nearest, ties to even. In memory a head's scales of a block follow its codes.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,7 @@ class PagedCache:
     operator may read the batch, and all tokens but this step's, before the operator ahead of it has ended."""
     format: CacheFormat = CacheFormat.COMPUTE
     scales: Array | None = None
-    """`[blocks, layers, 2, K, B]` float32, of a format that has them."""
+    """`[blocks, layers, 2, K, B]` float32, of a format that has them; `data` is uint8 then."""
 
     def in_compute_dtype(self) -> Array:
         """`data`, for operators that read no other format.
@@ -45,3 +49,18 @@ class PagedCache:
                 f"keep the cache as {CacheFormat.COMPUTE}, or choose a kernel provider that reads {self.format}"
             )
         return self.data
+
+    def in_fp8(self) -> tuple[Array, Array]:
+        """Codes and scales of a cache whose format is `FP8`.
+
+        Raises:
+            ArrayMismatchError: they are not bytes of the shape that scales ask for.
+        """
+        if self.scales is None or self.scales.shape != self.data.shape[:-1]:
+            told = "none" if self.scales is None else str(self.scales.shape)
+            raise ArrayMismatchError(f"a cache of codes {self.data.shape} in FP8 has scales {told}: one per last axis")
+        if (str(self.data.dtype), str(self.scales.dtype)) != ("uint8", "float32"):
+            raise ArrayMismatchError(
+                f"a cache in FP8 has codes of {self.data.dtype} and scales of {self.scales.dtype}: uint8 and float32"
+            )
+        return self.data, self.scales

@@ -25,14 +25,16 @@ class DenseOps(Protocol):
         """`x [T, in] @ weight [out, in].T (+ bias [out])`: `[T, out]`; a quantised weight has no bias.
 
         `batch` is that of the tokens in `x`: where a token's request asks for an adapter, what it adds to this product
-        is found by it. All products of a layer are given it; none of our operators serves adapters yet.
+        is found by it. All products of a layer are given it; none of our operators serves adapters yet. Operators that
+        quantise activations (`weights/low_bit_activations.py`) do so in the steps that it says.
         """
         ...
 
-    def logits(self, hidden: Array, head: Array) -> Array:
+    def logits(self, hidden: Array, head: LinearWeight) -> Array:
         """`hidden [T, h] @ head [V, h].T`: `[T, V]`, float32 whatever the compute dtype, the sums unrounded.
 
-        Rounding them to BF16 would move a logit of 30 by up to 0.06, and make equals of the likeliest tokens.
+        Rounding them to BF16 would move a logit of 30 by up to 0.06, and make equals of the likeliest tokens. A
+        quantised head is one of `quantise_head`.
         """
         ...
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from openinfer_kernels.ops.arrays import Array, HostArray
-from openinfer_kernels.ops.quantised import QuantisedWeight
+from openinfer_kernels.ops.quantised import LinearWeight, QuantisedWeight
 from openinfer_kernels.weights.plain import WeightPart
 from openinfer_kernels.weights.quantised import QuantisedPart
 
@@ -39,8 +39,11 @@ class MemoryOps(Protocol):
         """
         ...
 
-    def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
+    def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> LinearWeight:
         """Brings parts of one format, which lie below each other, to the device.
+
+        A device that has nothing to hold the format in dequantises it here, once: what it returns is then a plain
+        weight of the compute dtype.
 
         Args:
             parts: one or more, with as many columns each.
@@ -48,7 +51,7 @@ class MemoryOps(Protocol):
 
         Raises:
             WeightDtypeError: codes or scales in a dtype that the format does not have.
-            WeightValueError: a code of E4M3 is NaN, 0x7F or 0xFF; a GPU takes it for 480.
+            WeightValueError: a code of E4M3 is NaN, 0x7F or 0xFF; within `loading` it may be raised when that is left.
             ValueError: parts that do not fit each other, or scales that do not cover their codes.
         """
         ...
@@ -62,6 +65,17 @@ class MemoryOps(Protocol):
         Raises:
             WeightDtypeError: codes or scales in a dtype that the format does not have.
             ValueError: parts that do not fit each other, or scales that do not cover their codes.
+        """
+        ...
+
+    def quantise_head(self, *parts: WeightPart) -> QuantisedWeight | None:
+        """An output head whose parts lie below each other, in E4M3 with a scale per row; None: it stays as it is.
+
+        Which of both is a property of the operators. What `upload_weight` takes; it may be read within `loading`.
+
+        Raises:
+            ArrayMismatchError: the device has no product with a head of this size.
+            WeightDtypeError: an array of another dtype.
         """
         ...
 

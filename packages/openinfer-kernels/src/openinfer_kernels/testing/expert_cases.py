@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_kernels.ops import ExpertChoice, HostArray, Ops, QuantisedWeight
+from openinfer_kernels.ops import ExpertChoice, HostArray, LinearWeight, Ops
 from openinfer_kernels.testing.case import Case
 from openinfer_kernels.testing.paged import make_batch
 from openinfer_kernels.weights.quantised import (
@@ -35,7 +35,7 @@ class HostQuantised:
     parts: tuple[QuantisedPart, ...]
     num_matrices: int | None = None
 
-    def upload(self, ops: Ops) -> QuantisedWeight:
+    def upload(self, ops: Ops) -> LinearWeight:
         return ops.upload_quantised(*self.parts, num_matrices=self.num_matrices)
 
 
@@ -57,7 +57,9 @@ def random_part(rng: np.random.Generator, weight_format: WeightFormat, rows: int
         codes=codes,
         scales=_stored_scales(rng, weight_format.scales, sizes),
         zero_points=rng.integers(0, highest + 1, grid).astype(np.uint8) if weight_format.zero_points else None,
-        minimums=-highest / 2 * sizes if weight_format.minimums else None,
+        minimums=(-highest * rng.uniform(0.3, 0.7, grid) * sizes).astype(np.float16)
+        if weight_format.minimums
+        else None,
         global_scale=spread if weight_format.global_scale else 1.0,
     )
 

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from openinfer_kernels.errors import WeightValueError
+
 _E4M3_NAN = 0x7F
 _E4M3_BIAS = 7
 _E8M0_NAN = 255
@@ -21,6 +23,12 @@ def _e4m3_values() -> NDArray[np.float32]:
     )
     sizes[codes & 0x7F == _E4M3_NAN] = np.nan
     return np.where(codes & 0x80, -sizes, sizes).astype(np.float32)
+
+
+def require_numbers(codes: NDArray[np.uint8]) -> None:
+    """Raises `WeightValueError` for E4M3's two NaN, which are the largest signed and the largest unsigned byte."""
+    if codes.size and (codes.max() == 0xFF or codes.view(np.int8).max() == _E4M3_NAN):
+        raise WeightValueError("an E4M3 code is no number: 0x7F or 0xFF")
 
 
 def _e8m0_values() -> NDArray[np.float32]:

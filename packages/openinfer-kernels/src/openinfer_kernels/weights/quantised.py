@@ -142,6 +142,8 @@ class QuantisedPart:
     """Where in the grid of `scales` the first code stands: rows from the top of its first group."""
     first_column: int = 0
     """Columns from the left of its first group."""
+    name: str = ""
+    """What a checkpoint calls the matrix, for messages."""
 
     @property
     def shape(self) -> tuple[int, int]:

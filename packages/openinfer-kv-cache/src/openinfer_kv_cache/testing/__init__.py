@@ -29,26 +29,32 @@ class BookkeepingTimes:
 
 
 def measure_bookkeeping(
-    *, prompt_blocks: int = 128, block_size_tokens: int = 16, num_prompts: int = 40, num_rounds: int = 5
+    *,
+    prompt_blocks: int = 128,
+    block_size_tokens: int = 16,
+    num_prompts: int = 40,
+    num_rounds: int = 5,
+    num_owners: int = 1,
 ) -> BookkeepingTimes:
     """Times match, reserve, seal and release in this thread, with a pool that is full and evicts all the time.
 
     Each prompt is new: it is reserved, sealed and released as if computed; then a second sequence of the same
     prompt finds all of its full blocks. The fastest round counts: what else the machine does only ever adds time.
+    The prompts are of `num_owners` owners in turn; the pool has room for one of each, and for four.
     """
-    num_filling = 4
+    num_filling = max(4, num_owners)
     cache = KvCache(KvCacheOptions(num_blocks=(prompt_blocks + 1) * num_filling, block_size_tokens=block_size_tokens))
-    _run_prompts(cache, range(num_filling), prompt_blocks)
+    _run_prompts(cache, range(num_filling), prompt_blocks, num_owners)
     starts = range(num_filling, num_filling + num_rounds * num_prompts, num_prompts)
-    rounds = [_run_prompts(cache, range(start, start + num_prompts), prompt_blocks) for start in starts]
+    rounds = [_run_prompts(cache, range(start, start + num_prompts), prompt_blocks, num_owners) for start in starts]
     cache.check_integrity()
     return min(rounds, key=lambda times: times.total_s)
 
 
-def _run_prompts(cache: KvCache, prompts: range, prompt_blocks: int) -> BookkeepingTimes:
+def _run_prompts(cache: KvCache, prompts: range, prompt_blocks: int, num_owners: int) -> BookkeepingTimes:
     watch = _Stopwatch()
     for index in prompts:
-        _run_prompt(cache, index, prompt_blocks, watch)
+        _run_prompt(cache, index, prompt_blocks, watch, owner=str(index % num_owners))
     num_blocks = len(prompts) * prompt_blocks
     return BookkeepingTimes(
         num_blocks=num_blocks,
@@ -70,11 +76,11 @@ class _Stopwatch:
         self.seconds[name] += time.thread_time() - start_s
 
 
-def _run_prompt(cache: KvCache, index: int, prompt_blocks: int, watch: _Stopwatch) -> None:
+def _run_prompt(cache: KvCache, index: int, prompt_blocks: int, watch: _Stopwatch, *, owner: str) -> None:
     # One more than full blocks: a match leaves a token to compute, and is to find all of the full ones.
     num_tokens = prompt_blocks * cache.pool.block_size_tokens + 1
     token_ids = tuple(range(index * num_tokens, (index + 1) * num_tokens))
-    cold = cache.sequence(token_ids)
+    cold = cache.sequence(token_ids, owner=owner)
     with watch.on("reserve"):
         reserved = cold.reserve(num_tokens)
     with watch.on("seal"):
@@ -82,7 +88,7 @@ def _run_prompt(cache: KvCache, index: int, prompt_blocks: int, watch: _Stopwatc
     with watch.on("release"):
         cold.release()
     with watch.on("match"):
-        warm = cache.sequence(token_ids)
+        warm = cache.sequence(token_ids, owner=owner)
         cached_tokens = warm.match()
     warm.release()
     assert reserved is not None

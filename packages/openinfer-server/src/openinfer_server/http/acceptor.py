@@ -130,7 +130,12 @@ class Acceptor:
         task = self._loop.create_task(self._connect(connection, slot), name="openinfer-connection")
         slot.abort = task.cancel
         self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        task.add_done_callback(lambda task: self._has_connected(task, connection))
+
+    def _has_connected(self, task: "asyncio.Task[None]", connection: AcceptedSocket) -> None:
+        self._connecting.discard(task)
+        if task.cancelled():  # before its first step: `_connect` has not seen it
+            connection.close()
 
     async def _connect(self, connection: AcceptedSocket, slot: Slot) -> None:
         try:

@@ -10,6 +10,7 @@ request. One that has something waiting is told 429, one that has nothing 503: t
 from openinfer_core.request import RequestId
 from openinfer_server.http.api_errors import busy, overloaded
 from openinfer_server.limits.shared_budget import SharedBudget
+from openinfer_server.limits.worker_table import WorkerTable
 from openinfer_server.observability.metrics_snapshot import BudgetUse
 
 _UNBOUNDED = 2**62
@@ -33,7 +34,13 @@ class AdmissionControl:
 
     @property
     def num_tokens(self) -> int:
-        return self._tokens.used
+        """In all workers."""
+        return self._tokens.used_by_all
+
+    def share(self, table: WorkerTable) -> None:
+        """Makes shares those of all workers: there is one queue."""
+        self._requests.share(table)
+        self._tokens.share(table)
 
     def uses(self) -> list[BudgetUse]:
         """What `/metrics` shows."""
@@ -45,14 +52,14 @@ class AdmissionControl:
         Raises:
             ApiError: 429 or 503.
         """
-        self._check(self._requests, owner, 1, f"{len(self._waiting)} requests are waiting")
+        self._check(self._requests, owner, 1, f"{self._requests.used_by_all} requests are waiting")
         self._check(self._tokens, owner, 1, f"{self.num_tokens} prompt tokens are waiting")
 
     def check_room(self, owner: str, num_tokens: int) -> None:
         """Refuses a request whose prompts do not fit next to those that wait; raises as `check_open` does."""
         self.check_open(owner)
         # an empty queue takes a prompt beyond the bound: it could never be served otherwise
-        if self._waiting:
+        if self._requests.used_by_all:
             what = f"{self.num_tokens} prompt tokens are waiting, and {num_tokens} more do not fit"
             self._check(self._tokens, owner, num_tokens, what)
 

@@ -9,6 +9,7 @@ from openinfer_core.fair_queue import FairQueue
 from openinfer_server.http.connections import ConnectionTable
 from openinfer_server.limits.descriptors import NEWCOMERS
 from openinfer_server.limits.shared_budget import SharedBudget
+from openinfer_server.limits.worker_table import WorkerTable
 from openinfer_server.observability.metrics_snapshot import BudgetUse
 from openinfer_server.options import ServerOptions
 
@@ -38,10 +39,15 @@ class Budgets:
     def of(cls, options: ServerOptions) -> Self:
         return cls(
             connections=ConnectionTable(_UNBOUNDED),
-            requests=SharedBudget("requests", _UNBOUNDED, unit="requests"),
+            requests=SharedBudget("requests", _UNBOUNDED, unit="requests", per_worker=True),
             body_bytes=SharedBudget("body_bytes", options.max_open_body_bytes, unit="bytes of requests"),
             threads=FairQueue("openinfer-read", num_threads=READING_THREADS),
         )
+
+    def share(self, table: WorkerTable) -> None:
+        """Makes shares those of all workers."""
+        self.requests.share(table)
+        self.body_bytes.share(table)
 
     def close(self) -> None:
         """No further work is taken."""

@@ -97,6 +97,8 @@ def _constants(info: EngineInfo) -> Iterator[str]:
     yield from render_family("openinfer_info", "gauge", "What is served.", [(labels, 1)])
     cache = (("block_size", str(info.block_size_tokens)), ("num_gpu_blocks", str(info.num_blocks)))
     yield from render_family("openinfer_cache_config_info", "gauge", "How KV memory is cut.", [(cache, 1)])
+    memory: list[Sample] = [((("purpose", name),), size) for name, size in info.memory_bytes.items()]
+    yield from render_family("openinfer_engine_memory_bytes", "gauge", "What its device's memory is for.", memory)
 
 
 def _by_label(name: str, text: str, tally: "Counts[str]", label: str, labels: Labels) -> Iterator[str]:
@@ -111,6 +113,9 @@ def _of_engine(stats: EngineStats, model: Labels) -> Iterator[str]:
         ("openinfer_num_requests_waiting", "gauge", "Requests in the queue.", stats.waiting),
         ("openinfer_kv_cache_usage_perc", "gauge", "Used share of the KV blocks; 1 is all.", usage),
         ("openinfer_num_preemptions_total", "counter", "Sequences preempted.", stats.preemptions),
+        ("openinfer_share_preemptions_total", "counter", "Of these, for another tenant.", stats.share_preemptions),
+        ("openinfer_active_tenants", "gauge", "Tenants with requests running or waiting.", stats.tenants),
+        ("openinfer_protected_blocks", "gauge", "Blocks of prefixes kept while others wait.", stats.protected_blocks),
     ):
         yield from render_family(name, kind, text, [(model, value)])
     for name, kind, text, value in (

@@ -135,11 +135,12 @@ def make_plan(
                 choice=choice,
             ),
             request_id=service.link.new_id(),
+            number=index * n + choice,
             owner=owner,
             salt=salt,
             fields=fields,
         )
-        for prompt, limit in zip(prompts, limits, strict=True)
+        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         for choice in range(n)
     ]
     return Plan(
@@ -340,6 +341,7 @@ def _request(
     sampling: SamplingParams,
     *,
     request_id: RequestId,
+    number: int,
     owner: str,
     salt: str | None,
     fields: GenerationFields,
@@ -352,6 +354,7 @@ def _request(
             cache_salt=salt,
             tenant=owner,
             priority=fields.priority or 0,
+            choice=number,
             deadline_s=fields.deadline_s,
             hints=fields.hints or {},
         )

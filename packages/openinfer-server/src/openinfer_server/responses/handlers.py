@@ -65,7 +65,9 @@ class Responses:
         self._scores = score_format(service.tokenizer)
         self._background: set[asyncio.Task[None]] = set()
         self.store = ResponseStore(
-            max_responses=options.max_stored_responses, max_bytes=options.max_stored_response_bytes
+            # Each of several workers keeps its own, and all keep no more than was allowed.
+            max_responses=max(1, options.max_stored_responses // options.workers),
+            max_bytes=max(1, options.max_stored_response_bytes // options.workers),
         )
         service.budgets.further.append(self.store.uses)
 

@@ -211,7 +211,7 @@ class _Encoder:
 
     def found(self, text: str) -> list[_Place]:
         """Where control tokens are found."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]  # `encode` keeps the interpreter
         return [
             _Place(*offsets, self._control[token_id])
             for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True)

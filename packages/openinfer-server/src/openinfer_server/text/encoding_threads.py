@@ -5,14 +5,17 @@ What has begun cannot be stopped, so texts of three sizes have threads of their 
     up to 2^16 characters   some 16k tokens of prose
     up to 2^20              what contexts hold
     longer                  one thread: an encoding takes up to 200 bytes for each character while it is made
+
+Texts of more than 2^20 characters are taken only by models whose context may hold them, at 8 characters a token.
 """
 
 import asyncio
-import os
 from collections.abc import Callable
 from typing import TypeVar
 
 from openinfer_core.fair_queue import FairQueue
+from openinfer_core.process.processors import usable_processors
+from openinfer_server.http.api_errors import ApiError
 from openinfer_server.limits.queued_work import Client, run_for
 from openinfer_server.limits.shared_budget import SharedBudget
 
@@ -20,6 +23,7 @@ T = TypeVar("T")
 
 LONG_CHARACTERS = 2**16
 HUGE_CHARACTERS = 2**20
+CHARACTERS_PER_CONTEXT_TOKEN = 8  # prose has 4 to 5
 CHARACTERS_PER_THREAD = 2**24  # as many as the longest prompt that a body makes; some 16 s of a processor's work
 _PROCESSORS_PER_LONG_THREAD = 4
 _MAX_LONG_THREADS = 4
@@ -44,6 +48,7 @@ class EncodingThreads:
         num_processors: that there are; None asks the system.
 
     Attributes:
+        max_characters: of one text.
         characters: of texts that wait for a thread or are in one.
         texts: the queue of those of up to 2^16 characters.
         long_texts: of up to 2^20.
@@ -52,21 +57,29 @@ class EncodingThreads:
 
     def __init__(self, *, num_processors: int | None = None) -> None:
         if num_processors is None:
-            num_processors = os.cpu_count() or 1
+            num_processors = usable_processors()
         num_long = max(1, min(_MAX_LONG_THREADS, num_processors // _PROCESSORS_PER_LONG_THREAD))
+        self.max_characters = HUGE_CHARACTERS
         limit = CHARACTERS_PER_THREAD * num_long
-        self.characters = SharedBudget("encode_characters", limit, unit="characters of text to encode")
+        self.characters = SharedBudget("encode_characters", limit, unit="characters of text to encode", per_worker=True)
         self.texts = FairQueue("openinfer-encode", num_threads=2 * num_long)
         self.long_texts = FairQueue("openinfer-encode-long", num_threads=num_long)
         self.huge_texts = FairQueue("openinfer-encode-huge")
+
+    def cover(self, max_model_tokens: int) -> None:
+        """Takes what a context of so many tokens may hold."""
+        self.max_characters = max(HUGE_CHARACTERS, CHARACTERS_PER_CONTEXT_TOKEN * max_model_tokens)
 
     async def run(self, client: Client, num_characters: int, work: Callable[[], T]) -> T:
         """Encodes a text of so many characters in a thread.
 
         Raises:
-            ApiError: 429 or 503; too much text of this client's owner, or of all, waits.
+            ApiError: 413; it is too long. 429 or 503; too much text of this client's owner, or of all, waits.
             ClientDisconnected: the client has left; what was not begun is not done.
         """
+        if num_characters > self.max_characters:
+            message = f"the text has {num_characters} characters; at most {self.max_characters} are encoded"
+            raise ApiError(413, message, code="text_too_long")
         if num_characters <= LONG_CHARACTERS:
             queue = self.texts
         else:

@@ -70,8 +70,9 @@ class Tokenizer:
             raise UnusableTokenizer(f"the tokenizer of {model_dir} cannot be read: {error}") from error
         return cls(tokenizer, num_token_ids=num_token_ids)
 
-    def cover(self, num_token_ids: int) -> None:
+    def cover(self, num_token_ids: int, max_model_tokens: int) -> None:
         # the engine, which knows how many ids it may sample, was not there when this was loaded
+        self.encoding.cover(max_model_tokens)
         if self.table is not None:
             self.table.cover(num_token_ids)
 
@@ -86,7 +87,7 @@ class Tokenizer:
         """Token ids of a text.
 
         Raises:
-            ApiError: 429 or 503; too much text of this client's owner, or of all, waits to be encoded.
+            ApiError: 413; the text is too long. 429 or 503; too much text of this client's owner, or of all, waits.
             ClientDisconnected: the client has left.
         """
         return await self._in_thread(client, text, lambda: self._encode(text, add_special_tokens=add_special_tokens))

@@ -23,6 +23,7 @@ import msgspec
 from openinfer_core.engine import EngineHandle
 from openinfer_core.process.remote import RemoteEngine
 from openinfer_server.errors import ServerError
+from openinfer_server.limits.worker_table import WorkerTable
 from openinfer_server.observability.metrics_snapshot import MetricsSnapshot, summed
 from openinfer_server.options import ServerOptions
 from openinfer_server.workers.peers import PEERS_TIMEOUT_S
@@ -42,14 +43,16 @@ logger = logging.getLogger("openinfer.server")
 
 MAX_DEATHS = 3  # so many are no accident: what ends one worker would end the next
 DEATHS_WINDOW_S = 60.0
+_START_AGAIN_S = 1.0
 _END_GRACE_S = 5.0  # what a worker gets beyond the drain's deadline
 
 
 class _Worker:
     """One further worker."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, number: int) -> None:
         self.process = process
+        self.number = number  # of its row in the table
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.counted: MetricsSnapshot | None = None  # when it was last asked
         self._asked: deque[asyncio.Future[MetricsSnapshot | None]] = deque()
@@ -87,6 +90,7 @@ class WorkerGroup:
         self._own = own
         self._workers: list[_Worker] = []
         self._launch: WorkerLaunch | None = None
+        self._table: WorkerTable | None = None
         self._is_serving = False  # all have been ready once
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self._dead_counted: list[MetricsSnapshot] = []  # none, or the sum
@@ -94,8 +98,10 @@ class WorkerGroup:
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
 
-    async def start(self, handle: EngineHandle, model_dir: Path, options: ServerOptions, port: int) -> None:
-        """Starts `options.workers - 1` processes and waits until they take connections.
+    async def start(
+        self, handle: EngineHandle, model_dir: Path, options: ServerOptions, port: int, table: WorkerTable
+    ) -> None:
+        """Starts `options.workers - 1` processes and waits until they take connections; `table` is the first worker's.
 
         Raises:
             ServerError: the engine cannot be joined, or a worker ended before it was ready.
@@ -103,12 +109,16 @@ class WorkerGroup:
         access = handle.access if isinstance(handle, RemoteEngine) else None
         if access is None:
             raise ServerError("several workers need an engine in a process of its own; this one cannot be joined")
+        self._table = table
         self._launch = WorkerLaunch(
-            engine=access, model_dir=str(model_dir), options=msgspec.structs.replace(options, port=port)
+            engine=access,
+            model_dir=str(model_dir),
+            table=table.access_of(0),
+            options=msgspec.structs.replace(options, port=port),
         )
         self._max_model_tokens = handle.info.max_model_tokens
-        for _ in range(options.workers - 1):
-            await self._start_worker(self._launch)
+        for number in range(1, options.workers):
+            await self._start_worker(self._launch, table, number)
         lost = asyncio.create_task(self.ended.wait())
         ready = asyncio.gather(*(worker.ready for worker in self._workers))
         await asyncio.wait((lost, ready), return_when=asyncio.FIRST_COMPLETED)
@@ -142,16 +152,17 @@ class WorkerGroup:
         while self._tasks:
             await asyncio.gather(*self._tasks)
 
-    async def _start_worker(self, launch: WorkerLaunch) -> None:
+    async def _start_worker(self, launch: WorkerLaunch, table: WorkerTable, number: int) -> None:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "openinfer_server.workers.worker"),
             stdin=PIPE,
             stdout=PIPE,
             limit=MAX_LINE_BYTES,
+            pass_fds=(table.descriptor,),
         )
-        worker = _Worker(process)
+        worker = _Worker(process, number)
         self._workers.append(worker)
-        worker.say(launch)
+        worker.say(msgspec.structs.replace(launch, table=table.access_of(number)))
         if self._draining and process.stdin is not None:
             process.stdin.close()  # it was started while the end was asked for
         self._spawn(self._listen(worker))
@@ -177,22 +188,34 @@ class WorkerGroup:
             await self._replace(worker, f"worker {worker.process.pid} ended with code {code}")
 
     async def _replace(self, worker: _Worker, what: str) -> None:
-        """Starts another in place of one that ended by itself, unless too many did."""
+        """Starts another in place of one that ended by itself, unless too many did.
+
+        One that cannot be started counts as one that ended, and the next is started a second later.
+        """
         self._workers.remove(worker)
+        if self._table is not None:
+            self._table.clear(worker.number)  # it gives back no more what it had taken
         if worker.counted is not None:
             metrics = summed([*self._dead_counted, worker.counted], max_model_tokens=self._max_model_tokens)
             self._dead_counted = [MetricsSnapshot.of(metrics, open_requests=0)]
+        while self._launch is not None and self._table is not None and self._is_serving and not self._are_many_deaths():
+            logger.error("%s; another takes its place", what)
+            try:
+                await self._start_worker(self._launch, self._table, worker.number)
+            except OSError as error:  # of memory, processes or descriptors, which may be there a moment later
+                what = f"no worker can be started: {error}"
+                await asyncio.sleep(_START_AGAIN_S)
+                if self._draining:
+                    return
+            else:
+                return
+        self._give_up(what)
+
+    def _are_many_deaths(self) -> bool:
+        """Counts one more."""
         now = asyncio.get_running_loop().time()
         self._deaths.append(now)
-        are_many = len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WINDOW_S
-        if self._launch is None or not self._is_serving or are_many:
-            self._give_up(what)
-            return
-        logger.error("%s; another takes its place", what)
-        try:
-            await self._start_worker(self._launch)
-        except OSError as error:
-            self._give_up(f"{what}, and no other can be started: {error}")
+        return len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WINDOW_S
 
     def _give_up(self, why: str) -> None:
         self.lost = why

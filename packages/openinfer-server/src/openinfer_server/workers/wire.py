@@ -11,6 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from openinfer_core.process.remote import EngineAccess
+from openinfer_server.limits.worker_table import TableAccess
 from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
 from openinfer_server.options import ServerOptions
 
@@ -22,6 +23,7 @@ class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     engine: EngineAccess
     model_dir: str
+    table: TableAccess
     options: ServerOptions  # with the port that the first worker listens on
 
 

@@ -20,6 +20,7 @@ from openinfer_core.errors import OpenInferError
 from openinfer_core.process.logs import set_up_logs
 from openinfer_core.process.remote import join_engine
 from openinfer_server.app import load_app
+from openinfer_server.limits.worker_table import WorkerTable
 from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
 from openinfer_server.server import event_loop_factory, listen, serve_app, yield_interpreter
 from openinfer_server.workers.peers import PEERS_TIMEOUT_S
@@ -71,7 +72,8 @@ class FirstWorker:
                 answer.set_result(message.snapshots)
 
 
-async def _serve(launch: WorkerLaunch, lines: FileIO, out: BinaryIO) -> int:
+async def serve_launch(launch: WorkerLaunch, lines: FileIO, out: BinaryIO) -> int:
+    """Serves until `lines`, a pipe from the first worker, ends; says on `out` what that asks. Returns the exit code."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), lines)
@@ -85,6 +87,7 @@ async def _serve(launch: WorkerLaunch, lines: FileIO, out: BinaryIO) -> int:
     try:
         with listen(launch.options) as listener:
             app = load_app(handle, Path(launch.model_dir), launch.options)
+            app.service.share(WorkerTable(launch.table))
             app.service.peers = first = FirstWorker(say, app.service.snapshot)
             stop = asyncio.Event()
             listening = asyncio.create_task(_listen(reader, first, stop))
@@ -109,7 +112,7 @@ def main() -> int:
     try:
         launch = msgspec.json.decode(lines.readline(), type=WorkerLaunch)
         with asyncio.Runner(loop_factory=event_loop_factory(launch.options.event_loop)) as runner:
-            return runner.run(_serve(launch, lines, out))
+            return runner.run(serve_launch(launch, lines, out))
     except OpenInferError as error:
         logger.critical("the worker cannot serve: %s", error)
         return 1

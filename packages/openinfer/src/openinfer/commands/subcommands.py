@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 from openinfer_core import OpenInferError, find_plugin, list_plugins
 from openinfer_core.contracts import one_release, require_one_release
+from openinfer_core.process.processors import usable_processors
 
 # entry points of further subcommands: functions of what follows the name, which return the exit code
 COMMANDS = "openinfer.commands"
@@ -70,4 +71,4 @@ def _leave_a_core() -> None:
     Its threads spin while they wait for each other: with a busy frontend on a machine of two cores, a small product
     was seen to take 44 ms instead of 0.2 ms at the 90th percentile.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, usable_processors() - 1)))

@@ -17,7 +17,6 @@ OF_VLLM = {
     "--generation-config": "here it is --sampling-defaults model or none",
     "--gpu-memory-utilization": "here it is --gpu-memory-fraction",
     "--guided-decoding-backend": "here it is --grammar-compiler",
-    "--kv-cache-dtype": "KV is kept in the dtype that it is computed in",
     "--kv-cache-memory-bytes": "here it is --kv-cache-bytes",
     "--kv-events-config": "here it is --kv-events",
     "--kv-offloading-size": "here it is --kv-tier host=SIZE, such as host=64GiB",

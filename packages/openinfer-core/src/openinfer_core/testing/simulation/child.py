@@ -56,6 +56,10 @@ def main(argv: list[str]) -> int:
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent.resolve()]
     world = _load("world").World(int(seed))
     _load("standard_library").install(world)
+    for module_name in ("event_loop", "network", "sockets"):
+        _load(module_name)
+    world.network = _load("descriptors").install_sockets(world)
+    world.processes = _load("processes").install_processes(world, world.network)
     module, _, function = name.partition(":")
 
     def run() -> Any:

@@ -8,23 +8,27 @@ from openinfer_core.testing.simulation.world import Task, World
 
 
 class _Selector:
-    """What an event loop waits in; nothing is ever ready in it, since a virtual loop has no sockets."""
+    """What an event loop waits in, until another task wakes it or what it listens to is readable."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._waiting: Task | None = None
         self._is_woken = False
+        self.readers: dict[Any, asyncio.Handle] = {}  # by end of a socket
 
-    def select(self, timeout: float | None = None) -> list[Any]:
+    def select(self, timeout: float | None = None) -> list[asyncio.Handle]:
         world = self._world
-        if self._is_woken or timeout == 0:
+        if self._is_woken or timeout == 0 or self._readable():
             world.yield_to_others()
         else:
             self._waiting = world.current
             world.park(timeout)
             self._waiting = None
         self._is_woken = False
-        return []
+        return self._readable()
+
+    def _readable(self) -> list[asyncio.Handle]:
+        return [handle for end, handle in self.readers.items() if end.is_readable]
 
     def wake(self) -> None:
         self._is_woken = True
@@ -66,8 +70,49 @@ class VirtualEventLoop(asyncio.BaseEventLoop):
         self.call_at(when_s, call)
         self._write_to_self()
 
+    # --- sockets ----------------------------------------------------------------------------------------
+
+    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:
+        self.remove_reader(fd)
+        self._selector.readers[fd.end] = asyncio.Handle(callback, args, self)
+        fd.end.watchers.append(self._selector.wake)
+
+    def remove_reader(self, fd: Any) -> bool:
+        handle = self._selector.readers.pop(fd.end, None)
+        if handle is None:
+            return False
+        handle.cancel()
+        fd.end.watchers.remove(self._selector.wake)
+        return True
+
+    async def connect_accepted_socket(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, protocol_factory: Callable[[], asyncio.BaseProtocol], sock: Any, **options: Any
+    ) -> tuple[Any, Any]:
+        """As asyncio has it, without TLS."""
+        del options
+        protocol = protocol_factory()
+        transport = sock.end.into_transport(self, {"socket": sock})
+        transport.set_protocol(protocol)
+        transport.on_over = sock.close
+        protocol.connection_made(transport)
+        return transport, protocol
+
+    async def create_connection(self, protocol_factory: Any, *, sock: Any, **options: Any) -> tuple[Any, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return await self.connect_accepted_socket(protocol_factory, sock, **options)
+
+    create_unix_connection = create_connection  # pyright: ignore[reportAssignmentType]
+
+    async def connect_read_pipe(self, protocol_factory: Any, pipe: Any) -> tuple[Any, Any]:
+        """As asyncio has it; what was read ahead of it comes first."""
+        transport, protocol = await self.connect_accepted_socket(protocol_factory, pipe)
+        read_ahead = pipe.take_read_ahead()
+        if read_ahead:
+            transport.inherit("arrive", read_ahead)
+        return transport, protocol
+
     def _process_events(self, event_list: list[Any]) -> None:
-        del event_list
+        for handle in event_list:
+            self._add_callback(handle)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
     def _write_to_self(self) -> None:
         self._selector.wake()

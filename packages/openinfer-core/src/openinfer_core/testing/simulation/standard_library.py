@@ -21,13 +21,23 @@ from typing import Any, cast
 
 from openinfer_core.testing.simulation.world import Task, World
 
+NUM_PROCESSORS = 16  # of every machine, or how many threads there are would be this machine's
+
 
 def install(world: World) -> None:
     """Replaces, for good, what names of the standard library stand for. Before any module of openinfer is imported."""
     _install_time(world)
     _install_entropy(world)
+    os.cpu_count = lambda: NUM_PROCESSORS
+    if hasattr(os, "sched_getaffinity"):
+        setattr(os, "sched_getaffinity", _all_processors)  # noqa: B010 - of some systems
     _install_threads(world)
     world.contexts.append(LoopContext())
+
+
+def _all_processors(pid: int, /) -> set[int]:
+    del pid
+    return set(range(NUM_PROCESSORS))
 
 
 # --- clocks -------------------------------------------------------------------------------------------------
@@ -98,8 +108,11 @@ def _install_threads(world: World) -> None:
     def get_ident() -> int:
         return 0 if world.current is None else world.current.ident
 
+    def main_thread() -> _Thread:
+        return world.process.main_thread or main
+
     def current_thread() -> _Thread:
-        return main if world.current is None else WorldThread.of_task.get(world.current.ident, main)
+        return main_thread() if world.current is None else WorldThread.of_task.get(world.current.ident, main_thread())
 
     names: Mapping[str, Any] = {
         "Lock": WorldLock,
@@ -112,8 +125,8 @@ def _install_threads(world: World) -> None:
         "get_ident": get_ident,
         "get_native_id": get_ident,
         "current_thread": current_thread,
-        "main_thread": lambda: main,
-        "enumerate": lambda: [main, *WorldThread.of_task.values()],
+        "main_thread": main_thread,
+        "enumerate": lambda: [main_thread(), *WorldThread.of_task.values()],
         "active_count": lambda: 1 + len(WorldThread.of_task),
     }
     for name, stand_in in names.items():

@@ -19,6 +19,7 @@ import greenlet
 
 _SWITCH_RATE = 1 / 16  # of the places where a thread might be interrupted, those where it is
 _KEPT_LINES = 2000
+_CALL = -1  # in place of a ticket
 
 
 class Stuck(AssertionError):
@@ -35,14 +36,47 @@ class TaskContext(Protocol):
     def enter(self, share: Any) -> None: ...
 
 
+class Process:
+    """A process of the world: its tasks, and what it has open. `processes.py` starts and ends them.
+
+    Attributes:
+        pid: one that no other has.
+        name: of its program.
+        exit_code: once it has ended; a signal's is negative.
+        tasks: by number.
+        ends: of sockets and pipes that it has open, by descriptor.
+        descriptor_limit: of `ends`.
+        at_end: called when it has ended, in the order in which they were added.
+        handlers: of signals.
+        notes: what a scenario keeps with it.
+    """
+
+    def __init__(self, pid: int, name: str) -> None:
+        self.pid = pid
+        self.name = name
+        self.exit_code: int | None = None
+        self.tasks: dict[int, Task] = {}
+        self.ends: dict[int, Any] = {}
+        self.descriptor_limit = 1 << 20
+        self.at_end: list[Callable[[], None]] = []
+        self.handlers: dict[int, Any] = {}
+        self.main_thread: Any = None
+        self.notes: dict[str, Any] = {}
+
+    @property
+    def has_ended(self) -> bool:
+        return self.exit_code is not None
+
+
 class Task:
-    """A thread of the world."""
+    """A thread of the world, of a process."""
 
-    __slots__ = ("daemon", "greenlet", "ident", "is_parked", "name", "ticket", "was_woken")
+    __slots__ = ("daemon", "greenlet", "ident", "is_parked", "name", "process", "ticket", "was_woken")
 
-    def __init__(self, name: str, ident: int, *, daemon: bool) -> None:
+    def __init__(self, name: str, ident: int, process: Process, *, daemon: bool) -> None:
         self.name = name
         self.ident = ident
+        self.process = process
         self.daemon = daemon
         self.greenlet: Any = None
         self.is_parked = False
@@ -61,6 +95,8 @@ class World:
         now_s: virtual seconds since the beginning.
         wall_offset_s: wall clock less `now_s`; changing it is a step of the wall clock.
         random: for choices; what draws from it in another order is another run.
+        network: `sockets.Network`, once it is installed.
+        processes: `processes.Processes`, once they are.
     """
 
     def __init__(self, seed: int, *, wall_s: float = 1_800_000_000.0) -> None:
@@ -68,6 +104,8 @@ class World:
         self.now_s = 0.0
         self.wall_offset_s = wall_s
         self.random = random.Random(seed)  # noqa: S311 - no secrets here
+        self.network: Any = None
+        self.processes: Any = None
         self.num_switches = 0
         self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self.contexts: list[TaskContext] = []
@@ -75,8 +113,10 @@ class World:
         # Its draws leave those of `random` as they are.
         self._scheduling = random.Random(seed ^ 0x5DEECE66D)  # noqa: S311
         self._numbers = itertools.count(1)
+        self.outside = Process(1, "outside")  # what is of no process that can end
+        self.is_interruptible = True  # while not, `maybe_switch` does nothing
         self._ready: list[Task] = []
-        self._timers: list[tuple[float, int, Task, int]] = []
+        self._timers: list[tuple[float, int, Task | Callable[[], None], int]] = []
         self._tasks: dict[int, Task] = {}
         self._current: Task | None = None
         self._failure: BaseException | None = None
@@ -101,6 +141,15 @@ class World:
         """The task that runs; None before the first one."""
         return self._current
 
+    @property
+    def process(self) -> Process:
+        """The process of the task that runs."""
+        return self.outside if self._current is None else self._current.process
+
+    def next_number(self) -> int:
+        """One that was not given before."""
+        return next(self._numbers)
+
     def run(self, main: Callable[[], Any]) -> Any:
         """Runs `main` as the first task and everything that it starts; returns its result when it ends.
 
@@ -116,9 +165,13 @@ class World:
                 raise self._failure
         return result[0]
 
-    def spawn(self, function: Callable[[], object], *, name: str, daemon: bool = False) -> Task:
-        """Makes a task that is ready to run; it does not run before the running one waits."""
-        task = Task(name, next(self._numbers), daemon=daemon)
+    def spawn(
+        self, function: Callable[[], object], *, name: str, daemon: bool = False, process: Process | None = None
+    ) -> Task:
+        """Makes a task that is ready to run, of the running one's process or another; the running one goes on."""
+        owner = process or self.process
+        task = Task(name, next(self._numbers), owner, daemon=daemon)
+        owner.tasks[task.ident] = task
         task.greenlet = greenlet.greenlet(lambda: self._run_task(task, function), parent=self._hub)
         self._tasks[task.ident] = task
         self._ready.append(task)
@@ -127,6 +180,8 @@ class World:
     def park(self, timeout_s: float | None = None) -> bool:
         """Lets others run until one of them wakes the running task, or time is over; returns whether it was woken."""
         task = self._require_current()
+        if task.process.has_ended:
+            raise greenlet.GreenletExit
         task.is_parked, task.was_woken = True, False
         task.ticket += 1
         if timeout_s is not None:
@@ -141,9 +196,42 @@ class World:
             task.is_parked, task.was_woken = False, True
             self._ready.append(task)
 
+    def call_at(self, due_s: float, call: Callable[[], None]) -> None:
+        """Calls something at a time, which must not wait; it is of no task."""
+        heapq.heappush(self._timers, (due_s, next(self._numbers), call, _CALL))
+
+    def end(self, process: Process, exit_code: int) -> None:
+        """Ends a process, before time goes on: no task of it goes on, but that each leaves its `try` blocks.
+
+        What these do changes nothing any more: nothing that waits goes on, and what the process had open is closed.
+        """
+        if self._current is not None:
+            self.call_at(self.now_s, lambda: self.end(process, exit_code))
+            return
+        if process.has_ended:
+            return
+        process.exit_code = exit_code
+        for call in process.at_end:
+            call()
+        self._ready = [task for task in self._ready if task.process is not process]
+        for task in [*process.tasks.values()]:
+            task.is_parked = False
+            self._current = task
+            task.greenlet.throw()
+            self._current = None
+            self._forget(task)  # one that had not begun has left no blocks
+
+    def end_own(self, exit_code: int) -> None:
+        """Ends the process of the running task, which does not go on."""
+        self.end(self.process, exit_code)
+        while True:
+            self.park()
+
     def sleep(self, duration_s: float) -> None:
         """The running task does nothing for so long; nothing cuts it short."""
         due_s = self.now_s + duration_s
+        if self.process.has_ended:
+            raise greenlet.GreenletExit
         if self._is_alone_until(due_s):
             self.now_s = due_s
             return
@@ -158,12 +246,20 @@ class World:
 
     def maybe_switch(self) -> None:
         """A place where a thread might be interrupted: the seed says whether it is."""
-        if self._current is not None and self._ready and self._scheduling.random() < _SWITCH_RATE:
+        if (
+            self._ready
+            and self._current is not None
+            and self.is_interruptible
+            and not self._current.process.has_ended
+            and self._scheduling.random() < _SWITCH_RATE
+        ):
             self._ready.append(self._current)
             self._leave()
 
     def yield_to_others(self) -> None:
         """Lets everything run that is ready, once."""
+        if self.process.has_ended:
+            raise greenlet.GreenletExit
         if self._current is not None and self._ready:
             self._ready.append(self._current)
             self._leave()
@@ -192,9 +288,14 @@ class World:
         except greenlet.GreenletExit:
             raise
         except BaseException as error:  # noqa: BLE001 -- it goes on in `run`, whose caller sees it
-            self._failure = self._failure or error
+            if not task.process.has_ended:  # what leaves its blocks in a process that is gone may fail as it likes
+                self._failure = self._failure or error
         finally:
-            del self._tasks[task.ident]
+            self._forget(task)
+
+    def _forget(self, task: Task) -> None:
+        self._tasks.pop(task.ident, None)
+        task.process.tasks.pop(task.ident, None)
 
     def _leave(self) -> None:
         shares = [context.leave() for context in self.contexts]
@@ -213,7 +314,10 @@ class World:
             if not self._timers:
                 raise Stuck(f"no task can go on:\n{self.stacks()}")
             due_s, _, task, ticket = heapq.heappop(self._timers)
-            if task.is_parked and task.ticket == ticket:
+            if not isinstance(task, Task):
+                self.now_s = max(self.now_s, due_s)
+                task()
+            elif task.is_parked and task.ticket == ticket:
                 self.now_s = max(self.now_s, due_s)
                 task.is_parked = False
                 self._ready.append(task)

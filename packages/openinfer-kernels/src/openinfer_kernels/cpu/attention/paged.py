@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from openinfer_kernels.cpu.attention.cache_formats import read_cache
 from openinfer_kernels.cpu.gemm.linear import soft_cap
 from openinfer_kernels.ops import AttentionBatch, PagedCache
 
@@ -64,13 +65,12 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    data = cache.in_compute_dtype()
-    num_kv_heads, block_tokens, head_dim = data.shape[3:]
+    num_kv_heads, block_tokens, head_dim = cache.data.shape[3:]
     scoring = _Scoring(window, soft_cap, sinks)
     out = np.empty((q.shape[0], q.shape[1] * head_dim), q.dtype)
     most_tokens = _KEY_NUMBERS_AT_ONCE // (num_kv_heads * head_dim)
     for group in _row_groups(batch, window=window, block_tokens=block_tokens, max_tokens=most_tokens):
-        keys, values = _gather(data[:, cache.layer], batch.block_tables[cache.table], group, window=window)
+        keys, values = _gather(cache, batch.block_tables[cache.table], group, window=window)
         for first, size in _query_tiles(group, num_heads=q.shape[1]):
             tokens = group.starts[:, None] + np.arange(first, first + size)
             last_seen = (group.contexts - group.num_queries)[:, None] + np.arange(first, first + size)
@@ -117,14 +117,14 @@ def _query_tiles(group: _RowGroup, *, num_heads: int) -> Iterator[tuple[int, int
 
 
 def _gather(
-    layer_cache: NDArray[Any], block_tables: NDArray[Any], group: _RowGroup, *, window: int | None
+    cache: PagedCache, block_tables: NDArray[Any], group: _RowGroup, *, window: int | None
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Keys and values, each `[N, K, padded C, D]`; what is not of a row's context, or before its windows, is zero."""
-    num_kv_heads, block_tokens, head_dim = layer_cache.shape[2:]
+    num_kv_heads, block_tokens, head_dim = cache.data.shape[3:]
     num_blocks = -(-int(group.contexts[-1]) // block_tokens)
     blocks = _block_ids(block_tables, group, num_blocks)[:, None]
     heads = np.arange(int(num_kv_heads)).reshape(-1, 1)
-    both = layer_cache[blocks, np.arange(2).reshape(2, 1, 1, 1), heads]
+    both = read_cache(cache, (blocks, np.arange(2).reshape(2, 1, 1, 1), heads))
     both = both.reshape(2, len(group.rows), num_kv_heads, num_blocks * block_tokens, head_dim)
     for index, context in enumerate(group.contexts.tolist()):
         # Blocks may hold anything beyond the context, NaN as well, and NaN times a weight of zero is NaN.

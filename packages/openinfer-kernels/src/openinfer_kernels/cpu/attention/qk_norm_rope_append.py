@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from openinfer_kernels.cpu.attention.cache_formats import write_cache
 from openinfer_kernels.cpu.norm.rms_norm import inverse_rms
 from openinfer_kernels.ops import AttentionBatch, PagedCache
 
@@ -69,13 +70,13 @@ def _angles(rope: NDArray[Any], batch: AttentionBatch) -> tuple[NDArray[Any], ND
 
 def append(cache: PagedCache, k: NDArray[Any], v: NDArray[Any], batch: AttentionBatch) -> None:
     """Writes `k` and `v`, each `[T, K, D]`, to the cache slots of their tokens; of one below 0 nowhere."""
-    data, slots = cache.in_compute_dtype(), batch.cache_slots[cache.table]
+    slots = batch.cache_slots[cache.table]
     if slots.min(initial=0) < 0:
         real = slots >= 0
         k, v, slots = k[real], v[real], slots[real]
-    blocks, offsets = np.divmod(slots, data.shape[4])
-    data[blocks, cache.layer, 0, :, offsets] = k
-    data[blocks, cache.layer, 1, :, offsets] = v
+    blocks, offsets = np.divmod(slots, cache.data.shape[4])
+    write_cache(cache, 0, k, blocks, offsets)
+    write_cache(cache, 1, v, blocks, offsets)
 
 
 def _norm_rope(x: NDArray[Any], weight: NDArray[Any], eps: float, cos: NDArray[Any], sin: NDArray[Any]) -> NDArray[Any]:

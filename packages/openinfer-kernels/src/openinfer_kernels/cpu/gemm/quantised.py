@@ -6,11 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.common.random_weight import random_codes
-from openinfer_kernels.cpu.gemm.linear import Multiply, geglu, linear, swiglu
-from openinfer_kernels.errors import WeightValueError
+from openinfer_kernels.cpu.gemm.linear import Multiply, geglu, linear, logits, swiglu
 from openinfer_kernels.ops.batch import AttentionBatch
 from openinfer_kernels.ops.quantised import LinearWeight, QuantisedWeight
-from openinfer_kernels.weights.code_values import E2M1_VALUES, E4M3_VALUES, pairs
+from openinfer_kernels.weights.code_values import E2M1_VALUES, E4M3_VALUES, pairs, require_numbers
 from openinfer_kernels.weights.quantised import Code, QuantisedPart, RandomCodes, WeightFormat
 from openinfer_kernels.weights.scale_blocks import common_block, float32_scales, of_blocks, stacked_shape
 
@@ -27,7 +26,7 @@ def upload_quantised(*parts: QuantisedPart, num_matrices: int | None = None) -> 
 
     codes = np.concatenate([_bytes_of(part) for part in parts])
     if parts[0].format.code is Code.E4M3:
-        _require_numbers(codes)
+        require_numbers(codes)
     return QuantisedWeight(
         format=parts[0].format,
         shape=shape,
@@ -76,6 +75,10 @@ def weight_linear_geglu(
     return geglu(weight_linear(x, gate_up, batch, multiply=multiply))
 
 
+def head_logits(hidden: NDArray[Any], head: LinearWeight) -> NDArray[Any]:
+    return logits(hidden, dequantised(head) if isinstance(head, QuantisedWeight) else head)
+
+
 def grouped_linear(x: NDArray[Any], weight: LinearWeight, *, multiply: Multiply = linear) -> NDArray[Any]:
     pieces = np.split(x, weight.shape[0], axis=1)
     return np.concatenate([multiply(piece, matrix_of(weight, i)) for i, piece in enumerate(pieces)], axis=1)
@@ -100,12 +103,6 @@ def dequantised(weight: QuantisedWeight, matrix: int | None = None) -> NDArray[n
 
 def matrix_of(weight: LinearWeight, index: int) -> NDArray[Any]:
     return dequantised(weight, index) if isinstance(weight, QuantisedWeight) else weight[index]
-
-
-def _require_numbers(codes: NDArray[np.uint8]) -> None:
-    """E4M3's two NaN are the largest signed and the largest unsigned byte."""
-    if codes.size and (codes.max() == 0xFF or codes.view(np.int8).max() == 0x7F):
-        raise WeightValueError("an E4M3 code is no number: 0x7F or 0xFF")
 
 
 def _bytes_of(part: QuantisedPart) -> NDArray[np.uint8]:

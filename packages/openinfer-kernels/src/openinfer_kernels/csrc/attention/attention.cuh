@@ -36,6 +36,8 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
 
 // The cache of one layer: [blocks, 2, heads, block tokens, D] with `block_stride` values between blocks.
 struct LayerCache {
+  using Tile = const bf16*;
+
   const bf16* data;
   int64_t block_stride;
   int num_heads, block_shift;  // a block has 1 << block_shift tokens
@@ -50,6 +52,12 @@ struct LayerCache {
     return data + block * block_stride + ((int64_t(head) << block_shift) + token) * head_dim;
   }
 };
+
+// The keys of a head from a token of a block on, and its values by those.
+__device__ __forceinline__ const bf16* tile_of(const LayerCache& cache, int block, int head, int token, int head_dim) {
+  return cache.key(block, head, token, head_dim);
+}
+__device__ __forceinline__ const bf16* values_of(const bf16* keys, int64_t value_offset) { return keys + value_offset; }
 
 // Counts the arrival of a block, or of a warpgroup, with a partial. It releases what the others of the group have
 // written (a barrier has brought that to this thread), and the last one to arrive acquires the partials of all.

@@ -10,9 +10,22 @@ using namespace attention;
 
 namespace {
 
+template <class V>
+struct Loads {
+  using Type = FromMemory;
+};
+
+#ifdef ATTENTION_FP8
+template <>
+struct Loads<Fp8> {
+  using Type = FromFp8;
+};
+#endif
+
 template <int D, int kTiles, class V>
 __device__ void run(const Arguments<V>& a) {
   using W = Warp<D, kTiles>;
+  using From = typename Loads<V>::Type;
   constexpr int kHeads = Shape<D, kTiles>::kHeads;
   extern __shared__ __align__(16) uint8_t raw[];
   auto& s = *reinterpret_cast<Shared<D, kTiles>*>(raw);
@@ -40,26 +53,26 @@ __device__ void run(const Arguments<V>& a) {
   };
   auto key_at = [&](const WorkTile<V>& place, int block) {
     const int token = place.token(warp);
-    return a.cache.key(block, place.head / tiles, token & block_mask, D);
+    return tile_of(a.cache, block, place.head / tiles, token & block_mask, D);
   };
 
   WorkTile<V> here;
   here.find(first, a.num_rows, rows);
   WorkTile<V> ahead = here;
   typename W::Buffer buffers[2];
-  const bf16* keys = key_at(here, block_at(here));
+  typename V::Cache::Tile keys = key_at(here, block_at(here));
   // What is read before the previous kernel has ended does not include the newest token.
   const bool prefetched = a.early && here.left(warp) > kKvTile;
   if (prefetched) {
-    W::template load_k<FromMemory>(buffers[0], keys, 0, g, t);
-    if constexpr (D <= 128) W::template load_v<FromMemory>(buffers[1], keys + value_offset, 0, g, t);
-    else W::template load_k<FromMemory>(buffers[1], keys, 1, g, t);
+    W::template load_k<From>(buffers[0], keys, 0, g, t);
+    if constexpr (D <= 128) W::template load_v<From>(buffers[1], values_of(keys, value_offset), 0, g, t);
+    else W::template load_k<From>(buffers[1], keys, 1, g, t);
   }
   if (a.early) wait_for_previous_kernel();
   if (!prefetched && here.left(warp) > 0) {
-    W::template load_k<FromMemory>(buffers[0], keys, 0, g, t);
-    if constexpr (D <= 128) W::template load_v<FromMemory>(buffers[1], keys + value_offset, 0, g, t);
-    else W::template load_k<FromMemory>(buffers[1], keys, 1, g, t);
+    W::template load_k<From>(buffers[0], keys, 0, g, t);
+    if constexpr (D <= 128) W::template load_v<From>(buffers[1], values_of(keys, value_offset), 0, g, t);
+    else W::template load_k<From>(buffers[1], keys, 1, g, t);
   }
   int next_block = 0;
   if (first + 1 < last) {
@@ -86,26 +99,26 @@ __device__ void run(const Arguments<V>& a) {
       for (int i = 0; i < 4; i++) scores[n][i] = 0;
     if constexpr (D <= 128) {
       if (left > 0) w.multiply_k(scores, buffers[0], 0);
-      const bf16* next = key_at(ahead, next_block);
-      if (has_next) W::template load_k<FromMemory>(buffers[0], next, 0, g, t);
+      const typename V::Cache::Tile next = key_at(ahead, next_block);
+      if (has_next) W::template load_k<From>(buffers[0], next, 0, g, t);
       if (left > 0) {
         w.template exponentials<V>(p, scores, left, unseen, a.scale, a, g);
         w.template multiply_v<V>(p, buffers[1], 0, left, unseen, a, t);
       }
-      if (has_next) W::template load_v<FromMemory>(buffers[1], next + value_offset, 0, g, t);
+      if (has_next) W::template load_v<From>(buffers[1], values_of(next, value_offset), 0, g, t);
     } else {
       if (left > 0) {
         w.multiply_k(scores, buffers[0], 0);
-        W::template load_v<FromMemory>(buffers[0], keys + value_offset, 0, g, t);
+        W::template load_v<From>(buffers[0], values_of(keys, value_offset), 0, g, t);
         w.multiply_k(scores, buffers[1], 1);
-        W::template load_v<FromMemory>(buffers[1], keys + value_offset, 1, g, t);
+        W::template load_v<From>(buffers[1], values_of(keys, value_offset), 1, g, t);
         w.template exponentials<V>(p, scores, left, unseen, a.scale, a, g);
         w.template multiply_v<V>(p, buffers[0], 0, left, unseen, a, t);
       }
       keys = key_at(ahead, next_block);
-      if (has_next) W::template load_k<FromMemory>(buffers[0], keys, 0, g, t);
+      if (has_next) W::template load_k<From>(buffers[0], keys, 0, g, t);
       if (left > 0) w.template multiply_v<V>(p, buffers[1], 1, left, unseen, a, t);
-      if (has_next) W::template load_k<FromMemory>(buffers[1], keys, 1, g, t);
+      if (has_next) W::template load_k<From>(buffers[1], keys, 1, g, t);
     }
 
     is_new = here.index + 1 == here.count || work_tile + 1 == last;
@@ -125,7 +138,7 @@ __device__ void run(const Arguments<V>& a) {
     run<D, TILES>(arguments);                                                                                   \
   }
 
-#ifndef ATTENTION_VARIANT  // attention_variants/attention_decode_variant.cu
+#if !defined(ATTENTION_VARIANT) && !defined(ATTENTION_FP8)  // attention_variants, attention_fp8
 ATTENTION_DECODE(attention_decode, Plain, 64, 1, 3)
 ATTENTION_DECODE(attention_decode, Plain, 64, 2, 3)
 ATTENTION_DECODE(attention_decode, Plain, 128, 1, 2)

@@ -18,9 +18,10 @@ using hopper::shared_address;
 namespace {
 
 // kDepth: KV tiles of a warp's ring.
-template <int D, int kTiles, int kDepth>
+template <int D, int kTiles, int kDepth, class V>
 struct Memory {
-  static constexpr int kKvTileBytes = kKvTile * D * 2;  // keys, or values
+  static constexpr int kCodeBytes = kKvTile * D * (V::kIsFp8 ? 1 : 2);          // keys, or values
+  static constexpr int kKvTileBytes = kCodeBytes + (V::kIsFp8 ? 4 * kKvTile : 0);  // with their scales
   static constexpr int kKinds = 2;
   alignas(128) uint8_t ring[kWarps][kDepth][kKinds][kKvTileBytes];
   Shared<D, kTiles> ends;
@@ -28,8 +29,7 @@ struct Memory {
   int rows[1];  // [3 R + 1]; NVRTC takes no array without a size
 };
 
-__device__ __forceinline__ void copy(void* target, const bf16* from, int bytes, uint64_t* barrier) {
-  barrier_expect(barrier, bytes);
+__device__ __forceinline__ void copy(void* target, const void* from, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(target)),
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
@@ -43,12 +43,14 @@ struct KvTiles {
   int block;       // of the cache; its load may still be in flight
   int64_t offset;  // of the keys in the block
   int left;        // tokens of the context from the tile on; nothing to do where it is not positive
+  int scales;      // of a cache in FP8: bytes from the keys to their scales
 
   template <class V>
   __device__ __forceinline__ void find(const Arguments<V>& a, const Rows<V>& rows, int first, int last, int warp,
                                        int tiles, int head_dim) {
     const int work_tile = first + threadIdx.x % 32;
     block = left = 0;
+    scales = 0;
     offset = 0;
     if (work_tile >= last) return;
     WorkTile<V> place;
@@ -58,16 +60,48 @@ struct KvTiles {
     const int token = place.token(warp), block_mask = (1 << a.cache.block_shift) - 1;
     block = __ldcg(a.block_tables + int64_t(place.row) * a.table_stride + (token >> a.cache.block_shift));
     offset = a.cache.key(0, place.head / tiles, token & block_mask, head_dim) - a.cache.data;
+    if constexpr (V::kIsFp8) scales = a.cache.scale_offset(token & block_mask, head_dim);
   }
-  __device__ __forceinline__ const bf16* keys(const LayerCache& cache) const {
+  template <class Cache>
+  __device__ __forceinline__ auto keys(const Cache& cache) const {
     return cache.data + block * cache.block_stride + offset;
   }
 };
 
+template <int D, int kTiles, class V>
+struct WarpOf {
+  using Type = Warp<D, kTiles>;
+};
+
+#ifdef ATTENTION_FP8
+template <int D, int kTiles>
+struct WarpOf<D, kTiles, Fp8> {
+  using Type = Fp8Warp<D, kTiles>;
+};
+#endif
+
+// A KV tile's keys, or values: where blocks have 16 tokens, their scales come with them, else from further on.
+template <class M, class V>
+__device__ __forceinline__ void copy_tile(uint8_t* target, const KvTiles& from, const void* keys, int64_t offset,
+                                          uint64_t* barrier) {
+  barrier_expect(barrier, M::kKvTileBytes);
+  if constexpr (V::kIsFp8) {
+    const uint8_t* codes = static_cast<const uint8_t*>(keys) + offset;
+    if (from.scales == M::kCodeBytes) {
+      copy(target, codes, M::kKvTileBytes, barrier);
+    } else {
+      copy(target, codes, M::kCodeBytes, barrier);
+      copy(target + M::kCodeBytes, codes + from.scales, M::kKvTileBytes - M::kCodeBytes, barrier);
+    }
+  } else {
+    copy(target, static_cast<const bf16*>(keys) + offset, M::kKvTileBytes, barrier);
+  }
+}
+
 template <int D, int kTiles, int kDepth, class V>
 __device__ void run(const Arguments<V>& a) {
-  using W = Warp<D, kTiles>;
-  using M = Memory<D, kTiles, kDepth>;
+  using W = typename WarpOf<D, kTiles, V>::Type;
+  using M = Memory<D, kTiles, kDepth, V>;
   using S = Shape<D, kTiles>;
   extern __shared__ __align__(128) uint8_t raw[];
   auto& m = *reinterpret_cast<M*>(raw);
@@ -94,14 +128,14 @@ __device__ void run(const Arguments<V>& a) {
 
   KvTiles kv_tiles, later;  // of work tiles from `window` on, and of those that come after
   kv_tiles.find(a, rows, first, last, warp, tiles, D);
-  const bf16* keys = kv_tiles.keys(a.cache);
+  auto keys = kv_tiles.keys(a.cache);
   int window = first;
   // The first ring. What is read before the previous kernel has ended does not include the newest token.
   auto fill = [&](bool newest) {
     if (lane < kDepth && kv_tiles.left > 0 && (kv_tiles.left <= kKvTile) == newest)
 #pragma unroll
       for (int kind = 0; kind < M::kKinds; kind++)
-        copy(ring[lane][kind], keys + kind * value_offset, M::kKvTileBytes, &full[lane][kind]);
+        copy_tile<M, V>(ring[lane][kind], kv_tiles, keys, kind * value_offset, &full[lane][kind]);
   };
   fill(false);
   if (a.early) hopper::wait_for_previous_kernel();
@@ -121,7 +155,7 @@ __device__ void run(const Arguments<V>& a) {
   for (int work_tile = first; work_tile < last; work_tile++) {
     auto ask = [&](int kind) {
       if (lane == ahead && kv_tiles.left > 0)
-        copy(ring[stage][kind], keys + kind * value_offset, M::kKvTileBytes, &full[stage][kind]);
+        copy_tile<M, V>(ring[stage][kind], kv_tiles, keys, kind * value_offset, &full[stage][kind]);
     };
     const int left = here.left(warp), unseen = here.unseen(warp);
     const uint32_t parity = parities >> stage & 1;
@@ -133,11 +167,15 @@ __device__ void run(const Arguments<V>& a) {
 #pragma unroll
         for (int i = 0; i < 4; i++) scores[n][i] = 0;
       barrier_wait(&full[stage][0], parity);
+      if constexpr (V::kIsFp8) {
+        w.scores_of(scores, ring[stage][0], g, t);
+      } else {
 #pragma unroll
-      for (int chunk = 0; chunk < S::kChunks; chunk++) {
-        typename W::Buffer k;
-        W::template load_k<FromShared>(k, reinterpret_cast<const bf16*>(ring[stage][0]), chunk, g, t);
-        w.multiply_k(scores, k, chunk);
+        for (int chunk = 0; chunk < S::kChunks; chunk++) {
+          typename W::Buffer k;
+          W::template load_k<FromShared>(k, reinterpret_cast<const bf16*>(ring[stage][0]), chunk, g, t);
+          w.multiply_k(scores, k, chunk);
+        }
       }
     }
     __syncwarp();  // all lanes have read the stage
@@ -151,13 +189,19 @@ __device__ void run(const Arguments<V>& a) {
       w.load_q(a.q + next_item.query * D, next_item.heads, g, t);
     }
     if (left > 0) {
-      w.template exponentials<V>(p, scores, left, unseen, a.scale, a, g);
-      barrier_wait(&full[stage][1], parity);
+      if constexpr (V::kIsFp8) {
+        barrier_wait(&full[stage][1], parity);
+        w.exponentials_of(p, scores, ring[stage][1], left, a.scale, g);
+        w.add_values(p, ring[stage][1], left, g, t);
+      } else {
+        w.template exponentials<V>(p, scores, left, unseen, a.scale, a, g);
+        barrier_wait(&full[stage][1], parity);
 #pragma unroll
-      for (int chunk = 0; chunk < S::kChunks; chunk++) {
-        typename W::Buffer v;
-        W::template load_v<FromShared>(v, reinterpret_cast<const bf16*>(ring[stage][1]), chunk, g, t);
-        w.template multiply_v<V>(p, v, chunk, left, unseen, a, t);
+        for (int chunk = 0; chunk < S::kChunks; chunk++) {
+          typename W::Buffer v;
+          W::template load_v<FromShared>(v, reinterpret_cast<const bf16*>(ring[stage][1]), chunk, g, t);
+          w.template multiply_v<V>(p, v, chunk, left, unseen, a, t);
+        }
       }
       parities ^= 1u << stage;
     }
@@ -189,7 +233,7 @@ __device__ void run(const Arguments<V>& a) {
     run<D, TILES, DEPTH>(arguments);                                                                            \
   }
 
-#ifndef ATTENTION_VARIANT  // attention_variants/attention_decode_hopper_variant.cu
+#if !defined(ATTENTION_VARIANT) && !defined(ATTENTION_FP8)  // attention_variants, attention_fp8
 ATTENTION_DECODE(attention_decode_hopper, Plain, 64, 1, 4, 2)
 ATTENTION_DECODE(attention_decode_hopper, Plain, 64, 2, 4, 2)
 ATTENTION_DECODE(attention_decode_hopper, Plain, 128, 1, 2, 2)

@@ -20,7 +20,7 @@ template <class V>
 struct Arguments : V {
   const bf16* q;            // [T, H, D]
   bf16* out;                // [T, H D]
-  LayerCache cache;
+  typename V::Cache cache;
   const int* block_tables;  // [R, table_stride]
   const int* query_starts;  // [R + 1]
   const int* context_lens;  // [R]

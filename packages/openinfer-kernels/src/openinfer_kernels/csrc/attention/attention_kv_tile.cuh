@@ -29,12 +29,20 @@ struct FromMemory {
                  : "l"(from)
                  : "memory");
   }
+  template <int D>
+  static __device__ __forceinline__ void load_at(uint32_t* to, const bf16* tile, int token, int at) {
+    load(to, tile + token * D + at);
+  }
 };
 
 struct FromShared {
   static __device__ __forceinline__ void load(uint32_t* to, const bf16* from) {
     const uint4 v = *reinterpret_cast<const uint4*>(from);
     to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+  }
+  template <int D>
+  static __device__ __forceinline__ void load_at(uint32_t* to, const bf16* tile, int token, int at) {
+    load(to, tile + token * D + at);
   }
 };
 
@@ -87,25 +95,25 @@ struct Warp {
   }
 
   // Tokens g and g + 8: 16 bytes at 8 (4 j + t).
-  template <class From>
-  static __device__ __forceinline__ void load_k(Buffer& k, const bf16* from, int chunk, int g, int t) {
+  template <class From, class Tile>
+  static __device__ __forceinline__ void load_k(Buffer& k, Tile from, int chunk, int g, int t) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
       for (int j = 0; j < S::kChunk / 32; j++)
-        From::load(k + (half * (S::kChunk / 32) + j) * 4,
-                   from + (g + 8 * half) * D + chunk * S::kChunk + (4 * j + t) * 8);
+        From::template load_at<D>(k + (half * (S::kChunk / 32) + j) * 4, from, g + 8 * half,
+                                  chunk * S::kChunk + (4 * j + t) * 8);
   }
 
   // Tokens 2t, 2t + 1, 2t + 8, 2t + 9: 16 bytes at 8 g, and at 64 + 8 g.
-  template <class From>
-  static __device__ __forceinline__ void load_v(Buffer& v, const bf16* from, int chunk, int g, int t) {
+  template <class From, class Tile>
+  static __device__ __forceinline__ void load_v(Buffer& v, Tile from, int chunk, int g, int t) {
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
       for (int h = 0; h < S::kChunk / 64; h++)
-        From::load(v + (i * (S::kChunk / 64) + h) * 4,
-                   from + (2 * t + (i & 1) + 8 * (i >> 1)) * D + chunk * S::kChunk + h * 64 + 8 * g);
+        From::template load_at<D>(v + (i * (S::kChunk / 64) + h) * 4, from, 2 * t + (i & 1) + 8 * (i >> 1),
+                                  chunk * S::kChunk + h * 64 + 8 * g);
   }
 
   __device__ __forceinline__ void multiply_k(float (&s)[kTiles][4], const Buffer& k, int chunk) {

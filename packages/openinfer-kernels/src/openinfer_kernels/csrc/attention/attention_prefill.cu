@@ -19,7 +19,7 @@ template <class V>
 struct Arguments : V {
   const bf16* q;            // [T, H, D]
   bf16* out;                // [T, H D]
-  LayerCache cache;
+  typename V::Cache cache;
   const int* block_tables;  // [R, table_stride]
   const int* query_starts;  // [R + 1]
   const int* context_lens;  // [R]
@@ -43,6 +43,12 @@ template <int D>
 __device__ __forceinline__ int place(int token, int chunk) {
   constexpr int kExchanged = D < 64 ? D / 8 - 1 : 7;
   return token * D + ((chunk ^ (token & kExchanged)) * 8);
+}
+
+// Eight numbers of a cache in FP8, rounded to BF16 on their way: nothing is asynchronous about them.
+template <class Tile>
+__device__ __forceinline__ void put_8(bf16* to, const Tile& from, int chunk, bool is_there) {
+  *reinterpret_cast<uint4*>(to) = is_there ? from.eight(0, chunk * 8) : make_uint4(0, 0, 0, 0);
 }
 
 template <int D, class S, class V>
@@ -73,9 +79,16 @@ struct Prefill {
       const int n = (i * S::kThreads + threadIdx.x) / S::kChunks, chunk = threadIdx.x % S::kChunks, token = first + n;
       const bool is_there = token < tile.context && (!V::kIsVariant || token >= first_key);
       const int block = is_there ? __ldcg(table + (token >> a.cache.block_shift)) : 0;
-      const bf16* from = a.cache.key(block, kv_head, token & ((1 << a.cache.block_shift) - 1), D) + chunk * 8;
-      copy_16(keys + place<D>(n, chunk), from, is_there);
-      copy_16(values + place<D>(n, chunk), from + value_offset, is_there);
+      const int in_block = token & ((1 << a.cache.block_shift) - 1);
+      if constexpr (V::kIsFp8) {
+        const auto from = tile_of(a.cache, block, kv_head, in_block, D);
+        put_8(keys + place<D>(n, chunk), from, chunk, is_there);
+        put_8(values + place<D>(n, chunk), values_of(from, value_offset), chunk, is_there);
+      } else {
+        const bf16* from = a.cache.key(block, kv_head, in_block, D) + chunk * 8;
+        copy_16(keys + place<D>(n, chunk), from, is_there);
+        copy_16(values + place<D>(n, chunk), from + value_offset, is_there);
+      }
     }
   }
 };
@@ -231,7 +244,7 @@ __device__ void run(const Arguments<V>& a) {
     run<D, Shape<D, WARPS, KEYS>>(arguments);                                                            \
   }
 
-#ifndef ATTENTION_VARIANT  // attention_variants/attention_prefill_variant.cu
+#if !defined(ATTENTION_VARIANT) && !defined(ATTENTION_FP8)  // attention_variants, attention_fp8
 ATTENTION_PREFILL(attention_prefill, Plain, 32, 8, 64, 2)
 ATTENTION_PREFILL(attention_prefill, Plain, 64, 8, 64, 2)
 ATTENTION_PREFILL(attention_prefill, Plain, 128, 8, 64, 1)

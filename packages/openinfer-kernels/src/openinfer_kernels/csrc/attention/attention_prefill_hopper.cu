@@ -59,9 +59,15 @@ struct Shape {
   using Rows = attention::Rows<V>;
   static constexpr int D = D_, kKeys = kKeys_;
   static constexpr int kBoxes = D / kBox;
-  static constexpr int kLoaders = kBoxes > 1 ? 2 : 1;  // warps that share the copies of a tile
+  static constexpr int kLoaders = kBoxes > 1 || V::kIsFp8 ? 2 : 1;  // warps that share the copies of a tile
   static constexpr int kTileBytes = kKeys * D * 2;
+  // 384 threads begin with 168 each, which is a third of one and two of these; producers of FP8 also convert.
+  static constexpr int kProducerRegisters = V::kIsFp8 ? 56 : 40, kConsumerRegisters = V::kIsFp8 ? 224 : 232;
 };
+
+// What producers need in shared memory besides.
+template <class S, bool kIsFp8>
+struct Staging {};
 
 template <class S>
 struct Shared {
@@ -73,6 +79,7 @@ struct Shared {
   int next[2];              // work tiles to come
   int is_last[kConsumers];  // to arrive with a partial
   RowTable work_tiles;
+  Staging<S, S::V::kIsFp8> staging;
 };
 
 // --- work tiles, one after the other ---------------------------------------------------------------------------------
@@ -178,6 +185,10 @@ __device__ void produce(Shared<S>& s, const CUtensorMap& map, const typename S::
   }
   if (asks && lane == 0) stop_asking(a);
 }
+
+#ifdef ATTENTION_FP8
+#include "attention_fp8/attention_prefill_staging.cuh"
+#endif
 
 // --- the consumers --------------------------------------------------------------------------------------------
 
@@ -548,8 +559,8 @@ __device__ void consume(Shared<S>& s, const typename S::Arguments& a, const type
   }
 }
 
-template <class S>
-__device__ void run(const CUtensorMap& map, const typename S::Arguments& a) {
+template <class S, class Map>
+__device__ void run(const Map& map, const typename S::Arguments& a) {
   extern __shared__ uint8_t raw[];
   // Swizzled boxes begin at multiples of 1024, to which dynamic shared memory need not be aligned.
   auto& s = *reinterpret_cast<Shared<S>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
@@ -564,8 +575,9 @@ __device__ void run(const CUtensorMap& map, const typename S::Arguments& a) {
       barrier_init(&s.next_full[i], 1);
       barrier_init(&s.next_empty[i], 2 * S::kLoaders - 1 + kConsumers * 4);  // all warps but the one that asks
     }
+    if constexpr (S::V::kIsFp8) init_staging(s.staging);
     barrier_init_fence();
-    prefetch_map(&map);
+    if constexpr (!S::V::kIsFp8) prefetch_map(&map);
   }
   launch_dependents();
   wait_for_previous_kernel();
@@ -573,10 +585,11 @@ __device__ void run(const CUtensorMap& map, const typename S::Arguments& a) {
                                  a.group, a.num_kv_heads, a.least_tokens, a.partials != nullptr};
   const int num_work_tiles = count_work_tiles<S::kKeys>(s.work_tiles, rows, gridDim.x) * a.num_kv_heads;
   if (threadIdx.x < 128) {
-    leave_registers<40>();  // 384 threads begin with 168 each; 40 + 2 * 232 is three times that
-    produce(s, map, a, rows, num_work_tiles, int(threadIdx.x) / 32);
+    leave_registers<S::kProducerRegisters>();
+    if constexpr (S::V::kIsFp8) produce_fp8(s, a, rows, num_work_tiles, int(threadIdx.x) / 32);
+    else produce(s, map, a, rows, num_work_tiles, int(threadIdx.x) / 32);
   } else {
-    take_registers<232>();
+    take_registers<S::kConsumerRegisters>();
     consume(s, a, rows, num_work_tiles, int(threadIdx.x) / 128 - 1);
   }
 }
@@ -589,7 +602,7 @@ __device__ void run(const CUtensorMap& map, const typename S::Arguments& a) {
     run<Shape<D, KEYS, V>>(map, arguments);                                               \
   }
 
-#ifndef ATTENTION_VARIANT  // attention_variants/attention_prefill_hopper_variant.cu
+#if !defined(ATTENTION_VARIANT) && !defined(ATTENTION_FP8)  // attention_variants, attention_fp8
 ATTENTION_PREFILL(attention_prefill_hopper, Plain, 64, 128)
 ATTENTION_PREFILL(attention_prefill_hopper, Plain, 128, 128)
 ATTENTION_PREFILL(attention_prefill_hopper, Plain, 256, 64)

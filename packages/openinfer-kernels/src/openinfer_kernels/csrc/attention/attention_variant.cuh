@@ -18,7 +18,8 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 
 // Its functions are static, as an unused `this` is enough to change how kernels are compiled.
 struct Plain {
-  static constexpr bool kIsVariant = false;
+  static constexpr bool kIsVariant = false, kIsFp8 = false;
+  using Cache = LayerCache;
 
   // The first key that a query at this position sees.
   static __device__ __forceinline__ int first_seen(int) { return 0; }
@@ -27,7 +28,8 @@ struct Plain {
 };
 
 struct Variant {
-  static constexpr bool kIsVariant = true;
+  static constexpr bool kIsVariant = true, kIsFp8 = false;
+  using Cache = LayerCache;
 
   const float* sinks;  // [H] logits; null: none
   int window;          // keys that a query sees, its own among them; the largest integer: all

@@ -86,7 +86,12 @@ __device__ void run_vectors(const Arguments& a) {
       values[i] = is_first ? values[i] * cosine - other * sine : values[i] * cosine + other * sine;
     }
   }
+#ifdef APPEND_FP8
+  attention::append_fp8<kLanes>(index < heads ? a.kv_slots[token] : -1, index - a.num_heads, a, values, lane);
+  if (index < a.num_heads) store(head.to + lane * 8, pack(values));
+#else
   if (index < heads && head.to != nullptr) store(head.to + lane * 8, head.weight == nullptr ? given : pack(values));
+#endif
 }
 
 constexpr int kMostValues = 512;
@@ -149,6 +154,7 @@ __device__ void gate_output(const bf16* attended, const bf16* projected, bf16* o
     run_vectors<HEAD_DIM / 8>(a);                                                                               \
   }
 
+#ifndef APPEND_FP8  // attention_fp8/gated_attention_fp8.cu
 GATED_QK_NORM_ROPE_APPEND(64)
 GATED_QK_NORM_ROPE_APPEND(128)
 GATED_QK_NORM_ROPE_APPEND(256)
@@ -166,3 +172,4 @@ extern "C" __global__ void output_gate_singles(const bf16* attended, const bf16*
                                                int row_values, int head_dim) {
   gate_output<1>(attended, projected, out, num_values, row_values, head_dim);
 }
+#endif

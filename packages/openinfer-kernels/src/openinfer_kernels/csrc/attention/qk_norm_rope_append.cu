@@ -138,8 +138,14 @@ __device__ void run_vectors(const Arguments& a) {
     unpack(given[i], values);
     if constexpr (kNorm != Norm::kNone) norm<kLanes, kNorm>(values, kind == Kind::kQuery ? q_weight : k_weight, a.eps);
     rotate<kLanes>(values, cosines, sines);
+#ifdef APPEND_FP8
+    if (kind == Kind::kValue) unpack(given[i], values);
+    attention::append_fp8<kLanes>(head < all_heads ? kv_slot : -1, head - a.num_heads, a, values, lane);
+    if (kind == Kind::kQuery) store(targets.q + head * kHeadDim + lane * 8, pack(values));
+#else
     bf16* target = head < all_heads ? targets.of(head, kHeadDim, a) : nullptr;
     if (target != nullptr) store(target + lane * 8, kind == Kind::kValue ? given[i] : pack(values));
+#endif
   }
 }
 
@@ -205,6 +211,8 @@ __device__ void run_pairs(const Arguments& a, int head_dim) {
     run_pairs<NORM>(a, head_dim);                                                             \
   }
 
+#ifndef APPEND_FP8  // attention_fp8/qk_norm_rope_append_fp8.cu
 APPEND_ANY(qk_norm_rope_append, Norm::kPlain)
 APPEND_ANY(zero_centred_qk_norm_rope_append, Norm::kZeroCentred)
 APPEND_ANY(rope_append, Norm::kNone)
+#endif

@@ -71,6 +71,10 @@ __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The two halves of `cluster_meet`, for what can be done between them.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
 // The address of block `rank`'s copy of what `pointer` is in this block.
 __device__ __forceinline__ uint32_t address_in(const void* pointer, uint32_t rank) {
   uint32_t address;

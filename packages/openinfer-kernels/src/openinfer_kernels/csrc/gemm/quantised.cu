@@ -62,12 +62,13 @@ __device__ void arrange(const uint32_t* from, uint32_t* to, int64_t count) {
             Format::arranged(words[(fragment * 4 + thread) * kFragmentWords + i]);
 }
 
-// Each thread dequantises 16 bytes of a row. The next kernel may not begin before: it would read what is written here
+// Each thread dequantises 16 bytes of a row; rows are the first axis of the grid: another one holds 65,535. The next kernel
+// may not begin before: it would read what is written here
 // as a weight, which is read before any wait.
 template <typename Format>
 __device__ void dequantise(const uint8_t* codes, const uint8_t* scales, __nv_bfloat16* to, int k, int row_bytes,
                            int scale_rows, int scale_pitch) {
-  const int vectors = row_bytes / 16, vector = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+  const int vectors = row_bytes / 16, vector = blockIdx.y * blockDim.x + threadIdx.x, row = blockIdx.x;
   if (vector >= vectors) return;
   const uint4 held = *reinterpret_cast<const uint4*>(codes + int64_t(row) * row_bytes + vector * 16);
   const int first = vector / 4 * Format::kFragments;  // of 32 columns

@@ -50,8 +50,8 @@ struct Bf16 {
 };
 
 // E4M3 with float32 scales. A word is codes 2, 0, 3, 1. Exponent and fraction are shifted into those of a BF16, which
-// makes a number 2^120 times too small, also where the exponent is 0. NaN codes (0x7F, 0xFF) become 480: no checkpoint
-// has them.
+// makes a number 2^120 times too small, also where the exponent is 0. NaN codes (0x7F, 0xFF) become 480: loading
+// refuses them.
 struct Fp8 {
   static constexpr int kFragments = 2, kScaleBytes = 4;
   static constexpr bool kQuantised = true;

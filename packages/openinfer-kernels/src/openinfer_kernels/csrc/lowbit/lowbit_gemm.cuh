@@ -21,7 +21,8 @@
 // Scaling::kWeights    weights are scaled and rounded to BF16 before they are multiplied
 //
 // A cluster of CTAs is either splits, which divide K of one tile and add up their sums in order, or multicast CTAs with
-// the same tokens, which each read a share of X for all. One run twice is bit-identical.
+// the same tokens, which each read a share of X for all. Where there are more tiles than blocks, splits multiply whole
+// tiles alone first, so that the last round of tiles keeps all multiprocessors busy. One run twice is bit-identical.
 #pragma once
 #include "common/hopper.cuh"
 #include "gemm/gemm_epilogue.cuh"
@@ -51,6 +52,7 @@ struct Problem {
   int multicast_ctas;
   int token_tiles, wide_tiles;  // tiles of the product: along its tokens, and along its rows those of a cluster
   int token_group;              // token tiles that are multiplied before the next rows
+  int whole_tiles;              // that splits multiply alone, before they divide K of one more
 };
 
 template <int kTokens_>
@@ -118,23 +120,43 @@ struct Tile {
   int first_token, row_tile;
 };
 
+// What a block multiplies at a time: a tile, or its split of one.
+struct Piece {
+  Tile tile;
+  int first_chunk, num_chunks;
+  bool is_split;
+};
+
 template <int kTokens>
 struct Work {
   int multicast_ctas, multicast_rank, splits, split;
-  int first, stride, tiles;  // of the cluster, each `multicast_ctas` row tiles
+  int first, stride, whole_pieces;  // of a block, or of a cluster where it multicasts: each `multicast_ctas` row tiles
+  int split_tile, pieces;
   int token_tiles, wide_tiles, token_group;
-  int first_chunk, num_chunks;
+  int chunks, first_chunk, num_chunks;  // of a tile, and of its split
 
   __device__ explicit Work(const Problem& p) {
     const int rank = cluster_rank(), size = cluster_size();
-    const bool is_multicast = p.multicast_ctas > 1;
+    const bool is_multicast = p.multicast_ctas > 1, divides = size > 1 && !is_multicast;
     multicast_ctas = p.multicast_ctas, multicast_rank = is_multicast ? rank : 0;
-    splits = is_multicast ? 1 : size, split = is_multicast ? 0 : rank;
-    first = blockIdx.x / size, stride = gridDim.x / size;
-    token_tiles = p.token_tiles, wide_tiles = p.wide_tiles, tiles = token_tiles * wide_tiles;
-    token_group = p.token_group;
-    first_chunk = p.chunks * split / splits;
-    num_chunks = p.chunks * (split + 1) / splits - first_chunk;
+    splits = divides ? size : 1, split = divides ? rank : 0;
+    const int together = is_multicast ? size : 1;
+    first = blockIdx.x / together, stride = gridDim.x / together;
+    token_tiles = p.token_tiles, wide_tiles = p.wide_tiles, token_group = p.token_group;
+    const int tiles = token_tiles * wide_tiles, whole = divides ? p.whole_tiles : tiles;
+    whole_pieces = (max(0, whole - first) + stride - 1) / stride;
+    split_tile = whole + int(blockIdx.x) / size;
+    pieces = whole_pieces + (divides && split_tile < tiles);
+    chunks = p.chunks;
+    first_chunk = chunks * split / splits;
+    num_chunks = chunks * (split + 1) / splits - first_chunk;
+  }
+
+  __device__ bool divides() const { return pieces > whole_pieces; }
+
+  __device__ Piece piece(int index) const {
+    if (index < whole_pieces) return {tile(first + index * stride), 0, chunks, false};
+    return {tile(split_tile), first_chunk, num_chunks, true};
   }
 
   // Tiles go through `token_group` token tiles before the next rows, so that both stay in the L2 cache for a while.
@@ -172,13 +194,14 @@ struct Producer {
     const int64_t along_k = int64_t(p.chunks) * p.tile_bytes, next = along_k * (kEpilogue == kSwiglu ? 1 : 2);
     const int64_t half = along_k * (kEpilogue == kSwiglu ? p.tile_rows / 2 : 1);
     Slot slot;
-    for (int index = work.first; index < work.tiles; index += work.stride) {
-      const int row_tile = work.tile(index).row_tile;
+    for (int index = 0; index < work.pieces; index++) {
+      const Piece piece = work.piece(index);
+      const int row_tile = piece.tile.row_tile;
       // Pairs of tiles after the last one are that one again: their sums are stored nowhere.
       const int first = row_tile * S::kRowWarpgroups, after = p.tile_rows / 2 - 1 - first;
       const int pair = first + min(0, after);
-      const uint8_t* from = p.tiles + pair * next + int64_t(work.first_chunk) * p.tile_bytes;
-      for (int left = work.num_chunks; left > 0; left -= S::kChunks, slot.advance(s.w_slots)) {
+      const uint8_t* from = p.tiles + pair * next + int64_t(piece.first_chunk) * p.tile_bytes;
+      for (int left = piece.num_chunks; left > 0; left -= S::kChunks, slot.advance(s.w_slots)) {
         const int bytes = min(S::kChunks, left) * p.tile_bytes;
         uint64_t* full = &s.barriers().w_full[slot.at];
         uint8_t* to = s.w(slot.at);
@@ -200,10 +223,11 @@ struct Producer {
     const uint16_t targets = (1 << work.multicast_ctas) - 1;
     wait_for_previous_kernel();
     Slot slot;
-    for (int index = work.first; index < work.tiles; index += work.stride) {
-      const int first_token = work.tile(index).first_token + first;
-      int column = work.first_chunk * kTileColumns;
-      for (int left = work.num_chunks * kBoxesOfTile; left > 0; left -= S::kBoxes, slot.advance(S::kXSlots)) {
+    for (int index = 0; index < work.pieces; index++) {
+      const Piece piece = work.piece(index);
+      const int first_token = piece.tile.first_token + first;
+      int column = piece.first_chunk * kTileColumns;
+      for (int left = piece.num_chunks * kBoxesOfTile; left > 0; left -= S::kBoxes, slot.advance(S::kXSlots)) {
         const int boxes = min(S::kBoxes, left);
         uint64_t* full = &s.barriers().x_full[slot.at];
         uint8_t* to = s.x(slot.at) + first * (kBoxColumns * 2);
@@ -316,14 +340,14 @@ struct Consumer {
   }
 
   // One slot of W and of X for each step: warpgroups that divide K have a chunk each.
-  __device__ __forceinline__ void multiply_slots(float (&d)[S::kSums]) {
+  __device__ __forceinline__ void multiply_slots(float (&d)[S::kSums], int num_chunks) {
     static_assert(S::kBoxes == S::kChunks * kBoxesOfTile);
     const int chunk = S::kChunks > 1 ? warpgroup : 0;
 #pragma unroll
     for (int i = 0; i < S::kSums; i++) d[i] = 0;
-    for (int done = 0; done < work.num_chunks; done += S::kChunks) {
+    for (int done = 0; done < num_chunks; done += S::kChunks) {
       barrier_wait(&s.barriers().w_full[w_slot.at], w_slot.phase);
-      if (done + chunk < work.num_chunks) {
+      if (done + chunk < num_chunks) {
         const Rows<Format> from = rows(w_slot.at, chunk);
         const uint8_t* boxes = s.x(x_slot.at) + chunk * kBoxesOfTile * S::kBoxBytes;
         float part[S::kSums];
@@ -357,10 +381,10 @@ struct Consumer {
   }
 
   // One slot of X for each box, so that the tensor cores go on while the next box is dequantised.
-  __device__ __forceinline__ void multiply_boxes(float (&d)[S::kSums]) {
+  __device__ __forceinline__ void multiply_boxes(float (&d)[S::kSums], int num_chunks) {
     static_assert(S::kBoxes == 1 && S::kChunks == 1 && kScaling == Scaling::kWeights);
     int before = 0;
-    for (int chunk = 0; chunk < work.num_chunks; chunk++) {
+    for (int chunk = 0; chunk < num_chunks; chunk++) {
       barrier_wait(&s.barriers().w_full[w_slot.at], w_slot.phase);
       const Rows<Format> from = rows(w_slot.at, 0);
       const Factors<Format> factors(from, p.scales, 0);
@@ -477,7 +501,7 @@ struct Consumer {
       barrier_arrive_in(address_in(&s.barriers().pushed, 0));
       return false;
     }
-    barrier_wait_cluster(&s.barriers().pushed, 0);  // the only phase: a cluster has one tile
+    barrier_wait_cluster(&s.barriers().pushed, 0);  // the only phase: a cluster divides one tile
     for (int split = 1; split < work.splits; split++) {
 #pragma unroll
       for (int i = 0; i < S::kSums; i++) d[i] += s.pushed(split)[i * kWarpgroup + thread];
@@ -515,14 +539,15 @@ struct Consumer {
 
   __device__ void run() {
     float d[S::kSums];
-    for (int index = work.first; index < work.tiles; index += work.stride) {
-      const Tile tile = work.tile(index);
+    for (int index = 0; index < work.pieces; index++) {
+      const Piece piece = work.piece(index);
+      const Tile tile = piece.tile;
       if constexpr (S::kBoxes == 1)
-        multiply_boxes(d);
+        multiply_boxes(d, piece.num_chunks);
       else
-        multiply_slots(d);
+        multiply_slots(d, piece.num_chunks);
       if (!hand_over(d)) continue;
-      if (work.splits > 1) {  // there is one tile
+      if (piece.is_split) {  // the last one
         if constexpr (S::kPushes) {
           if (push(d)) store(d, tile);
         } else {
@@ -530,7 +555,7 @@ struct Consumer {
         }
         return;
       }
-      if constexpr (S::kGathers)
+      if constexpr (S::kGathers && kEpilogue != kFloat32)
         store_gathered(d, tile);
       else
         store(d, tile);
@@ -557,16 +582,19 @@ __device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) 
     if (work.splits > 1) barrier_init(&barriers.pushed, (work.splits - 1) * kWarpgroup);
     barrier_init_fence();
   }
-  const bool is_cluster = cluster_size() > 1;
-  if (is_cluster)
-    cluster_meet();  // multicast copies arrive at the barriers of all blocks of the cluster
-  else
-    __syncthreads();
+  const bool is_cluster = cluster_size() > 1, multicasts = p.multicast_ctas > 1;
+  __syncwarp();
+  if (is_cluster) cluster_arrive();
+  __syncthreads();
+  // Multicast copies arrive at the barriers of all blocks of the cluster; splits need those of the others only when
+  // they have sums, so that their copies begin at once.
+  if (multicasts) cluster_wait();
   launch_dependents();
   if (threadIdx.x < S::kConsumers) {
     Consumer<Format, kTokens, kScaling, kEpilogue> consumer{
         p, work, s, __shfl_sync(~0u, int(threadIdx.x) / kWarpgroup, 0), int(threadIdx.x) % kWarpgroup, {}, {}};
     if constexpr (S::kTrades) take_registers<S::kConsumerRegisters>();
+    if (work.splits > 1) cluster_wait();
     consumer.run();
   } else {
     if constexpr (S::kTrades) leave_registers<S::kProducerRegisters>();
@@ -574,9 +602,11 @@ __device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) 
     if (threadIdx.x == S::kConsumers) producer.load_w();
     if (threadIdx.x == S::kConsumers + 32) producer.load_x(x_map);
     __syncwarp();
-    if (!S::kPushes && work.splits > 1) cluster_sync();
+    if (work.splits > 1) cluster_wait();
+    if (!S::kPushes && work.divides()) cluster_sync();
   }
-  if (is_cluster) {  // no CTA may end while others still reach into its shared memory
+  // No CTA may end while others still reach into its shared memory; a thread that has ended counts as arrived.
+  if (multicasts || (work.splits > 1 && (!S::kPushes || work.split == 0))) {
     __syncwarp();
     cluster_meet();
   }

@@ -140,4 +140,5 @@ __device__ void dequantise_tile(const uint8_t* tiles, __nv_bfloat16* to, int row
 DEQUANTISE_TILES(fp8, Fp8)
 DEQUANTISE_TILES(int8, Int8)
 DEQUANTISE_TILES(int4, Int4)
+DEQUANTISE_TILES(int4_min, Int4Min)
 DEQUANTISE_TILES(fp4, Fp4)

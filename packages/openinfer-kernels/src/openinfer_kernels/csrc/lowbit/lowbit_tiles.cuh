@@ -10,7 +10,7 @@
 //
 //     scales    [groups][32 rows], or [groups] where all rows of the tile share them; float32 for codes of a byte, else
 //               BF16 or float16
-//     zeros     [groups][32 rows] of 16 bits, as the format wants them
+//     zeros     [groups][32 rows] of 16 bits, as the format wants them; of a format with minimums what it adds
 //
 // A group is 128, 64 or 32 columns. Tiles end at multiples of 16 bytes.
 #pragma once
@@ -50,6 +50,10 @@ struct Scale {
   }
   __device__ __forceinline__ uint32_t times(uint32_t pair) const {
     return bits_of(__hfma2(pair_of(pair), high, __hmul2(pair_of(pair), low)));
+  }
+  // The product and another pair's sum.
+  __device__ __forceinline__ uint32_t times_and(uint32_t pair, uint32_t added) const {
+    return bits_of(__hfma2(pair_of(pair), high, __hfma2(pair_of(pair), low, pair_of(added))));
   }
 };
 
@@ -108,6 +112,23 @@ struct Int4 {
                                                  uint32_t (&pairs)[2]) {
     codes(piece, step, zero, pairs);
     pairs[0] = scale.times(pairs[0]), pairs[1] = scale.times(pairs[1]);
+  }
+};
+
+// Codes 0 to 15 times a scale, plus a minimum: q s + m is (q - 8) s + (m + 8 s). Tiles hold the second term in BF16: where
+// weights lie around zero it is small, and so is what its rounding costs.
+struct Int4Min {
+  static constexpr int kPieces = 1;
+  static constexpr bool kHasZeros = true, kFloat32Scales = false;
+  using Zero = uint32_t;
+  using Factor = Scale;
+  static constexpr uint16_t kNoZeros = 0;
+  static __device__ __forceinline__ Zero zero(uint16_t stored) { return stored * 0x10001u; }
+
+  static __device__ __forceinline__ void weights(const uint4& piece, int step, Zero middle, const Factor& scale,
+                                                 uint32_t (&pairs)[2]) {
+    Int4::codes(piece, step, Int4::zero(Int4::kNoZeros), pairs);
+    pairs[0] = scale.times_and(pairs[0], middle), pairs[1] = scale.times_and(pairs[1], middle);
   }
 };
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from openinfer_kernels.cuda.attention.layer_cache import LayerCache, layer_cache
+from openinfer_kernels.cuda.attention.layer_cache import FP8_SUFFIX, LayerCache, layer_cache
 from openinfer_kernels.cuda.attention.variant import Variant, stem_of_variants
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
@@ -44,6 +44,14 @@ _ANY_GPU: _Occupancies = {
     (128, 2): _Occupancy(2, 0),
     (256, 1): _Occupancy(2, 0),
 }
+_HOPPER_FP8: _Occupancies = {
+    (64, 1): _Occupancy(2, 8),
+    (64, 2): _Occupancy(2, 8),
+    (128, 1): _Occupancy(2, 4),
+    (128, 2): _Occupancy(2, 4),
+    (256, 1): _Occupancy(1, 4),
+}
+"""Of a cache in FP8: tiles are half as large, and as many bytes are on their way."""
 _HOPPER: _Occupancies = {
     (64, 1): _Occupancy(2, 4),
     (64, 2): _Occupancy(2, 4),
@@ -73,13 +81,22 @@ class _VariantArguments(ctypes.Structure):
 class AttentionDecode:
     """The decode kernels of one device and their workspace: one stream at a time."""
 
-    def __init__(self, device: Device, *, for_variants: bool = False) -> None:
-        """`for_variants`: the kernels of attention with a window, a soft cap or sinks."""
+    def __init__(self, device: Device, *, for_variants: bool = False, for_fp8: bool = False) -> None:
+        """Loads the kernels of one kind.
+
+        Args:
+            device: whose kernels.
+            for_variants: those of attention with a window, a soft cap or sinks.
+            for_fp8: those that read a cache in FP8.
+        """
         stem, occupancies = (_HOPPER_STEM, _HOPPER) if device.has(_HOPPER_STEM) else (_STEM, _ANY_GPU)
         if for_variants:
             stem, occupancies = stem_of_variants(stem), {key: each for key, each in occupancies.items() if key[1] == 1}
+        if for_fp8:
+            occupancies = _HOPPER_FP8 if stem == _HOPPER_STEM else occupancies
+            stem += FP8_SUFFIX
         self._occupancies = occupancies
-        self._kernels = {key: _kernel(device, stem, *key, each) for key, each in occupancies.items()}
+        self._kernels = {key: _kernel(device, stem, *key, each, is_fp8=for_fp8) for key, each in occupancies.items()}
         self._num_multiprocessors = device.num_multiprocessors
         # Kernels leave the counters at zero: launches share them, and no memset comes between two layers.
         self._arrivals = cupy.zeros(_MAX_ITEMS, np.int32)
@@ -126,11 +143,12 @@ class AttentionDecode:
         self._kernels[head_dim, tiles]((blocks, 1, 1), (_WARPS * 32, 1, 1), [given], overlap=True)
 
 
-def _kernel(device: Device, stem: str, head_dim: int, tiles: int, occupancy: _Occupancy) -> Kernel:
+def _kernel(device: Device, stem: str, head_dim: int, tiles: int, occupancy: _Occupancy, *, is_fp8: bool) -> Kernel:
     heads = _HEADS_OF_TILE * tiles
     sums = _WARPS * heads * (head_dim + _PADDING)
     ends = 4 * (2 * _WARPS * heads + 2 * _WARPS + 8 + sums)
-    ring = _WARPS * occupancy.kv_tiles * 2 * (_TILE_TOKENS * head_dim * 2 + 8)  # keys, values, and a barrier for each
+    tile_bytes = _TILE_TOKENS * (head_dim + 4 if is_fp8 else head_dim * 2)
+    ring = _WARPS * occupancy.kv_tiles * 2 * (tile_bytes + 8)  # keys, values, and a barrier for each
     # Three numbers of each row, by which blocks find their place in the list of work tiles.
     shared_bytes = ring + ends + 4 * (3 * MAX_ROWS + 1)
     return device.kernel(stem, f"{stem}_{head_dim}_{tiles}", shared_bytes=shared_bytes)

@@ -1,14 +1,18 @@
 """What gated attention does around the attention itself, in two kernels. `csrc/attention/gated_attention.cu`."""
 
 import ctypes
+from collections.abc import Mapping
+from functools import cached_property
 
 import numpy as np
 
+from openinfer_kernels.cuda.attention.layer_cache import FP8_SUFFIX, fp8_place
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
-from openinfer_kernels.ops import Array, AttentionBatch, PagedCache
+from openinfer_kernels.ops import Array, AttentionBatch, CacheFormat, PagedCache
 
 _STEM = "gated_attention"
 _THREADS = 256
@@ -39,9 +43,15 @@ class GatedAttention:
         self._vectors = {
             head_dim: device.kernel(_STEM, f"gated_qk_norm_rope_append_{head_dim}") for head_dim in _VECTOR_HEAD_DIMS
         }
+        self._device = device
         self._singles = device.kernel(_STEM, "gated_qk_norm_rope_append_singles")
         self._gate_vectors = device.kernel(_STEM, "output_gate_vectors")
         self._gate_singles = device.kernel(_STEM, "output_gate_singles")
+
+    @cached_property
+    def _fp8(self) -> Mapping[int, Kernel]:
+        stem, name = _STEM + FP8_SUFFIX, f"gated_qk_norm_rope_append{FP8_SUFFIX}"
+        return {head_dim: self._device.kernel(stem, f"{name}_{head_dim}") for head_dim in _VECTOR_HEAD_DIMS}
 
     def gated_qk_norm_rope_append(
         self,
@@ -55,7 +65,8 @@ class GatedAttention:
         batch: AttentionBatch,
     ) -> Array:
         """K and V of a token whose cache slot is negative, padding of a captured step, are written nowhere."""
-        data, cache_slots = cache.in_compute_dtype(), batch.cache_slots[cache.table]
+        is_fp8 = cache.format is CacheFormat.FP8
+        data, cache_slots = cache.data if is_fp8 else cache.in_compute_dtype(), batch.cache_slots[cache.table]
         _check(
             projected,
             q_norm=q_norm,
@@ -64,16 +75,22 @@ class GatedAttention:
             data=data,
             positions=batch.positions,
             cache_slots=cache_slots,
+            is_fp8=is_fp8,
         )
         num_tokens, head_dim, rotated = projected.shape[0], q_norm.shape[0], 2 * rope.shape[2]
         num_kv_heads, block_tokens = data.shape[3], data.shape[4]
         num_heads = projected.shape[1] // head_dim // 2 - num_kv_heads
         out = cupy.empty((num_tokens, num_heads, head_dim), bfloat16)
-        layer_values = 2 * num_kv_heads * block_tokens * head_dim
+        if is_fp8:
+            place, block_stride = fp8_place(cache)
+        else:
+            layer_values = 2 * num_kv_heads * block_tokens * head_dim
+            place, block_stride = address(data) + cache.layer * layer_values * bfloat16.itemsize, layer_values
+            block_stride *= data.shape[1]
         arguments = _Arguments(
             *map(address, (projected, q_norm, k_norm, rope, batch.positions, cache_slots, out)),
-            address(data) + cache.layer * layer_values * bfloat16.itemsize,
-            data.shape[1] * layer_values,
+            place,
+            block_stride,
             num_heads,
             num_kv_heads,
             block_tokens,
@@ -86,7 +103,13 @@ class GatedAttention:
         if head_dim in self._vectors and fits:
             threads = heads * head_dim // 8
             block = min(_THREADS, -(-threads // 32) * 32)
-            self._vectors[head_dim]((num_tokens, -(-threads // block), 1), (block, 1, 1), [arguments], overlap=True)
+            kernels = self._fp8 if is_fp8 else self._vectors
+            kernels[head_dim]((num_tokens, -(-threads // block), 1), (block, 1, 1), [arguments], overlap=True)
+        elif is_fp8:
+            raise ArrayMismatchError(
+                f"heads of {head_dim} values, {rotated} of them rotated, have no kernel that writes a cache in FP8: "
+                f"one of {_VECTOR_HEAD_DIMS}, and a multiple of 16, with arrays at multiples of 16 bytes"
+            )
         else:
             self._singles((num_tokens, heads, 1), (32, 1, 1), [arguments, ctypes.c_int(head_dim)], overlap=True)
         return out
@@ -108,13 +131,22 @@ class GatedAttention:
 
 
 def _check(
-    projected: Array, *, q_norm: Array, k_norm: Array, rope: Array, data: Array, positions: Array, cache_slots: Array
+    projected: Array,
+    *,
+    q_norm: Array,
+    k_norm: Array,
+    rope: Array,
+    data: Array,
+    positions: Array,
+    cache_slots: Array,
+    is_fp8: bool,
 ) -> None:
     require(projected, bfloat16, ndim=2, what="projected")
     require(q_norm, bfloat16, ndim=1, what="q_norm")
     require(k_norm, bfloat16, ndim=1, what="k_norm")
     require(rope, _FLOAT32, ndim=3, what="rope")
-    require(data, bfloat16, ndim=6, what="the cache")
+    if not is_fp8:  # whose place says it all
+        require(data, bfloat16, ndim=6, what="the cache")
     require(positions, _INT32, ndim=1, what="batch.positions")
     require(cache_slots, _INT64, ndim=1, what="batch.cache_slots")
     head_dim = q_norm.shape[0]

@@ -8,13 +8,13 @@ from openinfer_kernels.cuda.attention.decode import MAX_ROWS, AttentionDecode
 from openinfer_kernels.cuda.attention.prefill import AttentionPrefill
 from openinfer_kernels.cuda.attention.prefill_hopper import STEM as HOPPER_STEM
 from openinfer_kernels.cuda.attention.prefill_hopper import AttentionPrefillHopper
-from openinfer_kernels.cuda.attention.variant import exponent_scale, variant_of
+from openinfer_kernels.cuda.attention.variant import Variant, exponent_scale, variant_of
 from openinfer_kernels.cuda.common.arrays import fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.gpu_requirements import require_attention
-from openinfer_kernels.ops import Array, AttentionBatch, PagedCache
+from openinfer_kernels.ops import Array, AttentionBatch, CacheFormat, PagedCache
 
 _SMALLEST_OF_ALL_KERNELS = 64
 """Smaller heads, of toys, are served by the kernel for prompts of any GPU alone."""
@@ -23,15 +23,16 @@ _INT32 = np.dtype(np.int32)
 
 
 class _Kernels:
-    """The kernels without a variant, or those for variants."""
+    """The kernels without a variant, those for variants, or those that read a cache in FP8."""
 
-    def __init__(self, device: Device, *, for_variants: bool) -> None:
-        self.small = AttentionPrefill(device, least_tokens=1, for_variants=for_variants)
-        self.decode = AttentionDecode(device, for_variants=for_variants)
+    def __init__(self, device: Device, *, for_variants: bool = False, for_fp8: bool = False) -> None:
+        kind = {"for_variants": for_variants, "for_fp8": for_fp8}
+        self.small = AttentionPrefill(device, least_tokens=1, **kind)
+        self.decode = AttentionDecode(device, **kind)
         if device.has(HOPPER_STEM):
-            self.prefill = AttentionPrefillHopper(device, for_variants=for_variants)
+            self.prefill = AttentionPrefillHopper(device, **kind)
         else:
-            self.prefill = AttentionPrefill(device, for_variants=for_variants)
+            self.prefill = AttentionPrefill(device, **kind)
 
 
 class Attention:
@@ -39,11 +40,15 @@ class Attention:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._plain = _Kernels(device, for_variants=False)
+        self._plain = _Kernels(device)
 
     @cached_property
     def _of_variants(self) -> _Kernels:
         return _Kernels(self._device, for_variants=True)
+
+    @cached_property
+    def _of_fp8(self) -> _Kernels:
+        return _Kernels(self._device, for_fp8=True)
 
     def paged_attention(
         self,
@@ -61,7 +66,11 @@ class Attention:
         num_tokens, num_rows, most = q.shape[0], len(batch.context_lens), batch.max_query_tokens
         out = cupy.empty((num_tokens, q.shape[1] * q.shape[2]), bfloat16)
         variant = variant_of(num_heads=q.shape[1], scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-        kernels = self._plain if variant is None else self._of_variants
+        if cache.format is CacheFormat.FP8:
+            _refuse_variant(variant)
+            kernels = self._of_fp8
+        else:
+            kernels = self._plain if variant is None else self._of_variants
         power = exponent_scale(scale, soft_cap)
         if q.shape[2] < _SMALLEST_OF_ALL_KERNELS:
             kernels.small.launch(q, cache, out, batch=batch, scale=power, variant=variant)
@@ -77,12 +86,11 @@ class Attention:
 class _OneKernel:
     """The kernel for prompts, of heads of all sizes."""
 
-    def __init__(self, device: Device, *, for_variants: bool) -> None:
-        self._small = AttentionPrefill(device, least_tokens=1, for_variants=for_variants)
+    def __init__(self, device: Device, *, for_variants: bool = False, for_fp8: bool = False) -> None:
+        kind = {"for_variants": for_variants, "for_fp8": for_fp8}
+        self._small = AttentionPrefill(device, least_tokens=1, **kind)
         if device.has(HOPPER_STEM):
-            self._others = AttentionPrefillHopper(
-                device, least_tokens=1, divides_contexts=False, for_variants=for_variants
-            )
+            self._others = AttentionPrefillHopper(device, least_tokens=1, divides_contexts=False, **kind)
         else:
             self._others = self._small
 
@@ -99,11 +107,15 @@ class OneKernelAttention(Attention):
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._one = _OneKernel(device, for_variants=False)
+        self._one = _OneKernel(device)
 
     @cached_property
     def _one_of_variants(self) -> _OneKernel:
         return _OneKernel(self._device, for_variants=True)
+
+    @cached_property
+    def _one_of_fp8(self) -> _OneKernel:
+        return _OneKernel(self._device, for_fp8=True)
 
     def paged_attention(
         self,
@@ -119,16 +131,30 @@ class OneKernelAttention(Attention):
         _check(q, cache, batch)
         out = cupy.empty((q.shape[0], q.shape[1] * q.shape[2]), bfloat16)
         variant = variant_of(num_heads=q.shape[1], scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-        kernel = (self._one if variant is None else self._one_of_variants).of(q.shape[2])
+        if cache.format is CacheFormat.FP8:
+            _refuse_variant(variant)
+            kernel = self._one_of_fp8.of(q.shape[2])
+        else:
+            kernel = (self._one if variant is None else self._one_of_variants).of(q.shape[2])
         power = exponent_scale(scale, soft_cap)
         kernel.launch(q, cache, out, batch=batch, scale=power, variant=variant)
         return out
 
 
+def _refuse_variant(variant: Variant | None) -> None:
+    if variant is not None:
+        raise ArrayMismatchError(
+            "attention with a window, a soft cap or sinks has no kernel that reads a cache in FP8: keep it in BF16"
+        )
+
+
 def _check(q: Array, cache: PagedCache, batch: AttentionBatch) -> None:
-    data = cache.in_compute_dtype()
     require(q, bfloat16, ndim=3, what="q")
-    require(data, bfloat16, ndim=6, what="the cache")
+    if cache.format is CacheFormat.FP8:
+        data, _ = cache.in_fp8()
+    else:
+        data = cache.in_compute_dtype()
+        require(data, bfloat16, ndim=6, what="the cache")
     require(batch.query_starts, _INT32, ndim=1, what="batch.query_starts")
     require(batch.context_lens, _INT32, ndim=1, what="batch.context_lens")
     block_tables = batch.block_tables[cache.table]

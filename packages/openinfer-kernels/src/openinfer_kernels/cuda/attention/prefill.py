@@ -2,7 +2,7 @@
 
 import ctypes
 
-from openinfer_kernels.cuda.attention.layer_cache import LayerCache, layer_cache
+from openinfer_kernels.cuda.attention.layer_cache import FP8_SUFFIX, LayerCache, layer_cache
 from openinfer_kernels.cuda.attention.variant import Variant, stem_of_variants
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
@@ -35,16 +35,19 @@ class _VariantArguments(ctypes.Structure):
 class AttentionPrefill:
     """The prefill kernels of one device, for any GPU."""
 
-    def __init__(self, device: Device, *, least_tokens: int = 2, for_variants: bool = False) -> None:
+    def __init__(
+        self, device: Device, *, least_tokens: int = 2, for_variants: bool = False, for_fp8: bool = False
+    ) -> None:
         """Rows of a step with fewer query tokens than `least_tokens` are left alone.
 
         Args:
             device: whose kernels.
             least_tokens: see above.
             for_variants: the kernels of attention with a window, a soft cap or sinks.
+            for_fp8: those that read a cache in FP8.
         """
         self._least_tokens = least_tokens
-        stem = stem_of_variants(_STEM) if for_variants else _STEM
+        stem = stem_of_variants(_STEM) if for_variants else _STEM + FP8_SUFFIX * for_fp8
         self._kernels = {
             head_dim: device.kernel(
                 stem,

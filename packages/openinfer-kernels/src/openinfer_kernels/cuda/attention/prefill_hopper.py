@@ -5,13 +5,14 @@ import ctypes
 import numpy as np
 
 from openinfer_kernels.cuda.attention.decode import MAX_ROWS
+from openinfer_kernels.cuda.attention.layer_cache import FP8_SUFFIX, LayerCache, layer_cache
 from openinfer_kernels.cuda.attention.prefill import most_tiles
 from openinfer_kernels.cuda.attention.variant import Variant, stem_of_variants
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
-from openinfer_kernels.ops import Array, AttentionBatch, PagedCache
+from openinfer_kernels.ops import Array, AttentionBatch, CacheFormat, PagedCache
 
 STEM = "attention_prefill_hopper"
 _KEYS = {64: 128, 128: 128, 256: 64}
@@ -21,6 +22,7 @@ _CHUNK_TOKENS = 16
 _BOX_VALUES = 64
 _OTHER_SHARED_BYTES = 1024 + 256 + 16 * MAX_ROWS
 """To align the tiles, for barriers, and for what is known of rows."""
+_LARGEST_HEAD_DIM = 256
 _CONSUMERS = 256
 """Threads that hold sums, of a block."""
 
@@ -43,11 +45,21 @@ class _VariantArguments(ctypes.Structure):
     _fields_ = (("variant", Variant), ("others", _Arguments))
 
 
+class _Fp8Arguments(ctypes.Structure):
+    _fields_ = (("cache", LayerCache), ("others", _Arguments))
+
+
 class AttentionPrefillHopper:
     """The prefill kernels of one Hopper device."""
 
     def __init__(
-        self, device: Device, *, least_tokens: int = 2, divides_contexts: bool = True, for_variants: bool = False
+        self,
+        device: Device,
+        *,
+        least_tokens: int = 2,
+        divides_contexts: bool = True,
+        for_variants: bool = False,
+        for_fp8: bool = False,
     ) -> None:
         """Rows of a step with fewer query tokens than `least_tokens` are left alone.
 
@@ -57,15 +69,18 @@ class AttentionPrefillHopper:
             divides_contexts: whether several blocks may share a tile's context where tiles are few, and add up their
                 partials. It then depends on the other rows of the step in what order a token's sums are made.
             for_variants: the kernels of attention with a window, a soft cap or sinks.
+            for_fp8: those that read a cache in FP8.
         """
         self._least_tokens = least_tokens
         self._divides_contexts = divides_contexts
-        stem = stem_of_variants(STEM) if for_variants else STEM
+        stem = stem_of_variants(STEM) if for_variants else STEM + FP8_SUFFIX * for_fp8
         self._kernels = {
             head_dim: device.kernel(
                 stem,
                 f"{stem}_{head_dim}",
-                shared_bytes=2 * head_dim * (_QUERY_ROWS + 2 * _STAGES * keys) + _OTHER_SHARED_BYTES,
+                shared_bytes=2 * head_dim * (_QUERY_ROWS + 2 * _STAGES * keys)
+                + _OTHER_SHARED_BYTES
+                + (_staging_bytes(head_dim) if for_fp8 else 0),
             )
             for head_dim, keys in _KEYS.items()
         }
@@ -120,11 +135,21 @@ class AttentionPrefillHopper:
             -(-(1 << 32) // group) & 0xFFFFFFFF,
             scale,
         )
-        rows_shape = (head_dim, data.size // head_dim)
-        row_bytes = head_dim * bfloat16.itemsize
-        cache_map = self._maps.of(TensorBox(address(data), rows_shape, (row_bytes,), (_BOX_VALUES, _CHUNK_TOKENS)))
         tiles = most_tiles(len(q), num_rows, group, query_rows=_QUERY_ROWS) * num_kv_heads
         # With few tiles the blocks that have none of their own take a share of another's keys.
         blocks = self._num_multiprocessors if divides else min(tiles, self._num_multiprocessors)
+        kernel, grid, block = self._kernels[head_dim], (blocks, 1, 1), (_THREADS, 1, 1)
+        if cache.format is CacheFormat.FP8:
+            kernel(grid, block, [_Fp8Arguments(layer_cache(cache), arguments)], overlap=True)
+            return
+        rows_shape = (head_dim, data.size // head_dim)
+        row_bytes = head_dim * bfloat16.itemsize
+        cache_map = self._maps.of(TensorBox(address(data), rows_shape, (row_bytes,), (_BOX_VALUES, _CHUNK_TOKENS)))
         given = arguments if variant is None else _VariantArguments(variant, arguments)
-        self._kernels[head_dim]((blocks, 1, 1), (_THREADS, 1, 1), [cache_map, given], overlap=True)
+        kernel(grid, block, [cache_map, given], overlap=True)
+
+
+def _staging_bytes(head_dim: int) -> int:
+    """Where codes of a cache in FP8 wait to be converted: slots of four warps, with a barrier each."""
+    slots = 1 if head_dim == _LARGEST_HEAD_DIM else 4
+    return 4 * slots * (_CHUNK_TOKENS * (head_dim + 4) + 8)

@@ -1,15 +1,20 @@
 """What happens to Q, K and V between their projection and attention, in one kernel: norms, RoPE, write to the cache."""
 
 import ctypes
+from collections.abc import Mapping
+from functools import cached_property
 
 import numpy as np
 
+from openinfer_kernels.cuda.attention.layer_cache import FP8_SUFFIX, fp8_place
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
-from openinfer_kernels.ops import Array, AttentionBatch, PagedCache
+from openinfer_kernels.ops import Array, AttentionBatch, CacheFormat, PagedCache
 
+_STEM = "qk_norm_rope_append"
 _THREADS = 256
 _MANY_TOKENS = 512
 """From so many on there is work for every multiprocessor, and a thread takes `_HEADS_AT_ONCE` heads; before, one."""
@@ -29,6 +34,9 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("num_heads", "num_kv_heads", "block_tokens", "rope_positions")),
         ("eps", ctypes.c_float),
     )
+
+
+_ByHeadDim = Mapping[int, Kernel]
 
 
 class QkNormRopeAppend:
@@ -76,14 +84,13 @@ class _Kernels:
     """The kernels of one of the three."""
 
     def __init__(self, device: Device, name: str) -> None:
-        self._few, self._many = (
-            {
-                head_dim: device.kernel("qk_norm_rope_append", f"{name}_{tokens}_{head_dim}")
-                for head_dim in _VECTOR_HEAD_DIMS
-            }
-            for tokens in ("few", "many")
-        )
-        self._pairs = device.kernel("qk_norm_rope_append", f"{name}_pairs")
+        self._device, self._name = device, name
+        self._few, self._many = _vector_kernels(device, _STEM, name)
+        self._pairs = device.kernel(_STEM, f"{name}_pairs")
+
+    @cached_property
+    def _fp8(self) -> tuple[_ByHeadDim, _ByHeadDim]:
+        return _vector_kernels(self._device, _STEM + FP8_SUFFIX, self._name + FP8_SUFFIX)
 
     def launch(
         self,
@@ -95,21 +102,29 @@ class _Kernels:
         cache: PagedCache,
         batch: AttentionBatch,
     ) -> Array:
-        data, cache_slots = cache.in_compute_dtype(), batch.cache_slots[cache.table]
-        _check(qkv, norms=norms, rope=rope, data=data, positions=batch.positions, cache_slots=cache_slots)
+        is_fp8 = cache.format is CacheFormat.FP8
+        data, cache_slots = cache.data if is_fp8 else cache.in_compute_dtype(), batch.cache_slots[cache.table]
+        _check(
+            qkv, norms=norms, rope=rope, data=data, positions=batch.positions, cache_slots=cache_slots, is_fp8=is_fp8
+        )
         num_kv_heads, block_tokens, head_dim = data.shape[3:]
         num_tokens, heads = qkv.shape[0], qkv.shape[1] // head_dim
         num_heads = heads - 2 * num_kv_heads
         out = cupy.empty((num_tokens, num_heads, head_dim), bfloat16)
-        layer_values = 2 * num_kv_heads * block_tokens * head_dim
+        if is_fp8:
+            place, block_stride = fp8_place(cache)
+        else:
+            layer_values = 2 * num_kv_heads * block_tokens * head_dim
+            place, block_stride = address(data) + cache.layer * layer_values * bfloat16.itemsize, layer_values
+            block_stride *= data.shape[1]
         q_norm, k_norm = map(address, norms) if norms else (None, None)
         arguments = _Arguments(
             address(qkv),
             q_norm,
             k_norm,
             *map(address, (rope, batch.positions, cache_slots, out)),
-            address(data) + cache.layer * layer_values * bfloat16.itemsize,
-            data.shape[1] * layer_values,
+            place,
+            block_stride,
             num_heads,
             num_kv_heads,
             block_tokens,
@@ -119,12 +134,27 @@ class _Kernels:
         if head_dim in self._few and fits_vectors(qkv, *norms, rope, data):
             threads = heads * head_dim // 8
             block = min(_THREADS, -(-threads // 32) * 32)
-            kernels, heads_at_once = (self._few, 1) if num_tokens < _MANY_TOKENS else (self._many, _HEADS_AT_ONCE)
+            few, many = self._fp8 if is_fp8 else (self._few, self._many)
+            kernels, heads_at_once = (few, 1) if num_tokens < _MANY_TOKENS else (many, _HEADS_AT_ONCE)
             grid = (num_tokens, -(-threads // (block * heads_at_once)), 1)
             kernels[head_dim](grid, (block, 1, 1), [arguments], overlap=True)
+        elif is_fp8:
+            raise ArrayMismatchError(
+                f"heads of {head_dim} values have no kernel that writes a cache in FP8: one of {_VECTOR_HEAD_DIMS}, "
+                "with arrays at multiples of 16 bytes"
+            )
         else:
             self._pairs((num_tokens, heads, 1), (32, 1, 1), [arguments, ctypes.c_int(head_dim)], overlap=True)
         return out
+
+
+def _vector_kernels(device: Device, stem: str, name: str) -> tuple[_ByHeadDim, _ByHeadDim]:
+    """Those for few tokens, and for many."""
+    few, many = (
+        {head_dim: device.kernel(stem, f"{name}_{tokens}_{head_dim}") for head_dim in _VECTOR_HEAD_DIMS}
+        for tokens in ("few", "many")
+    )
+    return few, many
 
 
 def _checked_norms(q_norm: Array, k_norm: Array) -> tuple[Array, Array]:
@@ -134,11 +164,19 @@ def _checked_norms(q_norm: Array, k_norm: Array) -> tuple[Array, Array]:
 
 
 def _check(
-    qkv: Array, *, norms: tuple[Array, ...], rope: Array, data: Array, positions: Array, cache_slots: Array
+    qkv: Array,
+    *,
+    norms: tuple[Array, ...],
+    rope: Array,
+    data: Array,
+    positions: Array,
+    cache_slots: Array,
+    is_fp8: bool,
 ) -> None:
     require(qkv, bfloat16, ndim=2, what="qkv")
     require(rope, _FLOAT32, ndim=3, what="rope")
-    require(data, bfloat16, ndim=6, what="the cache")
+    if not is_fp8:  # whose place says it all
+        require(data, bfloat16, ndim=6, what="the cache")
     require(positions, _INT32, ndim=1, what="batch.positions")
     require(cache_slots, _INT64, ndim=1, what="batch.cache_slots")
     head_dim = data.shape[5]

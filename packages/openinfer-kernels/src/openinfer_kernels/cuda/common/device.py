@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Self
 
-from openinfer_kernels.cubins import architecture_of, require_cubins
+from openinfer_kernels.cubins import architecture_of, require_cubins, sources
 from openinfer_kernels.cuda.common.launch import Kernel, Module, check
 from openinfer_kernels.cuda.common.libraries import cupy, driver
 from openinfer_kernels.errors import DeviceUnavailableError
@@ -35,8 +35,11 @@ class Device:
         self._modules: dict[str, Module] = {}
 
     @classmethod
-    def open(cls, index: int = 0) -> Self:
+    def open(cls, index: int = 0, *, as_capability: tuple[int, int] | None = None) -> Self:
         """The GPU `index`, for the calling thread; compiles the kernels that neither wheel nor cache has.
+
+        `as_capability` is for tests: the device has the sources and features alone that one of an older capability has,
+        so that what it would run is run here.
 
         Raises:
             DeviceUnavailableError: there is no such GPU, or it or its driver is too old.
@@ -45,6 +48,10 @@ class Device:
         properties, capability = _look_at(index)
         cubins = require_cubins(architecture_of(*capability))
         _use(index)
+        if as_capability is not None:
+            names = {source.stem for source in sources(architecture_of(*as_capability))}
+            cubins = {stem: path for stem, path in cubins.items() if stem in names}
+            properties |= dict(zip(("major", "minor"), as_capability, strict=True))
         return cls(index, properties, cubins)
 
     @property

@@ -17,7 +17,7 @@ from openinfer_kernels.cpu.common.weights import upload_weight as to_float32
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
-from openinfer_kernels.cuda.common.uploads import Convert, Progress, Uploads
+from openinfer_kernels.cuda.common.uploads import Check, Convert, Progress, Uploads
 from openinfer_kernels.errors import WeightDtypeError
 from openinfer_kernels.ops import Array, HostArray
 from openinfer_kernels.weights.plain import RandomWeight, WeightPart, stacked_shape
@@ -67,22 +67,40 @@ class Memory:
                 self._write(part, piece)
         return out
 
+    def upload_weight_now(self, *parts: WeightPart) -> Array:
+        """As `upload_weight`, on the current stream also within `loading`, which is not told of it."""
+        before, self._uploads, self._progress = (self._uploads, self._progress), None, _no_progress
+        try:
+            return self.upload_weight(*parts)
+        finally:
+            self._uploads, self._progress = before
+
     def upload_float32(self, *parts: WeightPart) -> Array:
         # Made on the host: what stays float32 is short.
         out = self.upload(to_float32(*parts))
         self._progress(out.nbytes)
         return out
 
-    def upload_codes(self, host: HostArray, out: Array, convert: Convert) -> None:
-        """Brings `host`, of any strides, to the device, where `convert` writes it into `out`; put off in `loading`."""
-        if self._uploads is not None:
-            self._uploads.add(host, out, convert)
-        else:
-            self.upload_codes_now(host, out, convert)
+    def upload_codes(self, host: HostArray, out: Array, convert: Convert, check: Check | None = None) -> None:
+        """Brings `host`, of any strides, to the device, where `convert` writes it into `out`; put off in `loading`.
 
-    def upload_codes_now(self, host: HostArray, out: Array, convert: Convert) -> None:
+        `check` looks at it on the way; what it raises ends `loading`, or this call.
+        """
+        if self._uploads is not None:
+            self._uploads.add(host, out, convert, check)
+        else:
+            self.upload_codes_now(host, out, convert, check)
+
+    def upload_codes_now(self, host: HostArray, out: Array, convert: Convert, check: Check | None = None) -> None:
         """As `upload_codes`, on the current stream also within `loading`."""
+        if check is not None:
+            check(np.ascontiguousarray(host))
         convert(self.upload(host), out)
+        self._progress(out.nbytes)
+
+    def write_now(self, host: HostArray, out: Array) -> None:
+        """Brings float32, float16 or BF16's bits into `out` on the current stream, also within `loading`."""
+        self._write(host, out)
         self._progress(out.nbytes)
 
     def tell(self, num_bytes: int) -> None:

@@ -35,6 +35,8 @@ Progress = Callable[[int], None]
 """Called with the bytes that were copied since the last call, from any thread."""
 Convert = Callable[[Array, Array], None]
 """Brings what is on the device into the array that it is for, on the current stream."""
+Check = Callable[[HostArray], None]
+"""Looks at what goes to the device, while a cache of the CPU has it; raises what ends the load."""
 
 
 class Uploads:
@@ -56,13 +58,14 @@ class Uploads:
         self._lock = threading.Lock()
         self._pending: list[Future[None]] = []
 
-    def add(self, host: HostArray, out: Array, convert: Convert | None = None) -> None:
+    def add(self, host: HostArray, out: Array, convert: Convert | None = None, check: Check | None = None) -> None:
         """Queues the copy of `host` into `out`, of the same shape; neither may be touched until the end.
 
         Args:
             host: float32, float16, or uint16 for BF16 bits; any strides. With `convert`, whatever that reads.
             out: BF16, or what `convert` writes; contiguous.
             convert: in the place of what float32 and float16 take.
+            check: of every piece, contiguous.
         """
         # Contiguous arrays are cut anywhere, also inside their rows.
         if host.flags.c_contiguous:
@@ -70,12 +73,12 @@ class Uploads:
         row_bytes = max(1, host[:1].nbytes)
         if row_bytes > BUFFER_BYTES:
             for row, place in zip(host, out, strict=True):
-                self.add(row, place, convert)
+                self.add(row, place, convert, check)
             return
         rows = BUFFER_BYTES // row_bytes
         for begin in range(0, len(host), rows * _BUFFERS_OF_TASK):
             task = slice(begin, begin + rows * _BUFFERS_OF_TASK)
-            self._pending.append(self._threads.submit(self._copy, host[task], out[task], rows, convert))
+            self._pending.append(self._threads.submit(self._copy, host[task], out[task], rows, convert, check))
 
     def finish(self) -> None:
         """Waits for everything that was added; raises what a copy raised."""
@@ -92,17 +95,21 @@ class Uploads:
             lane.close()
         self._lanes.clear()
 
-    def _copy(self, host: HostArray, out: Array, rows: int, convert: Convert | None) -> None:
+    def _copy(self, host: HostArray, out: Array, rows: int, convert: Convert | None, check: Check | None) -> None:
         lane = self._lane()
         with lane.stream:
             for begin in range(0, len(host), rows):
-                self._copy_rows(lane, host[begin : begin + rows], out[begin : begin + rows], convert)
+                self._copy_rows(lane, host[begin : begin + rows], out[begin : begin + rows], convert, check)
         self._progress(host.nbytes)
 
-    def _copy_rows(self, lane: "_Lane", host: HostArray, out: Array, convert: Convert | None) -> None:
+    def _copy_rows(
+        self, lane: "_Lane", host: HostArray, out: Array, convert: Convert | None, check: Check | None
+    ) -> None:
         buffer = lane.next_buffer()
         staged = buffer.memory[: host.nbytes].view(host.dtype).reshape(host.shape)
         np.copyto(staged, host)
+        if check is not None:
+            check(staged)
         if host.dtype == np.uint16 and convert is None:
             _send(staged, out, lane.stream)
         else:

@@ -33,6 +33,11 @@ class MatmulDescAttribute(IntEnum):
     TRANSA = 3
     EPILOGUE = 7
     BIAS_POINTER = 8
+    A_SCALE_POINTER = 17
+    B_SCALE_POINTER = 18
+    FAST_ACCUM = 25
+    A_SCALE_MODE = 31
+    B_SCALE_MODE = 32
 
 
 class MatrixLayoutAttribute(IntEnum):
@@ -59,6 +64,17 @@ class Epilogue(IntEnum):
 
     DEFAULT = 1
     BIAS = 4
+
+
+class MatrixScale(IntEnum):
+    """`cublasLtMatmulMatrixScale_t`: what of a matrix of FP8 shares a float32 scale."""
+
+    OUTER_VEC_32F = 3
+    """A row of the weight, or a token."""
+    VEC128_32F = 4
+    """128 values along K of a token; the scales of all tokens lie side by side."""
+    BLK128X128_32F = 5
+    """128 x 128 values, K first; their rows begin at multiples of four."""
 
 
 class ReductionScheme(IntEnum):

@@ -18,7 +18,7 @@ MOST_TOKENS: Mapping[str, Mapping[int, int]] = {
 }
 """By the name of kernels, BF16's being for groups alone: tokens of a tile -> the most tokens it multiplies."""
 
-MOST_LOWBIT_TOKENS: Mapping[str, int] = {"fp8": 1024, "int8": 1024, "int4": 1024, "fp4": 1024}
+MOST_LOWBIT_TOKENS: Mapping[str, int] = {"fp8": 1024, "int8": 1024, "int4": 1024, "int4_min": 1024, "fp4": 1024}
 """Of a matrix in tiles, by the name of kernels: with more tokens it is dequantised to BF16 first."""
 
 

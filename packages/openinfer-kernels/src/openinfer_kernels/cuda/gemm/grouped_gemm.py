@@ -9,7 +9,8 @@ from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, LinearWeight, QuantisedWeight
-from openinfer_kernels.weights.quantised import Code, ScaleType, WeightFormat
+from openinfer_kernels.weights.gpu_kernels import rows_kernels
+from openinfer_kernels.weights.quantised import WeightFormat
 
 _THREADS = 128
 _FEW_BLOCKS = 2
@@ -76,17 +77,10 @@ def kernels_of_format(weight_format: WeightFormat) -> str:
     Raises:
         ArrayMismatchError: there are none.
     """
-    scales = weight_format.scales
-    plain = not (weight_format.zero_points or weight_format.minimums or weight_format.global_scale)
-    match weight_format.code:
-        case Code.E4M3 if plain:
-            return "fp8"
-        case Code.INT4 if plain and scales is ScaleType.BF16:
-            return "int4"
-        case Code.E2M1 if plain and scales is ScaleType.E8M0:
-            return "fp4"
-        case _:
-            raise ArrayMismatchError(f"weights of {weight_format} have no kernel on a GPU; run with --device cpu")
+    found = rows_kernels(weight_format)
+    if found is None:
+        raise ArrayMismatchError(f"weights of {weight_format} have no kernel on a GPU that multiplies rows of codes")
+    return found
 
 
 class Epilogue(StrEnum):

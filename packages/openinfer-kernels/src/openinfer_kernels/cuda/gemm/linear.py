@@ -98,6 +98,14 @@ class Linear:
         """The product and the gate are two kernels, unlike SwiGLU's."""
         return self.geglu(self.linear(x, gate_up))
 
+    def swiglu(self, gate_up: Array) -> Array:
+        """`silu(gate) * up` for `gate_up [T, 2 F]`, gate values, then up values: `[T, F]`, rounded once."""
+        require(gate_up, bfloat16, ndim=2, what="gate and up")
+        out = cupy.empty((len(gate_up), gate_up.shape[1] // 2), bfloat16)
+        if out.size:
+            _gate(self._swiglu, gate_up, out)
+        return out
+
     def geglu(self, gate_up: Array) -> Array:
         require(gate_up, bfloat16, ndim=2, what="gate and up")
         out = cupy.empty((len(gate_up), gate_up.shape[1] // 2), bfloat16)

@@ -1,6 +1,7 @@
 """Products of quantised matrices on Hopper: `csrc/lowbit/lowbit_gemm.cuh` dequantises codes in registers."""
 
 import ctypes
+from collections.abc import Sequence
 from itertools import product
 
 from openinfer_kernels.cuda.common.arrays import address
@@ -25,6 +26,8 @@ _BOX_COLUMNS = 64
 _TOKEN_GROUP = 8
 """Token tiles that are multiplied before the next rows: what they read stays in the L2 cache."""
 _MOST_KEPT = 4096
+_WEIGHTS_ALONE = ("int4_min",)
+"""Kernels whose sums are never scaled: a minimum is no multiple of a scale."""
 
 
 class _Problem(ctypes.Structure):
@@ -35,6 +38,7 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("m", "n", "tile_rows", "chunks", "tile_bytes")),
         *((name, ctypes.c_int) for name in ("groups", "float16_scales", "scale_rows", "zeros")),
         *((name, ctypes.c_int) for name in ("multicast_ctas", "token_tiles", "wide_tiles", "token_group")),
+        ("whole_tiles", ctypes.c_int),
     )
 
 
@@ -55,14 +59,17 @@ class LowbitGemm:
         """Whether the device has the kernels."""
         return device.has(f"{_STEM}fp8")
 
-    def load(self, kernels: str) -> None:
+    def load(self, kernels: str, epilogues: Sequence[Epilogue] = (Epilogue.STORE, Epilogue.SWIGLU)) -> None:
         """Loads all kernels of a code, which are not loaded while a graph is captured."""
-        for epilogue, size, scales_sums in product((Epilogue.STORE, Epilogue.SWIGLU), SIZES, (True, False)):
+        for epilogue, size, scales_sums in product(epilogues, SIZES, (True, False)):
             key = kernels, epilogue, scales_sums, size.tokens
-            if key in self._kernels or (scales_sums and size.tokens > MOST_TOKENS_OF_SUMS):
+            if key in self._kernels or (
+                scales_sums and (size.tokens > MOST_TOKENS_OF_SUMS or kernels in _WEIGHTS_ALONE)
+            ):
                 continue
             name = f"{_STEM}{kernels}_{epilogue}_{'sums' if scales_sums else 'weights'}_{size.tokens}"
-            self._kernels[key] = self._device.kernel(f"{_STEM}{kernels}", name, shared_bytes=size.shared_kib << 10)
+            stem = f"{_STEM}{kernels}" + ("_head" if epilogue is Epilogue.FLOAT32 else "")
+            self._kernels[key] = self._device.kernel(stem, name, shared_bytes=size.shared_kib << 10)
             self._some.setdefault(size.tokens, self._kernels[key])
 
     def multiply(
@@ -70,12 +77,14 @@ class LowbitGemm:
     ) -> None:
         """Writes `x [T, k] @ weight.T` into `out [T, n]`, for `SWIGLU` its gated halves into `out [T, n / 2]`.
 
+        `out` is float32 for `FLOAT32`, else BF16.
+
         Its kernels were loaded. Arrays are contiguous and begin at multiples of 16 bytes; T at least 1. `SWIGLU` takes
         halves of multiples of 64 rows. `scales_sums` says whether codes are multiplied rather than weights; None: where
         that is faster.
         """
         num_tokens, k = x.shape
-        size, token_tiles, row_tiles, blocks, splits, multicast_ctas = self._partition(num_tokens, weight)
+        size, token_tiles, row_tiles, blocks, splits, multicast_ctas, whole_tiles = self._partition(num_tokens, weight)
         may_scale_sums = weight.sums_may_be_scaled and size.tokens <= MOST_TOKENS_OF_SUMS
         scales_sums = may_scale_sums if scales_sums is None else scales_sums
         problem = _Problem(
@@ -92,6 +101,7 @@ class LowbitGemm:
             token_tiles,
             -(-row_tiles // multicast_ctas),
             _TOKEN_GROUP,
+            whole_tiles,
         )
         # The map ends at the last token and column, and the copy engine fills up with zeros.
         box = (_BOX_COLUMNS, size.tokens // multicast_ctas)

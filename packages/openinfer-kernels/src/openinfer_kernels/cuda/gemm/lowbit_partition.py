@@ -2,6 +2,8 @@
 
 up to 128 tokens    all tokens in one tile, each weight read once; K divided where there are few tiles
 more                tiles of 128 or 256 tokens, whichever keeps the multiprocessors busy
+
+Tiles that are left over after whole rounds have their K divided, too: else most multiprocessors are idle in the last.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,11 +29,10 @@ class Size(NamedTuple):
     """Blocks of a cluster that divide K: more of them take longer to add up their sums than they save."""
     relative_cost: float = 1.0
     """Of a weight times a token, by measurement at 512 tokens."""
-
-    @property
-    def multicasts(self) -> bool:
-        """Whether two blocks read their tokens together, where there are several tiles of tokens."""
-        return self.most_splits == 1
+    most_leftover_splits: int = 8
+    """The same of tiles that are left over after whole rounds, by measurement: clusters of four start later."""
+    multicasts: bool = False
+    """Whether two blocks read their tokens together, where there are several tiles of tokens."""
 
     @property
     def threads(self) -> int:
@@ -39,12 +40,12 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size(8, 1, 2, 113, 4),
-    Size(16, 1, 2, 113, 4),
+    Size(8, 1, 2, 113, 4, most_leftover_splits=2),
+    Size(16, 1, 2, 113, 4, most_leftover_splits=2),
     Size(32, 2, 2, 105, 8),
     Size(64, 3, 1, 225, 8),
     Size(128, 3, 1, 225, 8, 1.25),
-    Size(256, 2, 1, 225, 1),
+    Size(256, 2, 1, 225, 4, multicasts=True),
 )
 _MOST_TOKENS_OF_ONE_TILE = 128
 _EXCHANGE_CHUNKS = 5
@@ -71,6 +72,8 @@ class Partition(NamedTuple):
     """Blocks of a cluster that divide K."""
     multicast_ctas: int
     """Blocks of a cluster that read their tokens together."""
+    whole_tiles: int = 0
+    """Tiles that splits multiply alone, before each cluster divides K of one of those left."""
 
 
 def partition_product(num_tokens: int, weight_tiles: int, chunks: int, room: Room) -> Partition:
@@ -94,15 +97,22 @@ def _ways(size: Size, num_tokens: int, weight_tiles: int, chunks: int, room: Roo
         yield Partition(size, token_tiles, row_tiles, clusters * _MULTICAST_CTAS, 1, _MULTICAST_CTAS)
         return
     yield Partition(size, token_tiles, row_tiles, min(slots, tiles), 1, 1)
-    for splits in range(2, min(size.most_splits, slots // tiles, chunks) + 1):
+    for splits in range(2, min(size.most_splits, chunks) + 1):
         # Clusters that divide K run all at a time, or the last of them begin when others have ended.
-        if tiles <= room.clusters(size, splits):
-            yield Partition(size, token_tiles, row_tiles, tiles * splits, splits, 1)
+        clusters = room.clusters(size, splits)
+        whole = tiles // (clusters * splits) * (clusters * splits) if clusters else 0
+        if 0 < tiles - whole <= clusters and not (whole and splits > size.most_leftover_splits):
+            used = clusters if whole else tiles
+            yield Partition(size, token_tiles, row_tiles, used * splits, splits, 1, whole)
 
 
 def _cost(partition: Partition, chunks: int) -> float:
     """Of the multiprocessor that has most to do: tokens, times rows, times chunks."""
-    size, splits = partition.size, partition.splits
-    rounds = -(-partition.token_tiles * partition.row_tiles * splits // partition.blocks)
-    exchange = _EXCHANGE_CHUNKS if splits > 1 and size.tokens > MOST_TOKENS_OF_SUMS else 0
-    return rounds * size.tokens * size.warpgroups * size.relative_cost * (-(-chunks // splits) + exchange)
+    size, splits, tiles = partition.size, partition.splits, partition.token_tiles * partition.row_tiles
+    if splits == 1:
+        rounds = -(-tiles // partition.blocks)
+        each = rounds * chunks
+    else:
+        exchange = _EXCHANGE_CHUNKS if size.tokens > MOST_TOKENS_OF_SUMS else 0
+        each = partition.whole_tiles // partition.blocks * chunks + -(-chunks // splits) + exchange
+    return each * size.tokens * size.warpgroups * size.relative_cost

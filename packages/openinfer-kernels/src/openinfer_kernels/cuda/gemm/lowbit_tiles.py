@@ -19,6 +19,7 @@ from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.memory import Memory
 from openinfer_kernels.ops import Array, QuantisedWeight
+from openinfer_kernels.weights.gpu_kernels import tiles_kernels
 from openinfer_kernels.weights.quantised import Code, QuantisedPart, ScaleType, WeightFormat
 from openinfer_kernels.weights.scale_blocks import float32_scales, of_blocks
 
@@ -27,12 +28,11 @@ TILE_COLUMNS = 128
 _STEM = "lowbit_tiles"
 _THREADS = 128
 _VECTOR_BYTES = 16
-_LEAST_COLUMNS = 32
-"""Of a group."""
 _PAIR_ROWS = 2 * TILE_ROWS
 """Rows of two tiles, which lie among each other."""
 _INT4_OFFSET = 128
 """Tiles hold 128 + zero point."""
+_MIDDLE_OF_INT4 = np.float32(8)
 
 
 class _Layout(NamedTuple):
@@ -48,11 +48,13 @@ class _Layout(NamedTuple):
 
 
 _LAYOUTS = {
-    Code.E4M3: _Layout("fp8", "fp8", 4, 4096, 4),
-    Code.INT8: _Layout("int8", "bytes", 4, 4096, 4),
-    Code.INT4: _Layout("int4", "nibbles", 8, 2048, 2),
-    Code.E2M1: _Layout("fp4", "nibbles", 8, 2048, 2),
+    "fp8": _Layout("fp8", "fp8", 4, 4096, 4),
+    "int8": _Layout("int8", "bytes", 4, 4096, 4),
+    "int4": _Layout("int4", "nibbles", 8, 2048, 2),
+    "int4_min": _Layout("int4_min", "nibbles", 8, 2048, 2),
+    "fp4": _Layout("fp4", "nibbles", 8, 2048, 2),
 }
+"""By the name of kernels, which `tiles_kernels` has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ class TiledWeight(QuantisedWeight):
     scale_rows: int
     """Scales of a group: one for each row of a tile, or one for all."""
     zeros: int
-    """Where in a tile zero points begin; 0: there are none."""
+    """Where in a tile zero points begin, or what a code of 8 stands for where there are minimums; 0: neither."""
     float16_scales: bool
 
     @property
@@ -80,7 +82,8 @@ class TiledWeight(QuantisedWeight):
     @property
     def sums_may_be_scaled(self) -> bool:
         """Whether codes may be multiplied and the sums of a tile's columns scaled: codes are exact in BF16."""
-        return self.groups == 1 and not (self.format.code is Code.INT8 and self.zeros)
+        inexact = self.format.minimums or (self.format.code is Code.INT8 and self.zeros)
+        return self.groups == 1 and not inexact
 
 
 class LowbitTiles:
@@ -97,25 +100,15 @@ class LowbitTiles:
             layout.kernels: device.kernel(_STEM, f"dequantise_tiles_{layout.kernels}") for layout in _LAYOUTS.values()
         }
 
-    def serve(self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
-        """Whether a matrix of `shape` may be in tiles; `block`: rows and columns within which no scale changes."""
-        is_fine = block[1] % _LEAST_COLUMNS == 0 and shape[1] % _LEAST_COLUMNS == 0
-        if len(shape) != 2 or weight_format.minimums or not is_fine:
-            return False
-        if _LAYOUTS[weight_format.code].scale_bytes == 4:
-            return True
-        in_16_bits = (ScaleType.BF16, ScaleType.F16, ScaleType.E8M0)
-        return weight_format.scales in in_16_bits and not weight_format.global_scale
-
     def empty(self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> TiledWeight:
         """Tiles without anything in them; `fill_scales` and `place` write all that is read."""
-        layout, (rows, columns) = _LAYOUTS[weight_format.code], shape
+        layout, (rows, columns) = _LAYOUTS[tiles_kernels(weight_format)], shape
         width = TILE_COLUMNS if block[1] == columns else math.gcd(TILE_COLUMNS, block[1])
         groups = TILE_COLUMNS // width
         scale_rows = 1 if block[0] % _PAIR_ROWS == 0 else TILE_ROWS
         scale_bytes = -(-groups * scale_rows * layout.scale_bytes // _VECTOR_BYTES) * _VECTOR_BYTES
         end = layout.code_bytes + scale_bytes
-        has_zeros = weight_format.zero_points
+        has_zeros = weight_format.zero_points or weight_format.minimums
         tile_bytes = end + (groups * TILE_ROWS * 2 if has_zeros else 0)
         tiles = cupy.empty((-(-rows // _PAIR_ROWS) * 2, -(-columns // TILE_COLUMNS), tile_bytes), np.uint8)
         return TiledWeight(
@@ -134,15 +127,16 @@ class LowbitTiles:
 
     def place(self, weight: TiledWeight, *, first_row: int) -> "Place":
         """Puts the codes of a part into the tiles, whose rows begin at `first_row`."""
-        layout = _LAYOUTS[weight.format.code]
+        layout = _LAYOUTS[weight.kernels]
         return Place(self._arrangements[layout.arrangement], weight, first_row, layout.unit_bytes)
 
     def fill_scales(self, weight: TiledWeight, parts: tuple[QuantisedPart, ...]) -> None:
-        layout, block = _LAYOUTS[weight.format.code], (weight.block_rows, weight.block_columns)
+        layout, block = _LAYOUTS[weight.kernels], (weight.block_rows, weight.block_columns)
         scales = np.concatenate([_stored_scales(part, block, layout) for part in parts])
         self._fill(weight, scales, offset=layout.code_bytes, rows=weight.scale_rows)
         if weight.zeros:
-            self._fill(weight, _stored_zeros(parts, block), offset=weight.zeros, rows=TILE_ROWS)
+            stored = _stored_middles if weight.format.minimums else _stored_zeros
+            self._fill(weight, stored(parts, block), offset=weight.zeros, rows=TILE_ROWS)
 
     def dequantised(self, weight: TiledWeight) -> Array:
         """The matrix in BF16, rounded once."""
@@ -213,6 +207,14 @@ def _stored_zeros(parts: tuple[QuantisedPart, ...], block: tuple[int, int]) -> N
     if parts[0].format.code is Code.INT4:
         return _upper_halves(zeros.astype(np.float32) + _INT4_OFFSET)
     return zeros.astype(np.float16).view(np.uint16)
+
+
+def _stored_middles(parts: tuple[QuantisedPart, ...], block: tuple[int, int]) -> NDArray[Any]:
+    """The minimum plus eight scales: what a code of 8 stands for, the nearest BF16 of it."""
+    minimums = np.concatenate([of_blocks(part, np.asarray(part.minimums), block) for part in parts])
+    scales = np.concatenate([float32_scales(part, block) for part in parts])
+    bits = (minimums.astype(np.float32) + _MIDDLE_OF_INT4 * scales).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def _upper_halves(values: NDArray[np.float32]) -> NDArray[np.uint16]:

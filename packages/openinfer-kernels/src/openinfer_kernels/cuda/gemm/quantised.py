@@ -2,6 +2,9 @@
 
 matrices on Hopper           tiles of `lowbit_tiles.py`, for `lowbit_gemm.py`
 several in one, other GPUs   the order of `csrc/gemm/weight_formats.cuh`, for `grouped_gemm.py`
+formats without a kernel     tiles, dequantised at each product; or BF16, dequantised when they are loaded
+
+`weights/gpu_kernels.py` says which.
 """
 
 import ctypes
@@ -13,12 +16,13 @@ from typing import TypeAlias
 import numpy as np
 
 from openinfer_kernels.cpu.common.random_weight import random_codes
+from openinfer_kernels.cpu.gemm.quantised import upload_dequantised as host_dequantised
 from openinfer_kernels.cuda.common.arrays import fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.memory import Memory
-from openinfer_kernels.cuda.common.uploads import Convert
+from openinfer_kernels.cuda.common.uploads import Check, Convert
 from openinfer_kernels.cuda.gemm import dispatch
 from openinfer_kernels.cuda.gemm.grouped_gemm import NAMES, Epilogue, GroupedGemm, kernels_of_format
 from openinfer_kernels.cuda.gemm.linear import Linear
@@ -26,8 +30,11 @@ from openinfer_kernels.cuda.gemm.lowbit_gemm import LowbitGemm
 from openinfer_kernels.cuda.gemm.lowbit_tiles import LowbitTiles, TiledWeight
 from openinfer_kernels.cuda.gemm.tiles import Epilogue as DenseEpilogue
 from openinfer_kernels.cuda.moe.experts import check_weight
-from openinfer_kernels.errors import ArrayMismatchError
-from openinfer_kernels.ops import Array, HostArray, QuantisedWeight
+from openinfer_kernels.errors import ArrayMismatchError, WeightValueError
+from openinfer_kernels.ops import Array, HostArray, LinearWeight, QuantisedWeight
+from openinfer_kernels.weights.code_values import require_numbers
+from openinfer_kernels.weights.gpu_kernels import GROUP as _GROUP
+from openinfer_kernels.weights.gpu_kernels import Way, rows_hold, tiles_hold, way_of
 from openinfer_kernels.weights.quantised import Code, QuantisedPart, RandomCodes
 from openinfer_kernels.weights.scale_blocks import common_block, float32_scales, of_blocks, stacked_shape
 
@@ -35,15 +42,15 @@ _THREADS = 128
 _UNIT_BYTES = 16
 _BLOCK_BYTES = 64
 """That are put in order together; a row has whole ones, zeros at its end."""
-_GROUP = 32
-"""Columns of a scale on the device, whatever shares it in the checkpoint."""
 _GATED_ROWS = 64
 """Of gate, and of up, which a kernel that gates takes together."""
 _PITCH = 16
 """Scales in a row are a multiple of this, zeros after the last, so that a chunk of them is always there."""
 
-_Bring: TypeAlias = Callable[[HostArray, Array, Convert], None]
+_Bring: TypeAlias = Callable[[HostArray, Array, Convert, Check | None], None]
 """Copies codes to the device and converts them into their place."""
+_DENSE_VALUES = 1 << 26
+"""That are dequantised at once on the host: bounds its memory."""
 
 
 class Quantised:
@@ -54,31 +61,54 @@ class Quantised:
         self._memory = memory
         self._linear = linear
         # Sums of its kernels depend on how many tokens there are, which a product that does not choose must not.
-        has_lowbit = gemm.chooses and LowbitGemm.there_is_one(device)
-        self._tiles = LowbitTiles(device, memory) if has_lowbit else None
+        self._has_lowbit = gemm.chooses and LowbitGemm.there_is_one(device)
+        self._tiles = LowbitTiles(device, memory)
         self._lowbit = LowbitGemm(device)
         self._dequantise = {each: device.kernel("quantised", f"dequantise_{each}") for each in NAMES}
         self._random = device.kernel("quantised", "random_codes")
         self._arrangements = {each: device.kernel("quantised", f"arrange_{each}") for each in NAMES}
 
-    def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
-        """A code of NaN (E4M3 0x7F, 0xFF) is taken for 480. Scales that change inside 32 columns are refused."""
-        return self._upload(parts, num_matrices, self._memory.upload_codes)
+    def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> LinearWeight:
+        """A format without a kernel here becomes a plain weight where nothing holds it as it is: `way_of`."""
+        shape, block, way = self._placed(parts, num_matrices)
+        if way is Way.BF16:
+            return self._dense(parts, shape, block)
+        return self._upload(parts, shape, block, way, self._memory.upload_codes)
 
     def upload_dequantised(self, *parts: QuantisedPart) -> Array:
-        return self.dequantised(self._upload(parts, None, self._memory.upload_codes_now))
+        return self._dense(parts, *self._placed(parts, None)[:2])
 
-    def _upload(self, parts: tuple[QuantisedPart, ...], num_matrices: int | None, bring: _Bring) -> QuantisedWeight:
+    def _placed(
+        self, parts: tuple[QuantisedPart, ...], num_matrices: int | None
+    ) -> tuple[tuple[int, ...], tuple[int, int], Way]:
         shape = stacked_shape(parts, num_matrices)
         block = common_block(parts, shape)
-        if self._tiles is not None and self._tiles.serve(parts[0].format, block, shape):
-            return self._upload_tiles(self._tiles, parts, shape, block, bring)
-        kernels_of_format(parts[0].format)  # refuses what has none
-        if block[1] % _GROUP:
-            raise ArrayMismatchError(
-                f"weights of {parts[0].format} have no kernel on a GPU where scales change inside of {_GROUP} columns: "
-                f"this piece has blocks of {block[1]} columns; cut it elsewhere, or run with --device cpu"
-            )
+        return shape, block, way_of(parts[0].format, block, shape, has_lowbit=self._has_lowbit)
+
+    def _dense(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], block: tuple[int, int]) -> Array:
+        """In BF16, rounded once; it is there when this returns, also within `loading`."""
+        made, flat = parts[0].format, (math.prod(shape[:-1]), shape[-1])
+        in_rows = rows_hold(made, block, flat)
+        if not in_rows and not tiles_hold(made, block, flat):
+            return self._dense_from_host(parts, shape)
+        way = Way.ROWS if in_rows else Way.TILES
+        return self.dequantised(self._upload(parts, flat, block, way, self._memory.upload_codes_now)).reshape(shape)
+
+    def _dense_from_host(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...]) -> Array:
+        out = cupy.empty((math.prod(shape[:-1]), shape[-1]), bfloat16)
+        step, begin = max(1, _DENSE_VALUES // shape[-1]), 0
+        for part in parts:
+            for first in range(0, part.shape[0], step):
+                piece = host_dequantised(part.rows(first, min(first + step, part.shape[0])))
+                self._memory.write_now(piece, out[begin : begin + len(piece)])
+                begin += len(piece)
+        return out.reshape(shape)
+
+    def _upload(
+        self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], block: tuple[int, int], way: Way, bring: _Bring
+    ) -> QuantisedWeight:
+        if way is not Way.ROWS:
+            return self._upload_tiles(parts, shape, block, bring)
         weight = QuantisedWeight(
             format=parts[0].format,
             shape=shape,
@@ -118,7 +148,7 @@ class Quantised:
 
     def _multiply_tiles(self, x: Array, weight: TiledWeight, epilogue: DenseEpilogue) -> Array:
         gates = epilogue is DenseEpilogue.SWIGLU
-        if len(x) > dispatch.MOST_LOWBIT_TOKENS[weight.kernels]:
+        if not self._has_lowbit or len(x) > dispatch.MOST_LOWBIT_TOKENS[weight.kernels]:
             dense = self.dequantised(weight)
             multiply = self._linear.linear_swiglu if gates else self._linear.linear
             return multiply(x, dense, weights_first=False)
@@ -128,33 +158,29 @@ class Quantised:
         return out
 
     def dequantised(self, weight: QuantisedWeight) -> Array:
-        if self._tiles is not None and isinstance(weight, TiledWeight):
+        if isinstance(weight, TiledWeight):
             return self._tiles.dequantised(weight)
         *matrices, height, k = weight.shape
         rows = math.prod(matrices) * height
         out = cupy.empty(weight.shape, bfloat16)
         row_bytes = weight.codes.shape[-1]
         sizes = k, row_bytes, weight.block_rows, weight.scales.strides[-2]
-        grid = (-(-row_bytes // (_UNIT_BYTES * _THREADS)), rows, 1)
+        grid = (rows, -(-row_bytes // (_UNIT_BYTES * _THREADS)), 1)
         arguments = [weight.codes, weight.scales, out, *map(ctypes.c_int, sizes)]
         self._dequantise[kernels_of_format(weight.format)](grid, (_THREADS, 1, 1), arguments, overlap=True)
         return out
 
     def _upload_tiles(
-        self,
-        tiles: LowbitTiles,
-        parts: tuple[QuantisedPart, ...],
-        shape: tuple[int, ...],
-        block: tuple[int, int],
-        bring: _Bring,
+        self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], block: tuple[int, int], bring: _Bring
     ) -> TiledWeight:
-        weight = tiles.empty(parts[0].format, block, shape)
+        weight = self._tiles.empty(parts[0].format, block, shape)
         check_weight(weight, ndim=2, what=f"a weight of {parts[0].format}")
-        self._lowbit.load(weight.kernels)
-        tiles.fill_scales(weight, parts)
+        if self._has_lowbit:
+            self._lowbit.load(weight.kernels)
+        self._tiles.fill_scales(weight, parts)
         begin = 0
         for part in parts:
-            place = tiles.place(weight, first_row=begin)
+            place = self._tiles.place(weight, first_row=begin)
             begin += part.shape[0]
             target = place.view(part.shape[0])
             if isinstance(part.codes, RandomCodes):
@@ -162,7 +188,7 @@ class Quantised:
                 self._fill(part.codes, words)
                 place(words, target)
             else:
-                bring(_words_of(part, padding_bytes=0), target, place)
+                bring(_words_of(part, padding_bytes=0), target, place, _check_of(part))
         return weight
 
     def _upload_codes(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], bring: _Bring) -> Array:
@@ -180,7 +206,7 @@ class Quantised:
                 _Arrange(arrangement)(piece, piece)
             else:
                 words = _words_of(part, padding_bytes=padded_bytes - row_bytes)
-                bring(words, piece, _Arrange(arrangement))
+                bring(words, piece, _Arrange(arrangement), _check_of(part))
         return out.reshape(*shape[:-1], padded_bytes)
 
     def _upload_scales(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], block: tuple[int, int]) -> Array:
@@ -220,6 +246,21 @@ class _Arrange:
             grid = (-(-blocks // _THREADS), 1, 1)
             with self._launching:
                 self._kernel(grid, (_THREADS, 1, 1), [words, out, ctypes.c_int64(words.size)])
+
+
+def _check_of(part: QuantisedPart) -> Check | None:
+    """Refuses codes of NaN, of which those of E4M3 are the only ones; None where there is nothing to look at."""
+    if part.format.code is not Code.E4M3 or isinstance(part.codes, RandomCodes):
+        return None
+    named = f"{part.name}: " if part.name else ""
+
+    def check(words: HostArray) -> None:
+        try:
+            require_numbers(words.reshape(-1).view(np.uint8))
+        except WeightValueError as error:
+            raise WeightValueError(f"{named}{error}") from error
+
+    return check
 
 
 def _words_of(part: QuantisedPart, *, padding_bytes: int) -> HostArray:

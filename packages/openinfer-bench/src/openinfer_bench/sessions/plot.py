@@ -1,0 +1,42 @@
+"""Drawing a run: TTFT and hits by turn. Needs matplotlib."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from openinfer_core import Refused
+from openinfer_core.errors import brought_by
+
+_DARK, _MIDDLE, _LIGHT = "#0b6e4f", "#6bb392", "#9a9a9a"
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Writes a picture of the turns.
+
+    Raises:
+        Refused: matplotlib is not installed.
+    """
+    try:
+        figure_class: Any = importlib.import_module("matplotlib.figure").Figure
+    except ModuleNotFoundError as missing:
+        raise Refused(f"--plot needs matplotlib, which is not installed: {brought_by('--plot')}") from missing
+    shown = [row for row in rows if row["ttft_ms"]]
+    turns = [row["turn"] for row in shown]
+    figure: Any = figure_class(figsize=(9.0, 3.4), dpi=130, layout="constrained")
+    times, hits = figure.subplots(1, 2)
+    for level, colour in (("p99", _MIDDLE), ("p50", _DARK)):
+        times.plot(turns, [row["ttft_ms"][level] for row in shown], color=colour, label=level, marker=".")
+    times.set_ylim(bottom=0)
+    times.set_title("time to first token, ms")
+    hits.plot(
+        turns, [row["allowed_rate"] for row in shown], color=_LIGHT, label="that the session allows", linestyle="--"
+    )
+    hits.plot(turns, [row["hit_rate"] for row in shown], color=_DARK, label="cached", marker=".")
+    hits.set_ylim(0, 1.02)
+    hits.set_title("share of the prompt")
+    for axis in (times, hits):
+        axis.set_xlabel("turn")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(path)

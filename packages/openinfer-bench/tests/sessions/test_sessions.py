@@ -1,0 +1,209 @@
+"""Sessions against the real engine with the tiny model, in this process: what is asked and told, and planted errors."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from openinfer.commands.main import main
+from openinfer.models import find_family, find_model_dir
+from openinfer_bench.serve.messages import ScoredToken, Target
+from openinfer_bench.sessions.check import Verdict, check, choose, compare, is_right
+from openinfer_bench.sessions.figures import rows_of, totals_of
+from openinfer_bench.sessions.filler import Filler
+from openinfer_bench.sessions.generate import Shape, generate
+from openinfer_bench.sessions.play import Player
+from openinfer_bench.sessions.reuse import PrefixesSeen
+from openinfer_bench.sessions.session import Blocks, Grow, Session, Turn
+from openinfer_engine import EngineOptions, build_loop, resolve
+from openinfer_engine.worker.block_tables import BlockTables
+from openinfer_kv_cache import BlockSequence
+from openinfer_server import ServerOptions
+from openinfer_server.testing import ThreadedServer
+
+SHAPE = Shape(sessions=3, turns=4, first_tokens=50, new_tokens=20, output_tokens=6, wait_s=0.0, agents_share=0.34)
+FILLER = Filler(num_token_ids=1500, seed=7)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Target]]:
+    """Starts a server with the tiny model; returns how to reach it."""
+    servers: list[ThreadedServer] = []
+
+    def start(**options: int | bool) -> Target:
+        folder = find_model_dir("tiny")
+        family, _ = find_family(folder)
+        engine = EngineOptions(**({"num_blocks": 256, "max_num_seqs": 16, "max_step_tokens": 128} | options))
+        server = ThreadedServer(build_loop(resolve(family.definition, folder, engine)), folder, ServerOptions(port=0))
+        servers.append(server.__enter__())
+        host, port = server.address
+        return Target(host=host, port=port, path="", model=folder.name)
+
+    yield start
+    for server in servers:
+        server.__exit__(None, None, None)
+
+
+def play(target: Target, sessions: list[Session], *, salt: str = "a") -> Player:
+    player = Player(target, FILLER, places=8, salt=salt)
+    asyncio.run(player.play(sessions))
+    return player
+
+
+def verdicts(target: Target, player: Player, *, turns: int = 100, tolerance: float = 0.0) -> list[Verdict]:
+    chosen = choose(player.played, turns=turns, seed=1)
+    found = asyncio.run(check(target, chosen, tolerance=tolerance, salt="fresh", show=False))
+    assert (Verdict.DIFFERENT not in {each.verdict for each in found}) == is_right(found)
+    return [each.verdict for each in found]
+
+
+def test_sessions_hit_what_they_allow_and_say_the_same_without_a_cache(start: Callable[..., Target]) -> None:
+    target = start(batch_invariant=True)
+    player = play(target, generate(SHAPE, seed=3))
+    totals = totals_of(player.played, player.spans_s)
+    assert (totals["sessions"], totals["turns"], totals["failed"]) == (3, 13, 0)  # a sub-agent has a quarter: one turn
+    assert totals["cached_tokens"] == sum(each.allowed_tokens for each in player.played) > 0
+    assert totals["hits_of_allowed"] == 1.0
+    rows = rows_of(player.played)
+    assert [row["turn"] for row in rows] == [1, 2, 3, 4]
+    assert [row["ok"] for row in rows] == [4, 3, 3, 3]
+    assert set(verdicts(target, player)) == {Verdict.SAME}
+    by_turn = {(each.session, each.turn): each for each in player.played}
+    first, second = by_turn["session-0", 1], by_turn["session-0", 2]
+    said = np.frombuffer(second.prompt, np.int32)
+    assert said[:50].tobytes() == first.prompt
+    assert said[50:56].tolist() == first.outcome.token_ids  # a conversation goes on from what the server said
+    agent = next(each for each in player.played if each.session.endswith("/agent"))
+    parent = by_turn[agent.session.removesuffix("/agent"), 3]
+    assert agent.prompt.startswith(parent.prompt)
+    assert agent.begin_s >= parent.end_s
+
+
+def test_equal_blocks_are_equal_tokens_within_their_scope(start: Callable[..., Target]) -> None:
+    def session(name: str, scope: str, *names: int) -> Session:
+        prompt = Blocks(names=names, block_tokens=16, num_tokens=16 * len(names) + 3)
+        return Session(name=name, scope=scope, turns=(Turn(prompt=prompt, output_tokens=1),))
+
+    target = start()
+    found: list[int] = []
+    for each in (session("a", "s", 1, 2, 3), session("b", "s", 1, 2, 4), session("c", "t", 1, 2, 3)):
+        found += [played.outcome.cached_tokens for played in play(target, [each]).played]
+    assert found == [0, 32, 0]
+
+
+def test_a_session_ends_where_a_turn_fails(start: Callable[..., Target]) -> None:
+    turns = [Turn(prompt=Grow(keep_tokens=0, new_tokens=size), output_tokens=2) for size in (20, 10**6, 20)]
+    player = play(start(), [Session(name="s", turns=tuple(turns))])
+    assert [bool(each.outcome.error) for each in player.played] == [False, True]
+    assert totals_of(player.played, player.spans_s)["failed"] == 1
+
+
+def stale_block(patch: pytest.MonkeyPatch) -> None:
+    """The last block of a cached prefix is another's."""
+    find = BlockSequence._find_prefix  # noqa: SLF001 - a mutant changes what is private
+
+    def find_stale(self, *args):
+        found = find(self, *args)
+        pool = self._pool
+        others = [block for block in pool._registry.values() if block not in found]  # noqa: SLF001 - as above
+        return [*found[:-1], others[0]] if found and others else found
+
+    patch.setattr(BlockSequence, "_find_prefix", find_stale)
+
+
+def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Rows that begin with a cached prefix rotate by one position too many."""
+    build = BlockTables.batch
+
+    def shifted(self, plan, ops, *args, **kwargs):
+        batch = build(self, plan, ops, *args, **kwargs)
+        lengths = np.asarray(plan.counts)
+        batch.positions[: lengths.sum()] += np.repeat((plan.starts > 0) & (lengths > 1), lengths).astype(np.int32)
+        return batch
+
+    patch.setattr(BlockTables, "batch", shifted)
+
+
+def dropped_salt(patch: pytest.MonkeyPatch) -> None:
+    """Prefixes of every salt are one."""
+    patch.setattr("openinfer_server.request.plan.salt_of", lambda tenant, given: None)
+
+
+@pytest.mark.parametrize("plant", [stale_block, positions_off_by_one, dropped_salt])
+def test_the_arm_finds_what_is_planted(
+    plant: Callable[[pytest.MonkeyPatch], None], start: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    target = start(batch_invariant=True)
+    player = play(target, generate(SHAPE, seed=3))
+    assert Verdict.DIFFERENT in verdicts(target, player, tolerance=0.1)
+
+
+def scored(*tokens: tuple[str, float, dict[str, float]]) -> list[ScoredToken]:
+    return [ScoredToken(text, logprob, {text: logprob} | top) for text, logprob, top in tokens]
+
+
+@pytest.mark.parametrize(
+    ("uncached", "tolerance", "verdict", "position"),
+    [
+        ([("a", -1.0, {}), ("b", -2.0, {})], 0.0, Verdict.SAME, None),
+        ([("a", -1.05, {}), ("b", -2.0, {})], 0.1, Verdict.SAME, None),
+        ([("a", -1.2, {}), ("b", -2.0, {})], 0.1, Verdict.DIFFERENT, 0),
+        ([("a", -1.0, {}), ("c", -1.99, {"b": -2.005})], 0.1, Verdict.TIE, 1),
+        ([("a", -1.0, {}), ("c", -1.99, {"b": -2.005})], 0.0, Verdict.DIFFERENT, 1),
+        ([("a", -1.0, {}), ("c", -1.9, {"b": -2.0})], 0.1, Verdict.DIFFERENT, 1),
+        ([("a", -1.0, {}), ("c", -1.9, {})], 0.1, Verdict.DIFFERENT, 1),
+        ([("a", -1.0, {})], 0.1, Verdict.UNANSWERED, None),
+    ],
+)
+def test_ties_and_differences(uncached, tolerance: float, verdict: Verdict, position: int | None) -> None:
+    cached = scored(("a", -1.0, {}), ("b", -2.0, {}))
+    assert compare(cached, scored(*uncached), tolerance=tolerance)[:2] == (verdict, position)
+
+
+def test_filler_is_a_function_of_its_name() -> None:
+    long = FILLER.tokens("block", "s", 1, num_tokens=100)
+    assert long[:30].tolist() == FILLER.tokens("block", "s", 1, num_tokens=30).tolist()
+    assert long.tolist() != FILLER.tokens("block", "s", 2, num_tokens=100).tolist()
+    assert long.min() >= 0
+    assert long.max() < 1500
+    assert len(set(long.tolist())) > 80
+    assert FILLER.tokens("block", "s", 1, num_tokens=4).tolist() == [94, 597, 515, 191]  # on every machine
+
+
+def test_what_a_cache_could_have_had() -> None:
+    seen = PrefixesSeen()
+    tokens = np.arange(100, dtype=np.int32)
+    assert seen.reusable_tokens(tokens) == 0
+    seen.add(tokens[:50])
+    assert seen.reusable_tokens(tokens) == 48
+    assert seen.reusable_tokens(tokens[:48]) == 32  # the last token is always computed
+    other = tokens.copy()
+    other[20] = 7
+    assert seen.reusable_tokens(other) == 16
+
+
+def test_the_command_plays_checks_writes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "sessions.json", tmp_path / "sessions.png"
+    small = "--sessions 2 --turns 3 --first-tokens 40 --new-tokens 16 --output-tokens 4 --wait-s 0 --num-token-ids 400"
+    command = ["bench", "sessions", "--model", "tiny", *small.split(), "--check", "4", "--json", str(file)]
+    command += ["--plot", str(picture), "--commit", "abc", "--num-blocks", "256", "--kv-tier", "host=16MiB"]
+    assert main(command) == 0
+    result = json.loads(file.read_text())
+    assert [row["turn"] for row in result["rows"]] == [1, 2, 3]
+    assert [each["verdict"] for each in result["checked"]] == ["same"] * 4
+    assert result["totals"]["tiers"]["gpu_tokens"] == result["totals"]["cached_tokens"] > 0
+    assert result["commit"] == "abc"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "checked 4 cached turns" in capsys.readouterr().out
+
+
+def test_nothing_to_play_and_nothing_to_check_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "sessions", "--model", "tiny", "--max-tokens", "100"]) == 2
+    assert "--max-tokens" in capsys.readouterr().err
+    small = "--sessions 1 --turns 1 --first-tokens 20 --output-tokens 2 --num-token-ids 400 --check 1"
+    assert main(["bench", "sessions", "--model", "tiny", *small.split()]) == 1
+    assert "nothing was checked" in capsys.readouterr().out

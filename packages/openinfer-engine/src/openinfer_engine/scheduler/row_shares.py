@@ -1,0 +1,102 @@
+"""`RowShares`: what runs, divided between tenants: sequence slots and KV blocks in use.
+
+A tenant's share of either is by its weight, over those that have something running or waiting. One may hold more while
+no other waits that holds less than its share. From then on
+
+- requests of one that holds its share are not admitted or resumed (it is *full*),
+- the youngest request of the one that is furthest beyond gives way to the one that waits, if that stays within its
+  share: so what gave way is not beyond its share afterwards, nor is who came in, and neither gives way to the other.
+
+Who gives way has generated some tokens since it began or resumed, so that each goes on, and the oldest of all that run
+never does.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as ListLike
+from collections.abc import Set as AbstractSet
+
+from openinfer_engine.scheduler.sequence import Sequence
+from openinfer_kv_cache import BlockPool
+
+LEAST_PROGRESS_TOKENS = 16
+"""Tokens that a request has generated since it began or resumed before it gives way to another tenant's,"""
+PROGRESS_PER_GIVEN_TOKEN = 1 / 64
+"""and more of them, the more there would be to compute again."""
+
+
+class RowShares:
+    """Of one pool and its slots; `weight` is a tenant's share relative to others'."""
+
+    def __init__(self, pool: BlockPool, *, num_slots: int, weight: Callable[[str], float]) -> None:
+        self._pool = pool
+        self._num_slots = num_slots
+        self._weight = weight
+        self.rows: Counter[str] = Counter()  # sequences with a slot, by tenant
+
+    def enter(self, sequence: Sequence) -> None:
+        """It takes a slot."""
+        self.rows[sequence.request.tenant] += 1
+
+    def leave(self, sequence: Sequence) -> None:
+        """It runs and loads no longer."""
+        tenant = sequence.request.tenant
+        self.rows[tenant] -= 1
+        if not self.rows[tenant]:
+            del self.rows[tenant]
+
+    def full(self, waiting: Mapping[str, int], preempted: Iterable[Sequence]) -> AbstractSet[str]:
+        """Tenants that hold their share or more; none if no other tenant has something waiting."""
+        wanting = {*waiting, *(sequence.request.tenant for sequence in preempted)}
+        if not wanting or (len(wanting) == 1 and self.rows.keys() <= wanting):
+            return frozenset()
+        share = self._shares(wanting)
+        full = {tenant for tenant in self.rows if self._excess(tenant, share(tenant), more_rows=1, more_blocks=1) > 0}
+        return full if wanting - full else frozenset()
+
+    def victims(self, running: ListLike[Sequence], waiting: Iterable[str]) -> list[Sequence]:
+        """The youngest first of the tenant furthest beyond its share, of those that run but the oldest; maybe none."""
+        share = self._shares(waiting)
+        excess = {tenant: self._excess(tenant, share(tenant)) for tenant in self.rows}
+        worst = max(excess, key=lambda tenant: (excess[tenant], tenant), default=None)
+        return [] if worst is None or excess[worst] <= 0 else _youngest_of(worst, running)
+
+    def victims_for_prefixes(self, running: ListLike[Sequence]) -> list[Sequence]:
+        """The same, of the tenant that is furthest beyond the share of the pool that prefixes are kept by."""
+        worst = max(self.rows, key=lambda tenant: (self._pool.used_blocks(tenant), tenant), default=None)
+        is_beyond = worst is not None and self._pool.used_blocks(worst) > self._pool.share_blocks()
+        return _youngest_of(worst, running) if worst is not None and is_beyond else []
+
+    @staticmethod
+    def has_gone_on(sequence: Sequence) -> bool:
+        """Whether it has generated enough to give way to one that waits."""
+        least = LEAST_PROGRESS_TOKENS + PROGRESS_PER_GIVEN_TOKEN * sequence.given_tokens
+        return sequence.known_tokens - sequence.given_tokens >= least
+
+    def stays_within(self, sequence: Sequence, waiting: Iterable[str], *, num_blocks: int) -> bool:
+        """Whether its tenant would hold no more than its share with it."""
+        tenant = sequence.request.tenant
+        share = self._shares(waiting)(tenant)
+        return self._excess(tenant, share, more_rows=1, more_blocks=num_blocks) <= 0
+
+    def _shares(self, wanting: Iterable[str]) -> Callable[[str], float]:
+        """What part of all a tenant's share is."""
+        total = sum(self._weight(tenant) for tenant in {*self.rows, *wanting})
+        return lambda tenant: self._weight(tenant) / total
+
+    def _excess(self, tenant: str, share: float, *, more_rows: int = 0, more_blocks: int = 0) -> float:
+        """How far a tenant is beyond its share of slots or blocks, whichever is more, as a part of all."""
+        # one row at least is any tenant's share
+        slots = max(1, int(share * self._num_slots))
+        rows = (self.rows[tenant] + more_rows - slots) / self._num_slots
+        used_blocks = self._pool.used_blocks(tenant) + more_blocks
+        return max(rows, used_blocks / self._pool.num_blocks - share)
+
+
+def _youngest_of(tenant: str, running: ListLike[Sequence]) -> list[Sequence]:
+    """A tenant's that run, youngest first: neither the oldest of all, nor what ends with the step in flight."""
+    return [
+        sequence
+        for sequence in reversed(running[1:])
+        if sequence.request.tenant == tenant and sequence.computed_tokens != sequence.target_tokens
+    ]

@@ -1,0 +1,100 @@
+"""Which kernel of a GPU multiplies a quantised weight: a function of its format, known before anything is loaded.
+
+Needs no package of CUDA, so that a plan for a GPU that is not here says what a start there would do.
+"""
+
+from enum import StrEnum
+
+from openinfer_kernels.weights.quantised import Code, ScaleType, WeightFormat
+
+GROUP = 32
+"""Columns within which no scale may change for a kernel that multiplies codes."""
+
+
+_ROWS = 8
+"""That come in wholes."""
+
+
+class Way(StrEnum):
+    """How a quantised weight lies on a GPU, and what multiplies it."""
+
+    TILES = "tiles"
+    """In tiles, by `lowbit_gemm`, which dequantises in registers; on Hopper."""
+    ROWS = "rows"
+    """In rows, by `grouped_gemm` where tokens are few; else dequantised to BF16 in memory at each product."""
+    TILES_DEQUANTISED = "tiles, dequantised"
+    """In tiles, and dequantised to BF16 in memory at each product: as small, and slower than BF16."""
+    BF16 = "bf16"
+    """Dequantised once, when it is loaded: as large and as fast as a plain weight."""
+
+
+def way_of(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], *, has_lowbit: bool) -> Way:
+    """How a weight is held.
+
+    Args:
+        weight_format: its format.
+        block: rows and columns within which no scale changes, as it is cut for this rank.
+        shape: `[out, in]`, or `[matrices, out, in]`.
+        has_lowbit: whether `lowbit_gemm` may multiply it: on Hopper, and not with batch invariance, as its sums depend
+            on how many tokens there are.
+    """
+    in_tiles = len(shape) == 2 and tiles_hold(weight_format, block, shape)
+    if in_tiles and has_lowbit:
+        return Way.TILES
+    if rows_hold(weight_format, block, shape):
+        return Way.ROWS
+    return Way.TILES_DEQUANTISED if in_tiles else Way.BF16
+
+
+def rows_hold(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
+    """Whether a weight may be in the rows of `csrc/gemm/weight_formats.cuh`."""
+    return rows_kernels(weight_format) is not None and _are_whole(block, shape)
+
+
+def tiles_hold(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
+    """Whether a matrix may be in the tiles of `csrc/lowbit/lowbit_tiles.cuh`."""
+    if not _are_whole(block, shape) or (weight_format.minimums and weight_format.code is not Code.INT4):
+        return False
+    if weight_format.code.bits == 8:  # their scales are float32 there, which holds every type
+        return True
+    in_16_bits = weight_format.scales in (ScaleType.BF16, ScaleType.F16, ScaleType.E8M0)
+    return in_16_bits and not weight_format.global_scale
+
+
+def tiles_kernels(weight_format: WeightFormat) -> str:
+    """The name of the kernels of a format that tiles hold: `lowbit_gemm_NAME`."""
+    if weight_format.minimums:
+        return "int4_min"
+    return {Code.E4M3: "fp8", Code.INT8: "int8", Code.INT4: "int4", Code.E2M1: "fp4"}[weight_format.code]
+
+
+def rows_kernels(weight_format: WeightFormat) -> str | None:
+    """The name of the kernels that multiply rows of codes, `grouped_gemm_NAME`; None: there are none."""
+    scales = weight_format.scales
+    plain = not (weight_format.zero_points or weight_format.minimums or weight_format.global_scale)
+    match weight_format.code:
+        case Code.E4M3 if plain:
+            return "fp8"
+        case Code.INT4 if plain and scales is ScaleType.BF16:
+            return "int4"
+        case Code.E2M1 if plain and scales is ScaleType.E8M0:
+            return "fp4"
+        case _:
+            return None
+
+
+def _are_whole(block: tuple[int, int], shape: tuple[int, ...]) -> bool:
+    return not (block[1] % GROUP or shape[-1] % GROUP or shape[-2] % _ROWS)
+
+
+def described_way(way: Way, weight_format: WeightFormat) -> str:
+    """For people: which kernel multiplies, or what is done where there is none."""
+    match way:
+        case Way.TILES:
+            return f"lowbit_gemm_{tiles_kernels(weight_format)}, dequantised to BF16 first for many tokens"
+        case Way.ROWS:
+            return f"grouped_gemm_{rows_kernels(weight_format)}, dequantised to BF16 first for many tokens"
+        case Way.TILES_DEQUANTISED:
+            return "no kernel on this GPU, dequantised to BF16 at each product, which is slower than BF16"
+        case Way.BF16:
+            return "no kernel on this GPU, dequantised to BF16 when loaded, which takes a BF16 model's memory"
