@@ -81,6 +81,29 @@ def test_changed_or_missing_file_of_a_wheel_is_named(site: Path) -> None:
         lock_distributions(["lockedwheel"])
 
 
+def test_certificate_bundle_with_an_authority_of_the_machine_is_locked_as_found(site: Path) -> None:
+    install_wheel(site, "certifi", {"certifi/__init__.py": "x = 1\n", "certifi/cacert.pem": "shipped\n"})
+    shipped = lock_distributions(["certifi"])
+    bundle = site / "certifi" / "cacert.pem"
+    bundle.write_text("shipped\nthe machine's own\n")
+    machines = lock_distributions(["certifi"])
+    assert set(machines["certifi"].files) == {"certifi/cacert.pem"}
+    difference = ["certifi 1.0 is not the locked one, by certifi/cacert.pem"]
+    assert distribution_differences(shipped, machines) == difference
+    bundle.write_text("shipped\nanother's\n")
+    assert distribution_differences(machines, lock_distributions(["certifi"])) == difference
+    (site / "certifi" / "__init__.py").write_text("x = 2\n")
+    with pytest.raises(LockDiffers, match="is not what its RECORD says"):
+        lock_distributions(["certifi"])
+
+
+def test_a_bundle_elsewhere_is_held_against_its_record(site: Path) -> None:
+    install_wheel(site, "lockedwheel", {"certifi/cacert.pem": "shipped\n"})
+    (site / "certifi" / "cacert.pem").write_text("another's\n")
+    with pytest.raises(LockDiffers, match="is not what its RECORD says"):
+        lock_distributions(["lockedwheel"])
+
+
 def test_another_build_of_one_version_differs_by_its_record(site: Path) -> None:
     install_wheel(site, "lockedwheel", {"lockedwheel/__init__.py": "x = 1\n"})
     before = lock_distributions(["lockedwheel"])

@@ -1,8 +1,10 @@
 """What is installed, down to its files: the distributions of a composition, as a lock file holds them.
 
 A distribution from a wheel is its version and a digest over the hashes in its RECORD, and every file that RECORD names
-must have the hash that stands there. An editable one has no such list: it is marked, and its tree is hashed file by
-file. Left out are what installers write for themselves, scripts (whose first line is the machine's) and caches.
+must have the hash that stands there. Bundles of certificate authorities are the exception: administrators add an authority of
+their own in place, so they are locked as they are found. An editable distribution has no RECORD of its files: it is
+marked, and its tree is hashed file by file. Left out are what installers write for themselves, scripts (whose first
+line is the machine's) and caches.
 """
 
 import hashlib
@@ -20,6 +22,7 @@ from openinfer_core import OpenInferError, Refused
 from openinfer_core.contracts import OUR_PACKAGES
 
 _INSTALLERS_OWN = frozenset(("INSTALLER", "REQUESTED", "RECORD", "direct_url.json", "uv_cache.json", "uv_build.json"))
+_CERTIFICATE_BUNDLES = frozenset((("certifi", "certifi/cacert.pem"),))
 _MOST_FILES = 20_000  # of one editable tree: more is no package but a folder with environments in it
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -36,14 +39,15 @@ class LockedDistribution(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """SHA-256 over names and hashes: of RECORD, or of an editable tree's files."""
     editable: bool = False
     files: dict[str, str] = {}
-    """Of an editable tree alone: file -> SHA-256, so that a difference has a name."""
+    """File -> hash, so that a difference has a name: all of an editable tree (SHA-256), and of a wheel the certificate
+    bundles that are not what its RECORD says."""
 
 
 def lock_distributions(names: Iterable[str]) -> dict[str, LockedDistribution]:
     """The named distributions and what they require, each file read and held against its RECORD.
 
     Raises:
-        LockDiffers: a file is gone, or is not what its distribution's RECORD says.
+        LockDiffers: a file is gone, or is not what its distribution's RECORD says and no certificate bundle.
         Refused: a distribution has no RECORD, or is an editable tree that cannot be hashed.
     """
     return {name: _lock(found) for name, found in sorted(_with_required(names).items())}
@@ -122,14 +126,18 @@ def _lock(found: Distribution) -> LockedDistribution:
     if not recorded:
         raise Refused(f"{found.name} {found.version} has no RECORD of its files, so it cannot be locked; reinstall it")
     hashes: dict[str, str] = {}
+    changed_bundles: dict[str, str] = {}
     for name, recorded_hash in recorded.items():
         algorithm = "sha256" if recorded_hash is None else recorded_hash.mode
         path = Path(str(found.locate_file(name)))
         value = _hash_file(path, algorithm, found)
-        if recorded_hash is not None and recorded_hash.value != value:
-            raise LockDiffers(f"{found.name} {found.version}: {path} is not what its RECORD says; reinstall it")
         hashes[name] = f"{algorithm}={value}"
-    return LockedDistribution(version=found.version, digest=_digest(hashes))
+        if recorded_hash is None or recorded_hash.value == value:
+            continue
+        if (found.name, name) not in _CERTIFICATE_BUNDLES:
+            raise LockDiffers(f"{found.name} {found.version}: {path} is not what its RECORD says; reinstall it")
+        changed_bundles[name] = hashes[name]
+    return LockedDistribution(version=found.version, digest=_digest(hashes), files=changed_bundles)
 
 
 def _is_content(file: PurePosixPath) -> bool:
