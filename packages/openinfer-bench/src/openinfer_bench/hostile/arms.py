@@ -247,13 +247,15 @@ class PeakMemory:
 
     def _look(self) -> None:
         failed = 0  # in a row; a process of the tree that ends meanwhile is one
-        while not self._left.wait(_SAMPLE_EVERY_S) and not self.has_ended:
+        is_last = False
+        while not is_last and not self.has_ended:  # at the begin and the end, too: an arm may be shorter than a pause
             try:
                 self.mib = max(self.mib, tree_memory(self._pid).proportional_mib)
                 failed = 0
             except Refused:
                 failed += 1
                 self.has_ended = failed > 3
+            is_last = self._left.wait(_SAMPLE_EVERY_S)
 
 
 def _write_keys(folder: Path) -> Path:
