@@ -1,6 +1,7 @@
 """Step traces: what is written of a run, and what is not."""
 
 import gzip
+import re
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_no_prompt_no_output_and_no_key_is_in_the_file(tmp_path: Path) -> None:
     loop.submit(request_of(1, prompt, cache_salt="a-salt"))
     run(loop)
     loop.close()
-    text = (tmp_path / "steps").read_text()
+    text = re.sub(r'"at_s":[^,}]+', "", (tmp_path / "steps").read_text())  # digits of a clock may be any
     assert not [token for token in prompt if str(token) in text]
     assert "a-salt" not in text
     (begin,) = records_of(tmp_path / "steps", Begin)
