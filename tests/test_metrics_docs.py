@@ -10,6 +10,7 @@ import pytest
 from openinfer_core.engine import EngineInfo, EngineStats, KvTierStats, PluginFaults, SlowCall
 from openinfer_core.events import FailureKind, FinishReason
 from openinfer_engine.guard import FaultKind
+from openinfer_server.observability.metric_names import VLLM_FAMILIES, MetricsNames
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.metrics_page import metrics_page
 from openinfer_server.observability.metrics_snapshot import BudgetUse
@@ -33,7 +34,7 @@ INFO = EngineInfo(
 BUDGET = BudgetUse(budget="requests", used=1, limit=2, refused=0)
 
 
-def page() -> str:
+def page(names: MetricsNames = MetricsNames.OPENINFER) -> str:
     metrics = ServerMetrics(max_model_tokens=INFO.max_model_tokens)
     metrics.responses["/v1/completions", 200] += 1
     stats = EngineStats(
@@ -42,7 +43,7 @@ def page() -> str:
         slow_call=SlowCall(plugin="p", call="plan", age_s=2.0),
         spec_decode_num_accepted_tokens_per_pos=(0,),
     )
-    return metrics_page(metrics, INFO, stats, model_name="m", open_requests=0, budgets=[BUDGET]).decode()
+    return metrics_page(metrics, INFO, stats, model_name="m", open_requests=0, budgets=[BUDGET], names=names).decode()
 
 
 def exposed() -> dict[str, tuple[str, frozenset[str]]]:
@@ -88,6 +89,39 @@ request_queue_time_seconds_sum request_success_total time_to_first_token_seconds
 @pytest.mark.parametrize("name", VLLM_DASHBOARD)
 def test_series_of_vllms_dashboards_are_there(name: str) -> None:
     assert re.search(rf'^openinfer_{name}\{{model_name="m"', page(), re.M)
+
+
+def test_rows_that_are_marked_are_those_that_are_renamed() -> None:
+    text = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `openinfer_(\w+)` .*\*\*v\*\*", text, re.M)) == VLLM_FAMILIES
+
+
+def test_vllms_names_change_nothing_but_prefixes_of_its_families() -> None:
+    ours, vllms = page().splitlines(), page(MetricsNames.VLLM).splitlines()
+    changed = [(before, after) for before, after in zip(ours, vllms, strict=True) if before != after]
+    assert all(before.replace("openinfer_", "vllm:", 1) == after for before, after in changed)
+    kinds = {after.split()[2] for _, after in changed if after.startswith("# TYPE")}
+    assert kinds == {f"vllm:{name}" for name in VLLM_FAMILIES}
+    ours_still = rf"^(?:# \w+ )?openinfer_({'|'.join(VLLM_FAMILIES)})\b"
+    assert not [line for line in vllms if re.search(ours_still, line)]
+
+
+@pytest.mark.parametrize("name", VLLM_DASHBOARD)
+def test_vllms_dashboards_find_their_series_under_vllms_names(name: str) -> None:
+    assert re.search(rf'^vllm:{name}\{{model_name="m"', page(MetricsNames.VLLM), re.M)
+
+
+LLM_D = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info")
+"""What llm-d's endpoint picker reads of an engine of type vllm, but for adapters, which there are none of."""
+
+
+@pytest.mark.parametrize("name", LLM_D)
+def test_series_of_llm_ds_endpoint_picker_are_there_once(name: str) -> None:
+    assert len(re.findall(rf"^vllm:{name}[{{ ]", page(MetricsNames.VLLM), re.M)) == 1
+
+
+def test_cache_config_has_the_labels_that_llm_d_reads() -> None:
+    assert 'vllm:cache_config_info{block_size="16",num_gpu_blocks="4"} 1' in page(MetricsNames.VLLM)
 
 
 def queries() -> list[Any]:

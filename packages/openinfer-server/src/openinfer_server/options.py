@@ -7,6 +7,7 @@ import msgspec
 
 from openinfer_core.errors import InvalidRequest
 from openinfer_core.sampling_defaults import SamplingDefaultsFrom
+from openinfer_server.observability.metric_names import MetricsNames
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.\-]*://[^/\s]+")
 
@@ -57,6 +58,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     otlp_traces_endpoint: str = ""
     """Where OpenTelemetry spans go, over OTLP/HTTP, such as http://127.0.0.1:4318/v1/traces; empty: none are made.
     Needs `./run install --otel`."""
+    metrics_names: MetricsNames = MetricsNames.OPENINFER
+    """Names of metrics that vLLM has, too: openinfer, or vllm, as in vllm:num_requests_waiting, which llm-d, KEDA rules
+    and dashboards of vLLM ask for."""
 
     tool_parser: str = "auto"
     """What finds tool calls in the output: a name in the entry-point group `openinfer.tool_parsers`, auto (by the chat

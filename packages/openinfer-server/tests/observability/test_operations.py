@@ -21,6 +21,7 @@ from openinfer_core.engine import (
 )
 from openinfer_core.errors import Refused
 from openinfer_server import ServerOptions
+from openinfer_server.observability.metric_names import MetricsNames
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.metrics_page import metrics_page
 from openinfer_server.testing import ParrotLoop, wait_until
@@ -73,6 +74,17 @@ def test_model_cards_say_what_the_engine_runs(start, info, call):
     server = start(ParrotLoop(info), ServerOptions(port=0, model_name=["bird"]))
     (card,) = json.loads(call(server, "GET", "/v1/models")[2])["data"]
     assert (card["id"], card["root"], card["parent"]) == ("bird", "parrot", None)
+
+
+@pytest.mark.parametrize(
+    ("names", "prefix", "other"), [("openinfer", "openinfer_", "vllm:"), ("vllm", "vllm:", "openinfer_")]
+)
+def test_metrics_have_the_names_that_are_asked_for(start, info, call, names, prefix, other):
+    server = start(ParrotLoop(info), ServerOptions(port=0, metrics_names=MetricsNames(names)))
+    page = call(server, "GET", "/metrics")[2].decode()
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"):
+        assert f"\n{prefix}{name}{{" in page
+        assert f"{other}{name}" not in page
 
 
 def test_load_is_the_number_of_answers_in_the_making(start, info, call):

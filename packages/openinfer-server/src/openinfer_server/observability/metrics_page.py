@@ -2,6 +2,7 @@
 
 Every name begins with `openinfer_`; where vLLM has a metric of the same meaning the rest of the name, the labels
 `model_name` and `finished_reason`, and the unit are vLLM's. `docs/reference/metrics.md` promises them.
+`metric_names.py` gives these vLLM's names where the user asks for them.
 """
 
 from collections import Counter as Counts
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from openinfer_core.engine import MASK_OUTCOMES, EngineInfo, EngineStats, GrammarStats
 from openinfer_server.observability.exposition import Sample, render_family, render_histogram
+from openinfer_server.observability.metric_names import MetricsNames, renamed
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.metrics_snapshot import BudgetUse
 
@@ -24,6 +26,7 @@ def metrics_page(
     model_name: str,
     open_requests: int,
     budgets: Sequence[BudgetUse] = (),
+    names: MetricsNames = MetricsNames.OPENINFER,
 ) -> bytes:
     """The whole page; `stats` is None if the engine has ended, and then there are none of its metrics."""
     model = (("model_name", model_name),)
@@ -31,7 +34,7 @@ def metrics_page(
     lines += render_family("openinfer_engine_up", "gauge", "1 while the engine lives.", [((), int(stats is not None))])
     if stats is not None:
         lines += _of_engine(stats, model)
-    return "\n".join([*lines, ""]).encode()
+    return "\n".join([*renamed(lines, names), ""]).encode()
 
 
 def _of_server(metrics: ServerMetrics, info: EngineInfo, model: Labels, open_requests: int) -> Iterator[str]:

@@ -103,6 +103,7 @@ class Operations:
             model_name=service.model_names[0],
             open_requests=_num_open(snapshots),
             budgets=budgets_of(snapshots),
+            names=service.options.metrics_names,
         )
         await http_request.send(200, body, content_type=CONTENT_TYPE)
 
