@@ -161,10 +161,24 @@ def test_duplicate_takes_over_a_vacant_registration(pool):
     pool.release([first])
     rest = pool.allocate(3)
     assert first in rest
-    assert pool.find(DIGESTS[0]) is None
+    assert pool.find(DIGESTS[0]) == second
+    pool.check_integrity()
     pool.release([second])
     assert pool.find(DIGESTS[0]) == second
     assert pool.state(second) is BlockState.IDLE
+
+
+def test_third_copy_takes_over_where_the_second_has_gone(pool):
+    (first,), (second,), (third,) = sealed(pool, 0), sealed(pool, 0), sealed(pool, 0)
+    pool.release([second])
+    pool.release([first])
+    pool.allocate(3)
+    assert pool.find(DIGESTS[0]) == third
+    pool.check_integrity()
+    pool.clear()
+    pool.release([third])
+    assert pool.find(DIGESTS[0]) is None
+    pool.check_integrity()
 
 
 def test_seal_private_is_never_found_and_goes_free(pool):

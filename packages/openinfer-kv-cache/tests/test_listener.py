@@ -99,6 +99,23 @@ def test_a_duplicate_is_not_told_and_splits_what_is():
     assert router.heard[1].parent == one.prefix_digests()[1]
 
 
+def test_a_copy_that_is_evicted_is_not_told_while_another_one_is_found():
+    cache, router = listened(num_blocks=3)
+    one, two = cache.sequence([1, 2]), cache.sequence([1, 2])
+    for sequence in (one, two):
+        sequence.reserve(2)
+        sequence.seal(2)
+    told = len(router.heard)
+    one.release()
+    assert cache.pool.allocate(2) is not None  # the first copy is evicted
+    assert router.heard[told:] == []
+    assert cache.sequence([1, 2, 3]).match() == 2
+    two.release()
+    assert router.heard[told:] == []
+    cache.pool.allocate(1)
+    assert router.heard[told:] == []  # the sequence that matched holds it
+
+
 def test_evictions_and_expiry_are_told_and_clearing_once():
     now = [0.0]
     cache = KvCache(KvCacheOptions(num_blocks=2, block_size_tokens=2, idle_ttl_s=5), clock=lambda: now[0])

@@ -52,6 +52,7 @@ class ModelPool:
     def __init__(self, num_blocks: int) -> None:
         self.free = num_blocks
         self.registry: dict[tuple, Cell] = {}
+        self.duplicates: list[Cell] = []  # in use, in the order in which they were sealed
         self.idle: list[Cell] = []
         self.evicted = dict.fromkeys(EvictionReason, 0)
         self.ever_sealed: set[tuple] = set()
@@ -67,6 +68,10 @@ class ModelPool:
     def drop_idle(self, cell: Cell, reason: EvictionReason) -> None:
         self.idle.remove(cell)
         del self.registry[cell.prefix]
+        heir = next((each for each in self.duplicates if each.prefix == cell.prefix), None)
+        if heir is not None and reason is not EvictionReason.CLEARED:
+            self.duplicates.remove(heir)
+            self.registry[cell.prefix] = heir
         self.free += 1
         self.evicted[reason] += 1
 
@@ -80,7 +85,8 @@ class ModelPool:
         cell.prefix, cell.is_void = prefix, is_void
         self.ever_sealed.add(prefix)
         if not is_void:
-            self.registry.setdefault(prefix, cell)
+            if self.registry.setdefault(prefix, cell) is not cell:
+                self.duplicates.append(cell)
 
     def release(self, cells: list[Cell], now_s: float) -> None:
         for cell in cells:
@@ -88,10 +94,12 @@ class ModelPool:
             if cell.users:
                 continue
             is_named = cell.prefix is not None and not cell.is_void
-            if is_named and self.registry.setdefault(cell.prefix, cell) is cell:
+            if is_named and self.registry[cell.prefix] is cell:
                 cell.idle_since_s = now_s
                 self.idle.append(cell)
                 continue
+            if is_named:
+                self.duplicates.remove(cell)
             self.free += 1
             if cell.prefix is not None:
                 self.evicted[EvictionReason.CLEARED if cell.is_void else EvictionReason.DUPLICATE] += 1
@@ -105,6 +113,7 @@ class ModelPool:
         for cell in list(self.idle):
             self.drop_idle(cell, EvictionReason.CLEARED)
         self.registry.clear()
+        self.duplicates.clear()
         for cell in held:
             cell.is_void = True
 

@@ -294,7 +294,7 @@ def test_folder_of_other_weights_is_refused(tmp_path: Path) -> None:
             {"kv_tier": ["disk={folder},1MiB"], "tensor_parallel_size": 2},
             r"write \{rank\} where its number is to stand",
         ),
-        ({"kv_key_file": "x"}, "no use without kv_tier"),
+        ({"kv_key_file": "x"}, "no use without kv_tier or kv_events"),
         ({"kv_tier": ["host=1MiB"], "kv_key_file": "/none"}, "No such file"),
         ({"kv_tier": ["host=1KiB"]}, "one block needs"),
     ],

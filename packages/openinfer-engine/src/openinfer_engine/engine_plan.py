@@ -30,7 +30,13 @@ from openinfer_engine.kernel_providers import ChosenProvider, choose_providers_o
 from openinfer_engine.kv_events.opening import open_kv_events
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_tables import TableChoice, capabilities_of, choose_tables
-from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, choose_tiers, require_snapshots
+from openinfer_engine.kv_tiers.choice import (
+    ChosenTiers,
+    OpenTiers,
+    choose_tiers,
+    read_digest_key,
+    require_snapshots,
+)
 from openinfer_engine.low_bit import check_low_bit, described_low_bit
 from openinfer_engine.memory_plan import (
     kv_cache_tokens,
@@ -229,7 +235,14 @@ class EnginePlan:
         return None if self.tiers is None else self.tiers.open(self.layouts[rank])
 
     def make_scheduler(self, *, digest_key: bytes | None = None) -> Scheduler:
-        """Blocks are named with `digest_key`, or one that is drawn; raises `BrokenPlugin` or `Refused`."""
+        """Blocks are named with `digest_key`, the key file's, or one that is drawn.
+
+        Raises:
+            InvalidRequest: the key file cannot be read.
+            BrokenPlugin, Refused: the scheduler cannot be made.
+        """
+        if digest_key is None and self.options.kv_key_file is not None:
+            digest_key = read_digest_key(self.options.kv_key_file)
         config = msgspec.structs.replace(self.scheduler_config, digest_key=digest_key)
         scheduler = make_scheduler(self.scheduler, self.queue_policy, config, self.options)
         check_capabilities(scheduler, self.scheduler, self.options, has_drafter=self.drafter is not None)

@@ -131,8 +131,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host=64GiB, or disk=/var/cache/kv,500GiB. Repeat the flag for several, fastest first. Each rank opens its own,
     with its number in the place of {rank}; see docs/reference/kv-tiers.md."""
     kv_key_file: str | None = None
-    """File of 16 to 64 secret bytes that blocks in KV tiers are named with; the same for all engines that share a tier.
-    By default a disk tier keeps one beside its blocks."""
+    """File of 16 to 64 secret bytes that blocks are named with, in KV tiers and in KV events: the same for all engines
+    that share a tier, and for replicas whose equal blocks a router is to know by one hash. By default a disk tier keeps
+    one beside its blocks."""
     kv_load_timeout_ms: int = 1000
     """Milliseconds after which the rest of a prefix that comes from KV tiers is computed instead."""
     scheduler: str = "token-budget"
@@ -242,8 +243,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         if self.kv_tier:
             _check_tiers(prefix_cache=self.prefix_cache)
-        elif self.kv_key_file is not None:
-            raise InvalidRequest("kv_key_file is of no use without kv_tier", field="kv_key_file")
+        elif self.kv_key_file is not None and self.kv_events is None:
+            raise InvalidRequest("kv_key_file is of no use without kv_tier or kv_events", field="kv_key_file")
 
     def _check_not_low_bit(self) -> None:
         asked = {

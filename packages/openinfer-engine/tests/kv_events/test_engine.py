@@ -127,6 +127,38 @@ def test_a_router_that_only_listens_knows_what_is_cached(replay):
     assert loop.info.composition["kv_events"] == options.kv_events
 
 
+def hashes_of(replay, key_file):
+    """What an engine with this key file says of one prompt."""
+    events_port, replay_port = free_ports(2)
+    options = EngineOptions(
+        kv_events=f"{events_port},replay={replay_port}", kv_key_file=key_file, block_size_tokens=BLOCK, num_blocks=8
+    )
+    definition = find_plugin("openinfer.models", "qwen3").load()().definition
+    loop = build_loop(resolve(definition, find_plugin("openinfer.checkpoints", "tiny").load()(), options))
+    run(loop, 1, range(20, 34), max_tokens=1)
+    give_up_s = time.monotonic() + 30
+    while not (known := set(follow(replay(f"tcp://127.0.0.1:{replay_port}")))):
+        assert time.monotonic() < give_up_s, "nothing is told"
+    loop.close()
+    return known
+
+
+def test_replicas_with_one_key_file_hash_alike_and_others_do_not(replay, tmp_path):
+    key, other = tmp_path / "key", tmp_path / "other"
+    key.write_bytes(b"k" * 32)
+    other.write_bytes(b"o" * 32)
+    first, second, third = (hashes_of(replay, str(path)) for path in (key, key, other))
+    assert first == second
+    assert len(first) == 3
+    assert not first & third
+    assert not first & hashes_of(replay, None)
+
+
+def test_a_key_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(InvalidRequest, match=r"--kv-key-file .*none: No such file"):
+        hashes_of(None, str(tmp_path / "none"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -15,9 +15,10 @@
 `StateTable.move` enforces the diagram: anything else raises `BlockStateError` and changes nothing.
 
 A sealed block is *registered* when its digest leads to it. Sealing content that is registered already keeps
-the block as an unregistered duplicate, because its id is in a block table that the runner holds. A duplicate
-that loses its last user takes over the registration if that has become vacant (the first copy was evicted),
-else it passes through idle straight to free.
+the block as an unregistered duplicate, because its id is in a block table that the runner holds. Where the
+first copy is evicted, a duplicate that is still in use takes over the registration at once, so that its content
+is found on, and no listener has anything to hear; one that loses its last user before that passes through idle
+straight to free.
 """
 
 import time
@@ -95,6 +96,7 @@ class BlockPool:
     __slots__ = (
         "_digests",
         "_duplicate_blocks",
+        "_duplicates",
         "_evicted",
         "_expiry",
         "_free",
@@ -136,6 +138,7 @@ class BlockPool:
         self._users = [0] * num_blocks
         self._digests: list[Digest | None] = [None] * num_blocks
         self._registry: dict[Digest, int] = {}
+        self._duplicates: dict[Digest, list[int]] = {}  # blocks in use whose digest leads to another
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_idle = 0
         self._policy: EvictionPolicy = FairLeastRecentlyUsed(num_blocks) if policy is None else policy
@@ -280,6 +283,7 @@ class BlockPool:
             # The first block of a digest is the one that is found; a duplicate lives as long as its users.
             if registry.setdefault(digest, block_id) != block_id:
                 self._duplicate_blocks += 1
+                self._duplicates.setdefault(digest, []).append(block_id)
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Takes one user from each block; list the tail of a sequence before its head.
@@ -326,6 +330,7 @@ class BlockPool:
         self._policy.forget(idle)
         self._evict(idle, EvictionReason.CLEARED)
         self._registry.clear()
+        self._duplicates.clear()
         self._digests = [None] * self.num_blocks
         # What a sequence that holds blocks now computes later is sealed without a digest: it began on the old content.
         self._generation += 1
@@ -363,11 +368,11 @@ class BlockPool:
             digest = digests[block_id]
             if digest is None:
                 unnamed.append(block_id)
-            # A duplicate takes over the registration if the block that had it was evicted meanwhile.
-            elif registry.setdefault(digest, block_id) == block_id:
+            elif registry[digest] == block_id:
                 findable.append(block_id)
             else:
                 duplicates.append(block_id)
+                self._take_duplicate(digest, block_id)
         if findable:
             self._retire(findable)
         if duplicates:
@@ -405,16 +410,31 @@ class BlockPool:
     def _evict(self, block_ids: list[int], reason: EvictionReason) -> None:
         # The policy holds them no longer.
         self._states.move(block_ids, _EVICT)
-        registry, digests = self._registry, self._digests
+        gone = [digest for block_id in block_ids if (digest := self._digests[block_id]) is not None]
+        if self._duplicates and reason is not EvictionReason.CLEARED:
+            gone = [digest for digest in gone if not self._pass_on(digest)]
         # `clear` tells of all content at once.
-        if self.listener is not None and block_ids and reason is not EvictionReason.CLEARED:
-            self.listener.removed([digest for block_id in block_ids if (digest := digests[block_id]) is not None])
-        for block_id in block_ids:
-            del registry[digests[block_id]]  # pyright: ignore[reportArgumentType] -- idle blocks are registered
+        if self.listener is not None and gone and reason is not EvictionReason.CLEARED:
+            self.listener.removed(gone)
+        for digest in gone:
+            del self._registry[digest]
         if self._expiry is not None:
             self._expiry.remove(block_ids)
         self._num_idle -= len(block_ids)
         self._empty(block_ids, reason)
+
+    def _pass_on(self, digest: Digest) -> bool:
+        """Whether a duplicate in use has the registration of an evicted block now."""
+        if digest not in self._duplicates:
+            return False
+        block_id = self._registry[digest] = self._duplicates[digest][0]
+        self._take_duplicate(digest, block_id)
+        return True
+
+    def _take_duplicate(self, digest: Digest, block_id: int) -> None:
+        self._duplicates[digest].remove(block_id)
+        if not self._duplicates[digest]:
+            del self._duplicates[digest]
 
     def _empty(self, block_ids: list[int], reason: EvictionReason) -> None:
         digests = self._digests
@@ -456,6 +476,13 @@ class BlockPool:
                 self._digests[block_id] == digest,
                 f"block {block_id} is registered under a digest not its own",
             )
+        listed = {block_id for block_ids in self._duplicates.values() for block_id in block_ids}
+        unregistered = {
+            block_id
+            for block_id, digest in enumerate(self._digests)
+            if digest is not None and self._registry.get(digest) != block_id
+        }
+        require(listed == unregistered, f"blocks {unregistered} are duplicates and {listed} are listed")
 
     def _check_block(self, block_id: int, *, is_listed_free: bool) -> None:
         state, users, digest = self.state(block_id), self._users[block_id], self._digests[block_id]

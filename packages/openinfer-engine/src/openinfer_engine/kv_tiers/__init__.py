@@ -9,7 +9,7 @@ share.py    RankShare: another rank's share of it, in this process (local_share.
             share_service.py answers)
 """
 
-from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, choose_tiers
+from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, choose_tiers, read_digest_key
 from openinfer_engine.kv_tiers.joining import begin_prefault, open_port, require_tiered
 from openinfer_engine.kv_tiers.local_share import LocalShare
 from openinfer_engine.kv_tiers.port import PoolTierPort
@@ -26,5 +26,6 @@ __all__ = [
     "begin_prefault",
     "choose_tiers",
     "open_port",
+    "read_digest_key",
     "require_tiered",
 ]

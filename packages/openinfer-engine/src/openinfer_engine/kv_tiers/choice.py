@@ -94,7 +94,7 @@ class ChosenTiers:
 
     def _key_for(self, tier: KvTier) -> bytes | None:
         if self.key_file is not None:
-            return _read_key(Path(self.key_file))
+            return read_digest_key(self.key_file)
         if not isinstance(tier, LastingTier):
             return None
         if tier.digest_key is None:
@@ -150,7 +150,13 @@ def require_snapshots(spec: KvSpec, num_snapshots: int) -> None:
         )
 
 
-def _read_key(path: Path) -> bytes:
+def read_digest_key(key_file: str) -> bytes:
+    """The bytes that blocks are named with.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or has too few or too many bytes.
+    """
+    path = Path(key_file)
     try:
         key = path.read_bytes()
     except OSError as error:
