@@ -84,9 +84,8 @@ class ModelPool:
     def seal(self, cell: Cell, prefix: tuple, *, is_void: bool) -> None:
         cell.prefix, cell.is_void = prefix, is_void
         self.ever_sealed.add(prefix)
-        if not is_void:
-            if self.registry.setdefault(prefix, cell) is not cell:
-                self.duplicates.append(cell)
+        if not is_void and self.registry.setdefault(prefix, cell) is not cell:
+            self.duplicates.append(cell)
 
     def release(self, cells: list[Cell], now_s: float) -> None:
         for cell in cells:
