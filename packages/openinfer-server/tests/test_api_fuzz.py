@@ -62,6 +62,8 @@ WORKING: dict[str, dict[str, Any]] = {
     "/inference/v1/generate": {"token_ids": [5, 6, 7]},
     "/tokenize": {"prompt": "stone"},
     "/detokenize": {"tokens": [5, 6, 7]},
+    "/v1/completions/render": {"prompt": "a stone"},
+    "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "a stone"}]},
 }
 """Bodies that are answered with 200."""
 

@@ -13,22 +13,24 @@ from openinfer_server.openai.completions import Completions
 from openinfer_server.openai.event_frames import DONE_DATA
 from openinfer_server.openai.events import ChatEvent, CompletionEvent
 from openinfer_server.openai.models import model_routes
-from openinfer_server.openai.objects import ChatCompletion, Completion
+from openinfer_server.openai.objects import ChatCompletion, Completion, RenderedPrompt
 from openinfer_server.openai.types import ChatRequest, CompletionRequest
 from openinfer_server.responses.routes import response_routes
 from openinfer_server.service import Service
 from openinfer_server.tokens.generate import token_generation_routes
+from openinfer_server.tokens.tokenize import ERRORS as TOKEN_ERRORS
 from openinfer_server.tokens.tokenize import token_routes
 
 GENERATION_ERRORS = (404, 408, 413, 415, 429, 503)  # what a route that generates may answer, next to 400 and 500
 
 
 def completion_routes(service: Service) -> list[Route]:
+    completions, chats = Completions(service), ChatCompletions(service)
     return [
         Route(
             method="POST",
             path="/v1/completions",
-            handler=Completions(service),
+            handler=completions,
             doc=RouteDoc(
                 summary="Continues prompts.",
                 tag="OpenAI",
@@ -42,7 +44,7 @@ def completion_routes(service: Service) -> list[Route]:
         Route(
             method="POST",
             path="/v1/chat/completions",
-            handler=ChatCompletions(service),
+            handler=chats,
             doc=RouteDoc(
                 summary="Answers a chat.",
                 tag="OpenAI",
@@ -51,6 +53,30 @@ def completion_routes(service: Service) -> list[Route]:
                 events=(ChatEvent, ErrorResponse),
                 last_data=DONE_DATA,
                 errors=GENERATION_ERRORS,
+            ),
+        ),
+        Route(
+            method="POST",
+            path="/v1/completions/render",
+            handler=completions.render,
+            doc=RouteDoc(
+                summary="The token ids of prompts, without an answer.",
+                tag="Tokens",
+                body=CompletionRequest,
+                response=list[RenderedPrompt],
+                errors=TOKEN_ERRORS,
+            ),
+        ),
+        Route(
+            method="POST",
+            path="/v1/chat/completions/render",
+            handler=chats.render,
+            doc=RouteDoc(
+                summary="The token ids of a chat's prompt, without an answer.",
+                tag="Tokens",
+                body=ChatRequest,
+                response=RenderedPrompt,
+                errors=TOKEN_ERRORS,
             ),
         ),
     ]

@@ -53,6 +53,8 @@ BODIES: Mapping[str, dict[str, Any]] = {
         "chat_template_kwargs": Own(enable_thinking=False),
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
     },
+    "/v1/completions/render": {"prompt": "stone"},
+    "/v1/chat/completions/render": {"messages": TURNS, "chat_template_kwargs": Own(enable_thinking=False)},
     "/v1/responses": {
         "input": ITEMS,
         "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},

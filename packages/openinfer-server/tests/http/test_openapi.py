@@ -47,6 +47,8 @@ LEVELS = {
     "POST /inference/v1/generate": "user",
     "POST /tokenize": "user",
     "POST /detokenize": "user",
+    "POST /v1/chat/completions/render": "user",
+    "POST /v1/completions/render": "user",
     "POST /v1/load_lora_adapter": "admin",
     "POST /v1/unload_lora_adapter": "admin",
     "GET /v1/models": "user",

@@ -170,3 +170,60 @@ def test_version_is_the_distributions(shared, call):
     from importlib.metadata import version
 
     assert json.loads(call(shared, "GET", "/version")[2]) == {"version": version("openinfer-server")}
+
+
+RENDERED = {
+    "plain": {"messages": CHAT},
+    "with an effort": {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}},
+    "continued": {
+        "messages": [*CHAT, {"role": "assistant", "content": "It is"}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    },
+    "cut": {"messages": CHAT, "truncate_prompt_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("body", RENDERED.values(), ids=RENDERED)
+def test_rendered_chat_is_the_prompt_that_the_engine_gets(post, shared, call, body):
+    before = len(shared.engine.submitted)
+    status, rendered = post("/v1/chat/completions/render", {"model": "parrot", **body})
+    assert status == 200
+    assert len(shared.engine.submitted) == before  # nothing is generated
+    assert rendered["model"] == "parrot"
+    assert rendered["request_id"].startswith("chatcmpl-")
+    call(shared, "POST", "/v1/chat/completions", {"max_tokens": 1, **body})
+    assert tuple(rendered["token_ids"]) == shared.engine.submitted[-1].prompt_token_ids
+
+
+@pytest.mark.parametrize("prompt", [TEXT, [TEXT, "stone"], [5, 6, 7], [[5, 6], [7]]])
+def test_rendered_prompts_are_a_list_of_those_that_the_engine_gets(post, shared, call, prompt):
+    status, rendered = post("/v1/completions/render", {"prompt": prompt})
+    assert status == 200
+    call(shared, "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1})
+    asked = shared.engine.submitted[-len(rendered) :]
+    assert [tuple(each["token_ids"]) for each in rendered] == [request.prompt_token_ids for request in asked]
+    assert {each["model"] for each in rendered} == {"parrot"}
+
+
+def test_rendered_prompt_is_taken_by_generate(post):
+    rendered = post("/v1/chat/completions/render", {"messages": CHAT})[1]
+    status, answer = post("/inference/v1/generate", {**rendered, "sampling_params": {"max_tokens": 1}})
+    assert (status, answer["request_id"]) == (200, rendered["request_id"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions/render", {}, "prompt"),
+        ("/v1/completions/render", {"prompt": [1] * 2049}, "prompt"),
+        ("/v1/completions/render", {"prompt": "a", "suffix": "b"}, "suffix"),
+        ("/v1/chat/completions/render", {"messages": []}, "messages"),
+        ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+    ],
+)
+def test_prompts_that_cannot_be_rendered_are_refused_as_for_an_answer(post, path, body, param):
+    status, answer = post(path, body)
+    assert status == 400
+    assert (status, answer) == post(path.removesuffix("/render"), body)
+    assert param is None or answer["error"]["param"] == param

@@ -11,7 +11,7 @@ from openinfer_server.http.request import HttpRequest
 from openinfer_server.limits.conversation import check_num_entries
 from openinfer_server.openai.chat_sinks import ChatMessageSink, ChatStreamSink
 from openinfer_server.openai.event_frames import ResponseHead, chat_delta_frame, chat_frame
-from openinfer_server.openai.generation import Generation, ResponseShape
+from openinfer_server.openai.generation import Generation, ResponseShape, rendered_prompt
 from openinfer_server.openai.objects import ChatChoice, ChatCompletion, Usage
 from openinfer_server.openai.types import ChatRequest, check_turns
 from openinfer_server.output.delta_choice import DeltaChoice
@@ -53,6 +53,17 @@ class ChatCompletions:
             body=self._body,
         )
 
+    async def render(self, http_request: HttpRequest) -> None:
+        """The token ids of the prompt, as the engine would get them; nothing is generated."""
+        service = self._service
+        request = await http_request.read_json(_decoder)
+        await http_request.aside(lambda: _check(request))
+        model = service.resolve_model(request.model)
+        note_dropped_tools(service, http_request, request.tools)
+        _, parsers = await self._prepared(http_request, request)
+        body = rendered_prompt(self._shape.id_prefix, model, parsers.prompt)
+        await http_request.send(200, msgspec.json.encode(body))
+
     async def __call__(self, http_request: HttpRequest) -> None:
         service = self._service
         service.check_serving(http_request.owner)
@@ -64,11 +75,7 @@ class ChatCompletions:
         usage = check_stream_options(request)
         check_num_choices(request, 1, service.options)
         note_dropped_tools(service, http_request, request.tools)
-        available = await http_request.aside(
-            lambda: chat_tools(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-        )
-        prompt = await self._prompt(http_request, request, available)
-        parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
+        available, parsers = await self._prepared(http_request, request)
         grammar = await http_request.aside(
             lambda: chat_grammar(service, parsers.prompt, available, output_constraint(request))
         )
@@ -96,6 +103,16 @@ class ChatCompletions:
             hides_reasoning=request.include_reasoning is False,
         )
         await generation.deliver(http_request)
+
+    async def _prepared(self, http_request: HttpRequest, request: ChatRequest) -> tuple[AvailableTools, OutputParsers]:
+        """What a request offers the model, and its prompt with what reads the answer."""
+        service = self._service
+        available = await http_request.aside(
+            lambda: chat_tools(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+        )
+        prompt = await self._prompt(http_request, request, available)
+        parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
+        return available, parsers
 
     async def _prompt(self, http_request: HttpRequest, request: ChatRequest, available: AvailableTools) -> Prompt:
         variables = chat_variables(

@@ -10,7 +10,7 @@ from openinfer_server.http.api_errors import invalid, refused
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.openai.completion_sinks import TextSink, TextStreamSink
 from openinfer_server.openai.event_frames import ResponseHead, completion_frame
-from openinfer_server.openai.generation import Generation, ResponseShape
+from openinfer_server.openai.generation import Generation, ResponseShape, rendered_prompt
 from openinfer_server.openai.objects import Completion, CompletionChoice, Usage
 from openinfer_server.openai.types import CompletionRequest
 from openinfer_server.output.delta_choice import DeltaChoice
@@ -51,6 +51,15 @@ class Completions:
             whole_sink=TextSink,
             body=self._body,
         )
+
+    async def render(self, http_request: HttpRequest) -> None:
+        """The token ids of each prompt, as the engine would get them; nothing is generated."""
+        request = await http_request.read_json(_decoder)
+        check_rules(request)
+        model = self._service.resolve_model(request.model)
+        prompts = await self._prompts(http_request, request)
+        rendered = [rendered_prompt(self._shape.id_prefix, model, prompt) for prompt in prompts]
+        await http_request.send(200, msgspec.json.encode(rendered))
 
     async def __call__(self, http_request: HttpRequest) -> None:
         service = self._service

@@ -13,7 +13,7 @@ from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.openai.event_frames import DONE, FrameMaker, ResponseHead, error_event
 from openinfer_server.openai.event_stream import EventStream
-from openinfer_server.openai.objects import Usage
+from openinfer_server.openai.objects import RenderedPrompt, Usage
 from openinfer_server.openai.plain_stream import PlainStream
 from openinfer_server.output.delta_choice import Sink
 from openinfer_server.output.parsing import OutputParsers
@@ -21,9 +21,17 @@ from openinfer_server.output.pipeline import deliver, submit
 from openinfer_server.output.response import Response
 from openinfer_server.output.usage import usage_of
 from openinfer_server.output.without_reasoning import WithoutReasoning
-from openinfer_server.request.plan import Plan, StreamUsage
+from openinfer_server.request.plan import Plan, Prompt, StreamUsage
 from openinfer_server.service import Service
 from openinfer_server.text.byte_table import ByteTable
+
+
+def rendered_prompt(id_prefix: str, model: str, prompt: Prompt) -> RenderedPrompt:
+    return RenderedPrompt(request_id=_new_id(id_prefix), model=model, token_ids=prompt.token_ids)
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +66,7 @@ class Generation:
     async def deliver(self, http_request: HttpRequest) -> None:
         """Submits all choices and sends their response."""
         head = ResponseHead(
-            id=f"{self.shape.id_prefix}-{secrets.token_hex(12)}",
+            id=_new_id(self.shape.id_prefix),
             object=self.shape.event_object,
             created=int(time.time()),
             model=self.model,

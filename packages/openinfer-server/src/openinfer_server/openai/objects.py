@@ -147,6 +147,17 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
+class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt as the engine would get it: response of `/v1/chat/completions/render`, one of `/v1/completions/render`.
+
+    Fields have vLLM's names, and are those of a request to `/inference/v1/generate`.
+    """
+
+    request_id: str
+    model: str
+    token_ids: Sequence[int]
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A name the server answers to."""
 
