@@ -325,3 +325,33 @@ def test_a_tier_whose_library_is_not_installed_says_which_extra_brings_it(settin
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(TierConfigError, match=rf"needs the package {library} \(extra {setting[:2]}.*--offload"):
         open_tiers([setting], LAYOUT)
+
+
+@each_kind
+def test_what_another_process_saved_is_found_when_it_is_looked_up_and_not_a_list_later(running, kind):
+    one, two = (running[kind].tier("looked-up", refresh_s=3600.0) for _ in range(2))
+    digests = chain(7, 5)
+    assert two.find(digests).digests == ()
+    assert save(one, digests) is TransferState.COMPLETED
+    assert two.find(digests).digests == ()
+    two.look_up(digests)
+    hit = two.find(digests)
+    assert hit.digests == tuple(digests)
+    hit.close()
+    assert load(two, digests) == 5
+    for tier in (one, two):
+        tier.check_integrity()
+        tier.close()
+
+
+@each_kind
+def test_a_beginning_of_what_is_looked_up_is_found(running, kind):
+    one, two = (running[kind].tier("beginnings", refresh_s=3600.0) for _ in range(2))
+    digests = chain(8, 6)
+    save(one, digests[:4])
+    two.look_up(digests)
+    hit = two.find(digests)
+    assert hit.digests == tuple(digests[:4])
+    hit.close()
+    for tier in (one, two):
+        tier.close()

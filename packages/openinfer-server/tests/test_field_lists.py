@@ -20,6 +20,7 @@ from openinfer_server.request.generation_fields import (
     StreamOptions,
     TokenDetailFields,
 )
+from openinfer_server.request.kv_transfer import KvTransferParams, LandedBlocks
 from openinfer_server.request.neutral_fields import NeutralSamplingFields
 from openinfer_server.request.rules import ANY, Label, Neutral, Refused, Rule
 from openinfer_server.request.structured_types import GuidedFields
@@ -31,7 +32,15 @@ from openinfer_server.tools import types as tool_types
 
 FILE = Path(__file__).parents[1] / "FIELDS.md"
 SECTIONS: Sequence[tuple[str, Sequence[tuple[str, type]]]] = (
-    ("POST /v1/completions", [("", api_types.CompletionRequest), ("stream_options", StreamOptions)]),
+    (
+        "POST /v1/completions",
+        [
+            ("", api_types.CompletionRequest),
+            ("stream_options", StreamOptions),
+            ("kv_transfer_params", KvTransferParams),
+            ("kv_transfer_params.openinfer", LandedBlocks),
+        ],
+    ),
     (
         "POST /v1/chat/completions",
         [

@@ -126,6 +126,21 @@ class SlowCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     age_s: float
 
 
+class KvTransferStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Requests whose KV goes from one engine to another, since the engine began."""
+
+    prompts: int = 0
+    """Prompts left for other engines."""
+    tokens: int = 0
+    """Of these, tokens that could be read by others when the request was answered."""
+    partial_prompts: int = 0
+    """Prompts of which less than all full blocks could be read by then."""
+    mismatches: int = 0
+    """Requests that came with another layout's blocks, or another prompt's; they were computed."""
+    late_look_ups: int = 0
+    """Requests that went on before the tiers had said what other engines saved."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A snapshot of gauges and counters (counters start at 0 with the engine)."""
 
@@ -176,6 +191,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Times a KV tier raised where it may not; it is not used after that."""
     kv_tiers: tuple[KvTierStats, ...] = ()
     """One for each KV tier, fastest first."""
+    kv_transfer: KvTransferStats | None = None
+    """None for an engine that hands no KV to others."""
     grammars: GrammarStats | None = None
     """None without a grammar compiler, or with one that does not say."""
     plugin_faults: tuple[PluginFaults, ...] = ()

@@ -37,6 +37,7 @@ from openinfer_engine.kv_tiers.choice import (
     read_digest_key,
     require_snapshots,
 )
+from openinfer_engine.kv_transfer.checks import require_whole_prefixes
 from openinfer_engine.low_bit import check_low_bit, described_low_bit
 from openinfer_engine.memory_plan import (
     kv_cache_tokens,
@@ -168,6 +169,7 @@ class EnginePlan:
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
             **({} if self.drafter is None else {"drafter": self.drafter.origin}),
             **({} if self.options.kv_events is None else {"kv_events": self.options.kv_events}),
+            **({} if self.options.kv_transfer is None else {"kv_transfer": self.options.kv_transfer}),
             "weights": str(self.options.load_format),
             **self._weight_format,
             **described_low_bit(self.options, self.config),
@@ -382,6 +384,8 @@ def resolve(
     num_snapshots = num_snapshots_of_pool(options, layouts[0], num_blocks)
     if tiers is not None:
         require_snapshots(specs[0], num_snapshots)
+    if options.kv_transfer is not None:
+        require_whole_prefixes(layouts[0])
     return EnginePlan(
         definition=definition,
         config=config,

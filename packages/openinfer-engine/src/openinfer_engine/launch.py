@@ -33,6 +33,7 @@ from openinfer_engine.kv_tiers import (
     open_port,
     require_tiered,
 )
+from openinfer_engine.kv_transfer import KvTransfer, Landings, require_pins
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat, LoopHost
@@ -42,7 +43,7 @@ from openinfer_engine.weights.loading import load_workers
 from openinfer_engine.worker.process_group import ProcessGroup, start_workers
 from openinfer_engine.worker.process_runner import ProcessRunner, load_with_processes
 from openinfer_engine.worker.runner import ThreadRunner
-from openinfer_kv_cache import TieredScheduler
+from openinfer_kv_cache import PrefixHasher, TieredScheduler
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -126,6 +127,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         undo.callback(runner.close)
         pages.finish()
         port = _join_tiers(engine_plan, tiers, scheduler, runner, processes)
+        kv_transfer = _open_transfer(engine_plan, tiers, scheduler, port)
         undo.pop_all()
     info = msgspec.structs.replace(engine_plan.info, start=engine_plan.timeline.phases)
     logger.info("the engine started in %s", engine_plan.timeline)
@@ -139,6 +141,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         grammar_compiler=compiler,
         kv_events=kv_events,
         port=port,
+        kv_transfer=kv_transfer,
         max_drafts=engine_plan.scheduler_config.max_drafts,
         drafter_faults=None if engine_plan.drafter is None else engine_plan.drafter.faults,
         tracer=tracer,
@@ -151,6 +154,8 @@ def _prepare_tiers(engine_plan: EnginePlan, tiers: OpenTiers | None, scheduler: 
     if tiers is None:
         return MemoryPrefault([])
     _require_tiered(engine_plan, scheduler)
+    if engine_plan.options.kv_transfer is not None:
+        require_pins(scheduler, name=engine_plan.scheduler.name)
     if engine_plan.options.device is not DeviceKind.CUDA:
         return MemoryPrefault([])
     return begin_prefault(tiers, num_ranks=engine_plan.options.tensor_parallel_size)
@@ -179,6 +184,30 @@ def _join_tiers(
         undo.pop_all()
     engine_plan.mark("kv_tiers")
     return port
+
+
+def _open_transfer(
+    engine_plan: EnginePlan, tiers: OpenTiers | None, scheduler: Scheduler, port: PoolTierPort | None
+) -> KvTransfer | None:
+    name = engine_plan.options.kv_transfer
+    if name is None or tiers is None or port is None:
+        return None
+    config, layout = engine_plan.scheduler_config, engine_plan.layouts[0]
+    return KvTransfer(
+        tier=name,
+        layout_digest=layout.digest,
+        hasher=PrefixHasher(config.block_size_tokens, key=tiers.digest_key, layout_digest=config.layout_digest),
+        landings=Landings(
+            scheduler=require_pins(scheduler, name=engine_plan.scheduler.name),
+            port=port,
+            block_bytes=engine_plan.options.tensor_parallel_size * layout.block_bytes,
+            num_blocks=config.num_blocks,
+            timeout_s=engine_plan.options.kv_landing_timeout_ms / 1000,
+        ),
+        look_up=port.look_up,
+        timeout_s=engine_plan.options.kv_load_timeout_ms / 1000,
+        clock=time.monotonic,
+    )
 
 
 def _require_tiered(engine_plan: EnginePlan, scheduler: Scheduler) -> TieredScheduler:

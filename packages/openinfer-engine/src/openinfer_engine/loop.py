@@ -24,6 +24,7 @@ from openinfer_core import (
     Finished,
     FinishReason,
     GenerateRequest,
+    InvalidRequest,
     RequestId,
     TokenEvent,
 )
@@ -37,6 +38,7 @@ from openinfer_engine.grammars.masking import MASK_WAIT_S, MaskedRequests
 from openinfer_engine.guard import GuardOptions, SchedulerGuard
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_tiers.port import PoolTierPort
+from openinfer_engine.kv_transfer import KvTransfer
 from openinfer_engine.tracing.step_trace import StepTrace
 from openinfer_engine.tracing.trace import LOOP, NoTrace, Tracer
 from openinfer_engine.worker.runner import PendingStep, Runner
@@ -72,6 +74,7 @@ class StepLoop:
         mask_wait_s: float = MASK_WAIT_S,
         kv_events: KvEventRecorder | None = None,
         port: PoolTierPort | None = None,
+        kv_transfer: KvTransfer | None = None,
         adapters: AdapterTable | None = None,
         max_drafts: int = 0,
         drafter_faults: DrafterFaults | None = None,
@@ -91,6 +94,10 @@ class StepLoop:
         self._clock = clock
         self._kv_events = kv_events
         self._port = port
+        self._transfer = kv_transfer
+        if kv_transfer is not None:
+            can = (*self._info.capabilities, EngineCapability.KV_TRANSFER)
+            self._info = msgspec.structs.replace(self._info, capabilities=can)
         self._adapters = adapters
         self._drafts = DraftCounter(max_drafts) if max_drafts else None
         self._drafter_faults = drafter_faults or DrafterFaults()
@@ -119,12 +126,13 @@ class StepLoop:
             or self._in_flight is not None
             or self._masked.num_compiling > 0
             or is_moving
+            or (self._transfer is not None and self._transfer.is_busy)
             or self._runner.failure is not None
         )
 
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
         self._tracer.submitted(request)
-        events = self._take(request)
+        events = self._withheld(self._take(request))
         self._tracer.told(events)
         return events
 
@@ -136,14 +144,21 @@ class StepLoop:
         if found is None:
             message = f"no LoRA adapter is loaded under the name {(request.lora or '')[:64]!r}"
             return [Failed(request.request_id, FailureKind.INVALID, message)]
-        request = found
+        try:
+            if self._transfer is not None and self._transfer.take(found):
+                return []
+        except InvalidRequest as error:
+            return [Failed(request.request_id, FailureKind.INVALID, str(error))]
+        return self._admit(found, arrived_s=self._clock())
+
+    def _admit(self, request: GenerateRequest, *, arrived_s: float) -> list[TokenEvent]:
         if request.sampling.is_masked:
             if self._masked.num_compiling >= self._info.max_waiting:
                 message = f"{self._masked.num_compiling} requests wait for their grammar; no more are taken"
                 return [Failed(request.request_id, FailureKind.OVERLOADED, message)]
-            self._masked.begin(request, now_s=self._clock())
+            self._masked.begin(request, now_s=arrived_s)
             return self._add_compiled()
-        return self._guard.add(request, now_s=self._clock())
+        return self._guard.add(request, now_s=arrived_s)
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
         events = self._end(request_id)
@@ -151,6 +166,8 @@ class StepLoop:
         return events
 
     def _end(self, request_id: RequestId) -> list[TokenEvent]:
+        if self._transfer is not None and (ended := self._transfer.withdraw(request_id)) is not None:
+            return [ended]
         withdrawn = self._masked.withdraw(request_id)
         if withdrawn is not None:
             return [Finished(request_id, FinishReason.ABORT, len(withdrawn.prompt_token_ids), 0, 0)]
@@ -170,6 +187,7 @@ class StepLoop:
             failures = self._masked.settle()
         events = self._ended(failures)
         events += self._add_compiled()
+        events += self._take_looked_up()
         # Before the plan, which uses what has come from tiers.
         if self._port is not None:
             self._port.settle()
@@ -188,12 +206,23 @@ class StepLoop:
             events += self._finish(before)
         return self._follow(events, failures)
 
+    def _take_looked_up(self) -> list[TokenEvent]:
+        """What comes of requests for which the tiers have been asked."""
+        ready = [] if self._transfer is None else self._transfer.take_ready()
+        return [event for request, arrived_s in ready for event in self._admit(request, arrived_s=arrived_s)]
+
+    def _withheld(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """Without the ends that wait for their KV to land, and with those that need not any longer."""
+        if self._transfer is None:
+            return events
+        return [*self._transfer.withhold(events), *self._transfer.settle()]
+
     def _ended(self, failures: Iterable[Failed]) -> list[TokenEvent]:
         """The failures of requests that were still there to be ended."""
         return [failure for failure in failures if self._end(failure.request_id)]
 
     def _follow(self, events: list[TokenEvent], failures: list[Failed]) -> list[TokenEvent]:
-        events += self._ended(failures)
+        events = self._withheld([*events, *self._ended(failures)])
         # Before the next plan, which has rows with masks that follow from these tokens.
         self._masked.follow(events)
         self._tracer.told(events)
@@ -216,7 +245,10 @@ class StepLoop:
 
     def reconcile(self, open_ids: AbstractSet[RequestId]) -> list[TokenEvent]:
         """Ends what the scheduler has lost or starves; requests that wait for a grammar are the loop's own."""
-        events: list[TokenEvent] = [*self._guard.reconcile(open_ids - self._masked.compiling_ids)]
+        open_ids = open_ids - self._masked.compiling_ids
+        if self._transfer is not None:
+            open_ids -= self._transfer.open_ids
+        events = self._withheld([*self._guard.reconcile(open_ids)])
         for event in events:
             self._masked.forget(event.request_id)
         self._tracer.told(events)
@@ -239,6 +271,9 @@ class StepLoop:
             grammars=self._masked.stats(),
             slow_call=stats.slow_call or self._masked.slow_call(),
         )
+        if self._transfer is not None:
+            waiting = stats.waiting + self._transfer.num_waiting
+            stats = msgspec.structs.replace(stats, waiting=waiting, kv_transfer=self._transfer.stats())
         if self._drafts is not None:
             stats = self._drafts.told_in(stats)
         if self._port is None:
@@ -249,6 +284,8 @@ class StepLoop:
     def close(self) -> None:
         self._in_flight = None
         self._masked.close()
+        if self._transfer is not None:
+            self._transfer.close()
         if self._kv_events is not None:
             self._kv_events.close()
         # Before the runner, whose memory its copies read and write.
@@ -263,6 +300,9 @@ class StepLoop:
         """There is nothing to plan and nothing in flight: blocks move, masks or grammars are due, or it is wedged."""
         if self._port is not None and self._port.is_moving:
             self._port.wait(_TIER_WAIT_S)
+            return
+        if self._transfer is not None and self._transfer.is_busy:
+            self._transfer.wait(_TIER_WAIT_S)
             return
         if self._masked.num_pending > 0:
             self._masked.wait(_GRAMMAR_WAIT_S)
@@ -292,7 +332,7 @@ class StepLoop:
         if request.adapter is not None:
             return "adapter is what the engine finds for lora; a request names lora alone"
         if request.transfer is not None and EngineCapability.KV_TRANSFER not in self._info.capabilities:
-            return "this engine hands no KV to other engines and takes none from them; send no transfer"
+            return "this engine hands no KV to other engines and takes none from them (--kv-transfer); send no transfer"
         return None
 
     def _with_adapter(self, request: GenerateRequest) -> GenerateRequest | None:

@@ -136,6 +136,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     one beside its blocks."""
     kv_load_timeout_ms: int = 1000
     """Milliseconds after which the rest of a prefix that comes from KV tiers is computed instead."""
+    kv_transfer: str | None = None
+    """Name of the tier of --kv-tier that other engines read, or write: valkey, s3 or disk. Requests may then leave the
+    KV of their prompt there for another engine, and begin on what another one has left, as kv_transfer_params say; see
+    docs/reference/prefill-and-decode-apart.md."""
+    kv_landing_timeout_ms: int = 2000
+    """Milliseconds that an answer waits at most until its prompt's KV has landed for another engine, and a second more
+    for each 64 MiB of it; then it says how much has."""
     scheduler: str = "token-budget"
     """Name in the group openinfer.schedulers."""
     scheduler_option: list[str] = []
@@ -213,6 +220,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check("num_blocks", self.num_blocks, 1, 2**31 - 1)
         _check("max_drafts", self.max_drafts, 1, MAX_DRAFTS)
         _check("kv_load_timeout_ms", self.kv_load_timeout_ms, 1, 600_000)
+        _check("kv_landing_timeout_ms", self.kv_landing_timeout_ms, 1, 600_000)
         _check("starvation_timeout_s", self.starvation_timeout_s, 1, 86_400)
         _check("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
         if not 0.05 <= self.gpu_memory_fraction <= 1:
@@ -241,9 +249,14 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 "or them",
                 field="step_trace",
             )
-        if self.kv_tier:
-            _check_tiers(prefix_cache=self.prefix_cache)
-        elif self.kv_key_file is not None and self.kv_events is None:
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        if self.kv_transfer is not None:
+            _check_transfer(self.kv_transfer, self.kv_tier)
+        if self.kv_tier and not self.prefix_cache:
+            raise InvalidRequest("kv_tier extends the prefix cache, and prefix_cache is false", field="kv_tier")
+        if self.kv_key_file is not None and not self.kv_tier and self.kv_events is None:
             raise InvalidRequest("kv_key_file is of no use without kv_tier or kv_events", field="kv_key_file")
 
     def _check_not_low_bit(self) -> None:
@@ -273,6 +286,10 @@ def _check_kv_events(setting: str, *, prefix_cache: bool) -> None:
         raise InvalidRequest(f"kv_events: {error}", field="kv_events") from error
 
 
-def _check_tiers(*, prefix_cache: bool) -> None:
-    if not prefix_cache:
-        raise InvalidRequest("kv_tier extends the prefix cache, and prefix_cache is false", field="kv_tier")
+def _check_transfer(name: str, kv_tier: list[str]) -> None:
+    names = [setting.partition("=")[0] for setting in kv_tier]
+    if name not in names or name == "stack":
+        raise InvalidRequest(
+            f"kv_transfer is {name!r}; it must name a tier of kv_tier, and these are: {', '.join(names) or 'none'}",
+            field="kv_transfer",
+        )

@@ -44,10 +44,17 @@ from openinfer_kv_cache.tiers.contract import (
     Transfer,
     TransferState,
 )
-from openinfer_kv_cache.tiers.port import KvEventSource, PrefixHit, TieredScheduler, TierPort, TierTransfer
+from openinfer_kv_cache.tiers.port import (
+    KvEventSource,
+    PinsPrefixes,
+    PrefixHit,
+    TieredScheduler,
+    TierPort,
+    TierTransfer,
+)
 from openinfer_kv_cache.tiers.saves import BlockSaves
 from openinfer_kv_cache.tiers.table_load import TableLoad, begin_table_load
-from openinfer_kv_cache.tiers.traits import BlockMover, CopyingTier, DeviceBlock, DeviceTier, LastingTier
+from openinfer_kv_cache.tiers.traits import BlockMover, CopyingTier, DeviceBlock, DeviceTier, LastingTier, SharedTier
 from openinfer_kv_cache.tiers.transfers import KvTransfers
 
 __all__ = [
@@ -94,10 +101,12 @@ __all__ = [
     "LeastRecentlyUsed",
     "PagedGroup",
     "PagedTensor",
+    "PinsPrefixes",
     "PoolCounters",
     "PrefixHasher",
     "PrefixHit",
     "SequenceStateError",
+    "SharedTier",
     "StateSlotCopy",
     "StateSlotGroup",
     "StateSlotPool",

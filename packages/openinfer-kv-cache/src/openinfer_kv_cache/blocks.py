@@ -312,6 +312,10 @@ class BlockPool:
         self._pins.update(block_ids)
         return BlockPin(tuple(block_ids), self._unpin)
 
+    def pin_prefix(self, digests: Iterable[Digest]) -> BlockPin:
+        """Pins what `find_prefix` finds, which may be nothing."""
+        return self.pin(self.find_prefix(digests))
+
     def expire(self) -> int:
         if self._expiry is None:
             return 0

@@ -267,6 +267,7 @@ PROBES: Mapping[str, Mapping[str, Probe]] = {
         "prompt": Probe("mountain", lambda told: told.prompt == "mountain"),
         "echo": Probe(True, lambda told: '"stoneA stone."' in told.body),
         "logprobs": Probe(2, lambda told: '"token_logprobs"' in told.body),
+        "max_completion_tokens": Probe(3, lambda told: told.sampling.max_tokens == 3),
     },
     "/v1/chat/completions": {
         **OPENAI,
@@ -343,8 +344,8 @@ PROBES: Mapping[str, Mapping[str, Probe]] = {
 }
 NONE_HONOURED = {"/v1/responses": {"stream_options"}, "/v1/messages": {"metadata"}}
 """Objects no field of which is honoured; `test_field_rules.py` shows what is taken."""
-ELSEWHERE = {"previous_response_id"}
-"""`test_openai_responses.py` shows what it does."""
+ELSEWHERE = {"previous_response_id", "kv_transfer_params"}
+"""`test_openai_responses.py` and `tests/request/test_kv_transfer.py` show what they do."""
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ def test_generate_streams_what_it_answers_whole(shared, call, post):
         ({"token_ids": [10**6]}, "token_ids"),
         ({"token_ids": [1] * 3000}, "token_ids"),
         ({"token_ids": [1], "features": {}}, "features"),
-        ({"token_ids": [1], "kv_transfer_params": {}}, "kv_transfer_params"),
+        ({"token_ids": [1], "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
         ({"token_ids": [1], "request_id": ""}, "request_id"),
         ({"token_ids": [1], "sampling_params": {"stop": ["a"]}}, "sampling_params.stop"),
         ({"token_ids": [1], "sampling_params": {"detokenize": True}}, "sampling_params.detokenize"),

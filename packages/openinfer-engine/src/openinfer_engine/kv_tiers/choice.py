@@ -14,6 +14,7 @@ from openinfer_kv_cache import (
     KvTier,
     KvTierFactory,
     LastingTier,
+    SharedTier,
     TierSettingCheck,
 )
 from openinfer_kv_cache.digest import MAX_KEY_BYTES, MIN_KEY_BYTES
@@ -41,6 +42,7 @@ class ChosenTiers:
     opener_setting: str
     key_file: str | None
     num_ranks: int = 1  # each opens them for itself
+    shared: str | None = None  # name of the tier that other engines read
 
     @property
     def parts(self) -> dict[str, str]:
@@ -61,6 +63,11 @@ class ChosenTiers:
             tier = factory(layout, _for_rank(self.opener_setting, layout))
         self.opener.require(tier, KvTier)
         try:
+            if self.shared is not None and not isinstance(tier, SharedTier):
+                raise Refused(
+                    f"--kv-transfer {self.shared}: the tier {tier.name} is this process's alone; name one that other "
+                    "engines read, as valkey, s3 or disk"
+                )
             return OpenTiers(tier=tier, digest_key=self._key_for(tier))
         except BaseException:
             tier.close()
@@ -126,13 +133,17 @@ def choose_tiers(options: EngineOptions) -> ChosenTiers | None:
         names.append(name)
     plugins = [find_plugin(KV_TIERS, name) for name in names]
     is_stack = len(plugins) > 1
+    stacked = ";".join(options.kv_tier)
+    if options.kv_transfer is not None:
+        stacked += f";lands_in={options.kv_transfer}"
     return ChosenTiers(
         settings=tuple(options.kv_tier),
         plugins=tuple(plugins),
         opener=find_plugin(KV_TIERS, STACK) if is_stack else plugins[0],
-        opener_setting=";".join(options.kv_tier) if is_stack else options.kv_tier[0].partition("=")[2],
+        opener_setting=stacked if is_stack else options.kv_tier[0].partition("=")[2],
         key_file=options.kv_key_file,
         num_ranks=options.tensor_parallel_size,
+        shared=options.kv_transfer,
     )
 
 

@@ -20,7 +20,7 @@ class LocalShare:
 
     def load(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:
         self._port.settle()
-        return self._port.load(self._port.find(digests), places) or self._nothing()
+        return self._port.load(self._port.find_looking_up(digests), places) or self._nothing()
 
     def save(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:
         self._port.settle()

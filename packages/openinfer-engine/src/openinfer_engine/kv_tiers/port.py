@@ -11,6 +11,7 @@ logged, and everything it was asked for is computed instead. A transfer that rai
 still touches the pool's blocks is not known then.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from openinfer_core.engine import KvTierStats
 from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_engine.kv_tiers.stats import stats_of, total_of_ranks
 from openinfer_engine.kv_tiers.transfer import ChunkedTransfer, RankedTransfer
-from openinfer_kv_cache import Digest, KvTier, PrefixHit, TierHit, TierTransfer, Transfer
+from openinfer_kv_cache import Digest, KvTier, PrefixHit, SharedTier, TierHit, TierTransfer, Transfer
 from openinfer_kv_cache.tiers.traits import BlockMemory
 
 logger = logging.getLogger("openinfer.engine")
@@ -96,6 +97,16 @@ class PoolTierPort:
             self._break("find", error)
         return PrefixHit(hits)
 
+    def find_looking_up(self, digests: Sequence[Digest]) -> PrefixHit:
+        """`find` of what rank 0's tiers have: what this rank's list lacks, another engine may have saved since."""
+        found = self.find(digests)
+        if found.num_blocks == len(digests):
+            return found
+        found.close()
+        with contextlib.suppress(OSError):  # then it is a miss, and computed
+            self.look_up(digests)
+        return self.find(digests)
+
     def load(self, found: PrefixHit, places: Sequence[int]) -> TierTransfer | None:
         """Begins to fill places with what was found; None if that is nothing, or cannot be loaded.
 
@@ -136,6 +147,15 @@ class PoolTierPort:
         if not chunks:
             return None
         return self._begin(chunks, [share.save(digests, places) for share in self._shares])
+
+    def look_up(self, digests: Sequence[Digest]) -> None:
+        """Asks a tier that others write to for what they have saved; waits for it, so from threads of the caller's.
+
+        Raises:
+            OSError: its medium cannot be reached, or refuses.
+        """
+        if isinstance(self._tier, SharedTier) and not self._is_broken:
+            self._tier.look_up(digests)
 
     def settle(self) -> None:
         self._transfers = {transfer: None for transfer in self._transfers if not transfer.is_over()}

@@ -78,7 +78,7 @@ class ShareService:
         fence()
         digests, places = _unpacked(order)
         if isinstance(order, LoadShare):
-            transfer = self._port.load(self._port.find(digests), places)
+            transfer = self._port.load(self._port.find_looking_up(digests), places)
         else:
             transfer = self._port.save(digests, places)
         if transfer is None:

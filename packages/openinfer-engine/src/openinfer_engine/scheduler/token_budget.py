@@ -42,7 +42,7 @@ from openinfer_engine.scheduler.outputs import OutputProcessor, finished
 from openinfer_engine.scheduler.run_queue import RunQueue
 from openinfer_engine.scheduler.sequence import Sequence, SequenceState, count_final_tokens
 from openinfer_engine.scheduler.step_builder import StepBuilder, StepInFlight
-from openinfer_kv_cache import BlockListener, BlockStateError, TierPort
+from openinfer_kv_cache import BlockListener, BlockPin, BlockStateError, Digest, TierPort
 
 
 class TokenBudgetScheduler:
@@ -73,6 +73,9 @@ class TokenBudgetScheduler:
     def use_tiers(self, port: TierPort) -> None:
         """Raises `ContractViolation`: prefixes are not shared, or the port lacks the model's recurrent states."""
         self._queue.use_tiers(port)
+
+    def pin_prefix(self, digests: ListLike[Digest]) -> BlockPin:
+        return self._queue.kv.pool.pin_prefix(digests)
 
     def listen(self, listener: BlockListener) -> None:
         self._queue.kv.pool.listener = listener

@@ -20,6 +20,7 @@ them for any.
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from openinfer_kv_cache.blocks import BlockPin
 from openinfer_kv_cache.digest import Digest
 from openinfer_kv_cache.listener import BlockListener
 from openinfer_kv_cache.tiers.contract import TierHit
@@ -125,6 +126,18 @@ class TieredScheduler(Protocol):
         Raises:
             Refused: its configuration, or the model's recurrent states, leave no prefix to share.
         """
+        ...
+
+
+@runtime_checkable
+class PinsPrefixes(Protocol):
+    """A scheduler whose cached prefixes can be kept while they are handed to another engine.
+
+    One with a `KvCache` and one block table without a window returns `cache.pool.pin_prefix(digests)`.
+    """
+
+    def pin_prefix(self, digests: Sequence[Digest]) -> BlockPin:
+        """Keeps the blocks of the longest beginning of a chain that the pool has, until the pin is closed."""
         ...
 
 

@@ -89,6 +89,21 @@ class LastingTier(KvTier, Protocol):
         ...
 
 
+@runtime_checkable
+class SharedTier(KvTier, Protocol):
+    """A tier that other processes read, and maybe write: what one engine has saved, another one finds."""
+
+    def look_up(self, digests: Sequence[Digest]) -> None:
+        """Asks the medium for what of a chain's beginning other processes have saved; `find` knows it afterwards.
+
+        It waits for the medium, so it is called from a thread of the caller's, while other methods are.
+
+        Raises:
+            OSError: the medium cannot be reached, or refuses.
+        """
+        ...
+
+
 class Medium(Protocol):
     """What a tier keeps its bytes in: memory, a file, an object of a server. The kit injects faults around it."""
 

@@ -10,7 +10,7 @@ from openinfer_kv_cache import Digest, KvLayout
 from openinfer_kv_cache.tiers.traits import Medium
 from openinfer_kv_offload.errors import StoreError
 from openinfer_kv_offload.format.manifest import check_manifest, encode_manifest
-from openinfer_kv_offload.remote.object_store import ObjectMedium, ObjectStore
+from openinfer_kv_offload.remote.object_store import AsksForKeys, ObjectMedium, ObjectStore
 from openinfer_kv_offload.transfer.memory import WrapMedium
 
 _DIGEST_CHARACTERS = 32
@@ -39,6 +39,14 @@ class Namespace:
     def list_digests(self) -> set[Digest]:
         names = (key.removeprefix(self._blocks) for key in self._store.list(self._blocks))
         return {digest for name in names if (digest := _parse(name)) is not None}
+
+    @property
+    def asks_for_blocks(self) -> bool:
+        """Whether `has` can be called."""
+        return isinstance(self._store, AsksForKeys)
+
+    def has(self, digest: Digest) -> bool:
+        return isinstance(self._store, AsksForKeys) and self._store.has(self._key(digest))
 
     def medium(self, digest: Digest) -> Medium:
         return self._wrap_medium(ObjectMedium(self._store, self._key(digest)))

@@ -39,6 +39,10 @@ class ObjectIndex:
     def __contains__(self, digest: Digest) -> bool:
         return digest in self._known
 
+    def count_prefix(self, digests: Sequence[Digest]) -> int:
+        """How many of a chain's first digests are known."""
+        return next((place for place, digest in enumerate(digests) if digest not in self._known), len(digests))
+
     def hold_prefix(self, digests: Sequence[Digest]) -> list[KnownObject]:
         held: list[KnownObject] = []
         for digest in digests:

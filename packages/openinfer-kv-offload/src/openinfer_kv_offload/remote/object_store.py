@@ -1,7 +1,7 @@
 """`ObjectStore`: what a tier asks of a server that keeps bytes under keys."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from openinfer_kv_cache import TierFailure
 from openinfer_kv_offload.transfer.failures import BlockFault
@@ -40,6 +40,13 @@ class ObjectStore(Protocol):
     def close(self) -> None:
         """Gives its connections back."""
         ...
+
+
+@runtime_checkable
+class AsksForKeys(ObjectStore, Protocol):
+    """A store that says whether it has a key, for less than reading its object or listing all."""
+
+    def has(self, key: str) -> bool: ...
 
 
 class ObjectMedium:

@@ -56,6 +56,14 @@ class S3Store:
         except FileNotFoundError:
             return None
 
+    def has(self, key: str) -> bool:
+        try:
+            with _translated():
+                obstore.head(self._bucket, key)
+        except FileNotFoundError:
+            return False
+        return True
+
     def delete(self, keys: Sequence[str]) -> None:
         with _translated():
             obstore.delete(self._bucket, keys)

@@ -115,6 +115,19 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
             forgotten = self._index.forget(before - listed)
         self._counters.count_lost(evicted_blocks=forgotten)
 
+    def look_up(self, digests: Sequence[Digest]) -> None:
+        with self._lock:
+            known = self._index.count_prefix(digests)
+        missing = digests[known:]
+        if not missing or self._queue.is_refusing:
+            return
+        if not self._objects.asks_for_blocks:
+            self.refresh()
+            return
+        found = missing[: count_beginning(missing, self._objects.has)]
+        with self._lock:
+            self._index.add(found)
+
     def close(self) -> None:
         has_stopped = self._queue.close()
         self._connections.shutdown(wait=False, cancel_futures=True)  # one that hangs ends with its own time limit
@@ -223,3 +236,20 @@ def run_in_order(
     finally:
         for future in pending:
             future.cancel()
+
+
+def count_beginning(digests: Sequence[Digest], has: Callable[[Digest], bool]) -> int:
+    """How many of a chain's first digests a server has, asked a few times.
+
+    A chain is saved from its head and given up from its tail, so what is there is a beginning of it. A gap, where that
+    is not so, is found by the load, which ends there.
+    """
+    low, high = 0, len(digests)
+    asked = high  # the whole chain first: it is there where another engine has just saved it
+    while low < high:
+        if has(digests[asked - 1]):
+            low = asked
+        else:
+            high = asked - 1
+        asked = (low + high + 1) // 2
+    return low

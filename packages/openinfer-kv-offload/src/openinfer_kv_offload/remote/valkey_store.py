@@ -51,6 +51,10 @@ class ValkeyStore:
         with _translated():
             return self._client.get(key)
 
+    def has(self, key: str) -> bool:
+        with _translated():
+            return bool(self._client.exists(key))
+
     def delete(self, keys: Sequence[str]) -> None:
         # UNLINK, unlike DEL, frees the memory outside the server's main thread.
         with _translated():

@@ -17,6 +17,7 @@ from openinfer_kv_cache import (
     KvTier,
     KvTierError,
     LastingTier,
+    SharedTier,
     TierCounters,
     TierHit,
     Transfer,
@@ -58,6 +59,13 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How long an eviction waits for the tier below, before its block is lost; and `close`, for write-behind."""
     flush_on_close: bool = False
     """Whether `close` first hands down all that only the upper tiers have; that may take long."""
+    lands_in: str | None = None
+    """Name of a tier that others read, for which `completed_blocks` of a save speaks, instead of for the best of them:
+    what an engine that hands its KV to others waits for. Saves go to all tiers at once then (`write=through`)."""
+
+    def __post_init__(self) -> None:
+        if self.lands_in is not None and self.write is not WriteMode.THROUGH:
+            raise TierConfigError(f"lands_in={self.lands_in} needs write=through, not {self.write}")
 
 
 class Part(NamedTuple):
@@ -91,7 +99,7 @@ class TierStack:
     Raises:
         LayoutMismatchError: two tiers hold different layouts.
         TierConfigError: fewer than two tiers, two of one name, write-back above a tier that evicts without a word, or
-            write-behind one that cannot be copied from.
+            write-behind one that cannot be copied from, or `lands_in` names none that others read.
     """
 
     def __init__(self, tiers: Sequence[KvTier], options: StackOptions | None = None, *, name: str = "stack") -> None:
@@ -107,6 +115,7 @@ class TierStack:
         for tier in tiers[1:]:
             check_same_layout(self.layout, tier.layout)
         self._key = _common_key(tiers)
+        self._landing = self._find_landing(self._options.lands_in)
         self._worker = self._make_worker() if self._options.write is WriteMode.BEHIND else None
         if self._options.write is WriteMode.BACK:
             for upper, lower in zip(self._tiers, self._tiers[1:], strict=False):
@@ -168,7 +177,15 @@ class TierStack:
         except BaseException:
             _abandon(saves, ())
             raise
-        return StackTransfer.of_save(saves, follow)
+        if self._landing is None:
+            return StackTransfer.of_save(saves, follow)
+        landing = [save for save, tier in zip(saves, tiers, strict=True) if tier is self._landing]
+        return StackTransfer.of_save(saves, follow, landing=landing)
+
+    def look_up(self, digests: Sequence[Digest]) -> None:
+        for tier in self._tiers:
+            if isinstance(tier, SharedTier):
+                tier.look_up(digests)
 
     def flush(self) -> None:
         """Gives what is above to the tiers below; before `close`. With write-back, and then in this thread, that is all
@@ -195,6 +212,16 @@ class TierStack:
         # Upper tiers first: what they evict until their threads have stopped goes to a lower one that is open.
         for tier in self._tiers:
             tier.close()
+
+    def _find_landing(self, name: str | None) -> KvTier | None:
+        if name is None:
+            return None
+        for tier in self._tiers:
+            if tier.name == name:
+                if not isinstance(tier, SharedTier):
+                    raise TierConfigError(f"lands_in={name}: no other process can read that tier")
+                return tier
+        raise TierConfigError(f"lands_in={name} names none of {[tier.name for tier in self._tiers]}")
 
     def _make_worker(self) -> WriteBehindWorker:
         first, *others = self._tiers

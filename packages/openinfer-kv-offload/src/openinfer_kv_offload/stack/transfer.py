@@ -18,7 +18,7 @@ class StackTransfer:
         self._parts = parts
         self._promotions = promotions
         self._promoting: list[Transfer] | None = None
-        self._is_save = False
+        self._landing: Sequence[Transfer] | None = None  # of a save, those that count
         self._is_cancelled = False
 
     @classmethod
@@ -27,8 +27,16 @@ class StackTransfer:
         return cls(parts, promotions, num_blocks=sum(part.num_blocks for part in parts))
 
     @classmethod
-    def of_save(cls, parts: Sequence[Transfer], follow: Callable[[], None]) -> Self:
-        """The same blocks into several tiers; `follow` is called once the first has all of them."""
+    def of_save(
+        cls, parts: Sequence[Transfer], follow: Callable[[], None], *, landing: Sequence[Transfer] | None = None
+    ) -> Self:
+        """The same blocks into several tiers; `follow` is called once the first has all of them.
+
+        Args:
+            parts: one for each tier.
+            follow: begins what comes after.
+            landing: those of the parts whose blocks count as completed; by default all.
+        """
 
         def promote(completed: int) -> list[Transfer]:
             if completed == parts[0].num_blocks:
@@ -36,13 +44,13 @@ class StackTransfer:
             return []
 
         transfer = cls(parts, (promote,), num_blocks=parts[0].num_blocks)
-        transfer._is_save = True
+        transfer._landing = parts if landing is None else landing
         return transfer
 
     @property
     def completed_blocks(self) -> int:
-        if self._is_save:
-            return max(part.completed_blocks for part in self._parts)
+        if self._landing is not None:
+            return max((part.completed_blocks for part in self._landing), default=0)
         completed = 0
         for part in self._parts:
             completed += part.completed_blocks

@@ -8,7 +8,7 @@ Every name begins with `openinfer_`; where vLLM has a metric of the same meaning
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 
-from openinfer_core.engine import MASK_OUTCOMES, EngineInfo, EngineStats, GrammarStats
+from openinfer_core.engine import MASK_OUTCOMES, EngineInfo, EngineStats, GrammarStats, KvTransferStats
 from openinfer_server.observability.exposition import Sample, render_family, render_histogram
 from openinfer_server.observability.metric_names import MetricsNames, renamed
 from openinfer_server.observability.metrics import ServerMetrics
@@ -146,6 +146,18 @@ def _of_engine(stats: EngineStats, model: Labels) -> Iterator[str]:
     yield from _plugin_lines(stats)
     yield from _of_drafts(stats, model)
     yield from tier_lines(stats)
+    yield from _transfer_lines(stats.kv_transfer or KvTransferStats())
+
+
+def _transfer_lines(stats: KvTransferStats) -> Iterator[str]:
+    for name, text, value in (
+        ("openinfer_kv_transfer_prompts_total", "Prompts left for other engines.", stats.prompts),
+        ("openinfer_kv_transfer_tokens_total", "Their tokens that others could read.", stats.tokens),
+        ("openinfer_kv_transfer_partial_prompts_total", "Prompts that were left in part.", stats.partial_prompts),
+        ("openinfer_kv_transfer_mismatches_total", "Blocks of another layout or prompt.", stats.mismatches),
+        ("openinfer_kv_transfer_late_look_ups_total", "Requests that tiers said nothing to.", stats.late_look_ups),
+    ):
+        yield from render_family(name, "counter", text, [((), value)])
 
 
 def _grammar_lines(stats: GrammarStats) -> Iterator[str]:

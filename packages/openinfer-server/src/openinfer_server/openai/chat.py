@@ -17,6 +17,7 @@ from openinfer_server.openai.types import ChatRequest, check_turns
 from openinfer_server.output.delta_choice import DeltaChoice
 from openinfer_server.output.logprobs import chat_format, prompt_format
 from openinfer_server.output.parsing import OutputParsers
+from openinfer_server.output.response import told_transfer
 from openinfer_server.request.fields import check_rules
 from openinfer_server.request.plan import (
     Prompt,
@@ -86,6 +87,7 @@ class ChatCompletions:
             tenant=http_request.tenant,
             owner=http_request.owner,
             max_tokens=_max_tokens(request),
+            transfer=request.kv_transfer_params,
             scoring=Scoring(
                 output=(request.top_logprobs or 0) if request.logprobs else None, prompt=prompt_alternatives(request)
             ),
@@ -160,6 +162,7 @@ class ChatCompletions:
             if alternatives is None
             else self._prompt_logprobs(prompt_ids, choices[0].prompt_logprobs, alternatives),
             prompt_token_ids=prompt_ids if asked.tells_token_ids else msgspec.UNSET,
+            kv_transfer_params=told_transfer(choices),
         )
 
 

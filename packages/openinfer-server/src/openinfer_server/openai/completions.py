@@ -15,6 +15,7 @@ from openinfer_server.openai.objects import Completion, CompletionChoice, Usage
 from openinfer_server.openai.types import CompletionRequest
 from openinfer_server.output.delta_choice import DeltaChoice
 from openinfer_server.output.logprobs import legacy_format, prompt_format
+from openinfer_server.output.response import told_transfer
 from openinfer_server.request.fields import check_rules
 from openinfer_server.request.plan import (
     DEFAULT_COMPLETION_TOKENS,
@@ -77,8 +78,9 @@ class Completions:
             prompts,
             tenant=http_request.tenant,
             owner=http_request.owner,
-            max_tokens=request.max_tokens,
+            max_tokens=_max_tokens(request),
             default_tokens=DEFAULT_COMPLETION_TOKENS,
+            transfer=request.kv_transfer_params,
             scoring=Scoring(
                 output=request.logprobs,
                 echo=request.logprobs if request.echo else None,
@@ -149,7 +151,14 @@ class Completions:
         usage: Usage,
     ) -> Completion:
         completions = [self._choice(asked, choice, sink) for choice, sink in zip(choices, sinks, strict=True)]
-        return Completion(id=head.id, created=head.created, model=head.model, choices=completions, usage=usage)
+        return Completion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=completions,
+            usage=usage,
+            kv_transfer_params=told_transfer(choices),
+        )
 
     def _choice(self, asked: Generation, choice: DeltaChoice, sink: TextSink) -> CompletionChoice:
         prompt_ids, alternatives = asked.plan.prompt_of(choice.index).token_ids, asked.plan.scoring.prompt
@@ -168,4 +177,9 @@ class Completions:
 
 
 def _num_kept(request: CompletionRequest, info: EngineInfo) -> int | None:
-    return num_kept_tokens(request, info, max_tokens=request.max_tokens, default_tokens=DEFAULT_COMPLETION_TOKENS)
+    return num_kept_tokens(request, info, max_tokens=_max_tokens(request), default_tokens=DEFAULT_COMPLETION_TOKENS)
+
+
+def _max_tokens(request: CompletionRequest) -> int | None:
+    # a chat's name of it, which wins as it does there: proxies send both
+    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens

@@ -1,7 +1,7 @@
 """Response bodies as msgspec types, in OpenAI's shape."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -95,6 +95,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # vLLM's, if KV was left for another engine
 
 
 class MessageFunction(msgspec.Struct, frozen=True):
@@ -145,6 +146,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     prompt_logprobs: PromptScores | msgspec.UnsetType = msgspec.UNSET  # vLLM's, if they were asked for
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # vLLM's, if KV was left for another engine
 
 
 class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):

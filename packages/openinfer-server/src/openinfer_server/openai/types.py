@@ -41,6 +41,7 @@ class CompletionRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unk
     """Body of `POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]] | None = None
+    max_completion_tokens: Count | None = None  # the same as max_tokens, under the name that chats have for it
     echo: bool | None = None
     logprobs: Logprobs | None = None
     best_of: int | None = None

@@ -11,7 +11,9 @@ import asyncio
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, Scheduled, Tokens
 from openinfer_core.request import GenerateRequest, RequestId
@@ -53,6 +55,7 @@ class Choice:
         reasoning_tokens: those of them that were spent on reasoning, as far as a parser told.
         finish_reason: None until it has ended well.
         stop_token_id: the stop token that ended it.
+        transfer: where its prompt's KV was left for another engine, if that was asked.
     """
 
     __slots__ = (
@@ -69,6 +72,7 @@ class Choice:
         "response",
         "stop_token_id",
         "submitted_s",
+        "transfer",
     )
 
     def __init__(self, response: "Response", index: int, *, prompt_tokens: int) -> None:
@@ -85,6 +89,7 @@ class Choice:
         self.reasoning_tokens: int = 0
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
+        self.transfer: dict[str, Any] | None = None
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -102,6 +107,7 @@ class Choice:
         self.completion_tokens = event.completion_tokens
         self.cached_tokens = event.cached_tokens
         self.stop_token_id = event.stop_token_id
+        self.transfer = event.transfer
         if event.reason is FinishReason.ABORT:  # not by us: then the link would have forgotten the choice
             self.response.fail(Failed(self.request_id, FailureKind.SHUTDOWN, "the engine aborted the request"))
         else:
@@ -166,6 +172,11 @@ class Response:
         self.begin()
         if not self.done.done():
             self.done.set_result(None)
+
+
+def told_transfer(choices: Sequence[Choice]) -> dict[str, Any] | msgspec.UnsetType:
+    """What an answer says of KV that was left for another engine: by the first choice, as all of a prompt leave one."""
+    return next((choice.transfer for choice in choices if choice.transfer is not None), msgspec.UNSET)
 
 
 def internal_failure(request_id: RequestId) -> Failed:

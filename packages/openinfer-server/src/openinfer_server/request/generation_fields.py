@@ -21,7 +21,8 @@ from openinfer_server.request.fields import (
     Stops,
     StopTokenIds,
 )
-from openinfer_server.request.neutral_fields import CACHE_KEY, LABELS, METADATA, NO_OBFUSCATION, USER
+from openinfer_server.request.kv_transfer import KvTransferParams
+from openinfer_server.request.neutral_fields import CACHE_KEY, LABELS, METADATA, NO_OBFUSCATION, NO_TRANSFER, USER
 from openinfer_server.request.rules import Rule
 from openinfer_server.request.sampling_fields import SamplingNumberFields
 from openinfer_server.request.structured_types import GuidedFields, ResponseFormat
@@ -68,6 +69,7 @@ class SamplingFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fie
     RULES: ClassVar[Mapping[str, Rule]] = {
         **GuidedFields.RULES,
         **LABELS,
+        "kv_transfer_params": NO_TRANSFER,
         "prompt_cache_key": CACHE_KEY,
         "safety_identifier": USER,
         "user": USER,
@@ -95,8 +97,13 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
 
 
 class TokenDetailFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What OpenAI's two older routes take of vLLM's about tokens."""
+    """What OpenAI's two older routes take of vLLM's about tokens, and about where they are computed."""
 
     truncate_prompt_tokens: NumKept | None = None  # keeps so many of the prompt's end; -1: what fits beside the answer
     prompt_logprobs: Logprobs | None = None  # alternatives per prompt token; not streamed
     return_token_ids: bool | None = None
+    kv_transfer_params: KvTransferParams | None = None  # what proxies of prefill and decode engines send
+
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        name: rule for name, rule in GenerationFields.RULES.items() if name != "kv_transfer_params"
+    }

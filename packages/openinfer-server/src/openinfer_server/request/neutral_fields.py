@@ -10,10 +10,10 @@ USER: Final = Label("it says whom the request is for, and users are not counted"
 METADATA: Final = Label("it labels what is stored, and nothing is")
 LABELS: Final[Mapping[str, Rule]] = {
     "client_metadata": Label("it says which client asks", max_length=2**14, max_pairs=64, max_key_length=256),
-    "kv_transfer_params": Refused("this server does not hand KV to others"),
     "service_tier": Neutral(("auto", "default"), "there is one tier, which auto and default name"),
 }
 """Of fields beside the sampling parameters."""
+NO_TRANSFER: Final = Refused("completions, chats and token ids hand KV on; use one of their routes")
 CACHE_KEY: Final = Label("it is a hint for routing between machines, and there is one cache")
 NO_OBFUSCATION: Final = Neutral(
     (False,), "false asks for what is always so; no padding is added, events are as long as their text"

@@ -20,6 +20,7 @@ from openinfer_server.limits.request_cost import PromptCost, RequestCost
 from openinfer_server.options import ServerOptions
 from openinfer_server.request.fields import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOPS
 from openinfer_server.request.generation_fields import GenerationFields, TokenDetailFields
+from openinfer_server.request.kv_transfer import KvTransferParams, asked_transfer
 from openinfer_server.request.restrictions import Restrictions, read_restrictions
 from openinfer_server.service import Service
 
@@ -90,12 +91,14 @@ def make_plan(
     default_tokens: int | None = None,
     scoring: Scoring,
     defaults: SamplingDefaults | None = None,
+    transfer: KvTransferParams | None = None,
 ) -> Plan:
     """Checks a request as a whole, its cost first; it must be submitted before anything is awaited.
 
     Cached prefixes are `tenant`'s; what is shared is taken from `owner`'s share, also where requests have no tenant.
-    Parameters that are not given have the values of `defaults`, by default the server's.
-    Without `max_tokens`, choices may be as long as context and budgets allow, and as `default_tokens`, if given.
+    Parameters that are not given have the values of `defaults`, by default the server's. Without `max_tokens`, choices
+    may be as long as context and budgets allow, and as `default_tokens`, if given. `transfer` says where KV goes to, or
+    comes from.
 
     Raises:
         ApiError: 400, or 429 or 503 if the prompts do not fit into the queue.
@@ -103,7 +106,9 @@ def make_plan(
     info = service.info
     numbers = (service.sampling_defaults if defaults is None else defaults).resolve(fields.sampling_numbers)
     n = check_num_choices(fields, len(prompts), service.options)
-    stops = _stops(fields)
+    asked = asked_transfer(transfer, info, stream=bool(fields.stream))
+    # What a prefill engine samples is not shown: no text of it ends the request before its KV has landed.
+    stops = () if transfer is not None and transfer.leaves_kv else _stops(fields)
     if max_tokens is None:
         limits = _default_limits(service, prompts, scoring, n=n, at_most=default_tokens)
     else:
@@ -139,6 +144,7 @@ def make_plan(
             owner=owner,
             salt=salt,
             fields=fields,
+            transfer=asked,
         )
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         for choice in range(n)
@@ -345,6 +351,7 @@ def _request(
     owner: str,
     salt: str | None,
     fields: GenerationFields,
+    transfer: dict[str, Any] | None,
 ) -> GenerateRequest:
     try:
         return GenerateRequest(
@@ -357,6 +364,7 @@ def _request(
             choice=number,
             deadline_s=fields.deadline_s,
             hints=fields.hints or {},
+            transfer=transfer,
         )
     except InvalidRequest as error:
         raise from_invalid_request(error) from error

@@ -15,7 +15,7 @@ from openinfer_server.http.writers import StreamWriter
 from openinfer_server.openai.event_frames import DONE, DONE_DATA, error_event
 from openinfer_server.output.logprobs import LEAST_LOGPROB
 from openinfer_server.output.pipeline import deliver
-from openinfer_server.output.response import Choice, Response
+from openinfer_server.output.response import Choice, Response, told_transfer
 from openinfer_server.output.usage import usage_of
 from openinfer_server.request.fields import check_rules
 from openinfer_server.request.generation_fields import GenerationFields
@@ -95,6 +95,7 @@ class TokenGeneration:
             max_tokens=sampling.max_tokens,
             default_tokens=DEFAULT_TOKENS,
             scoring=Scoring(output=sampling.logprobs, prompt=sampling.prompt_logprobs),
+            transfer=request.kv_transfer_params,
             defaults=NO_DEFAULTS,  # what tokens are sampled from is its caller's matter here
         )
 
@@ -202,6 +203,7 @@ def _whole(head: TokenResponse, choices: Sequence[_TokenIds], plan: Plan) -> Tok
         choices=[choice.choice(choice.finish_reason) for choice in choices],
         prompt_logprobs=prompt_logprobs,
         usage=usage_of(choices, plan.n),
+        kv_transfer_params=told_transfer(choices),
     )
 
 

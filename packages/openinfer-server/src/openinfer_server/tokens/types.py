@@ -1,7 +1,7 @@
 """Bodies and answers of `/inference/v1/generate`: tokens in, tokens out. Names are vLLM's."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from openinfer_server.request.fields import (
     TokenId,
 )
 from openinfer_server.request.generation_fields import StreamOptions
+from openinfer_server.request.kv_transfer import KvTransferParams
 from openinfer_server.request.neutral_fields import LABELS, NeutralSamplingFields
 from openinfer_server.request.rules import Neutral, Refused, Rule
 from openinfer_server.request.structured_types import StructuredOutputs
@@ -71,7 +72,7 @@ class TokenRequest(RequestFields, frozen=True, kw_only=True, forbid_unknown_fiel
     hints: Hints | None = None
     client_metadata: dict[str, str] | None = None
     features: object = None
-    kv_transfer_params: object = None
+    kv_transfer_params: KvTransferParams | None = None
     service_tier: str | None = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {**LABELS, "features": Refused("this server serves text only")}
@@ -111,3 +112,4 @@ class TokenResponse(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[TokenChoice]
     prompt_logprobs: list[ScoredTokenId | None] | None = None  # one per prompt token; nothing predicts the first
     usage: Usage | None = None
+    kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # if KV was left for another engine

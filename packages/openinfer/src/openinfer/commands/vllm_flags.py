@@ -20,7 +20,7 @@ OF_VLLM = {
     "--kv-cache-memory-bytes": "here it is --kv-cache-bytes",
     "--kv-events-config": "here it is --kv-events",
     "--kv-offloading-size": "here it is --kv-tier host=SIZE, such as host=64GiB",
-    "--kv-transfer-config": "KV blocks outside the GPU are --kv-tier",
+    "--kv-transfer-config": "KV blocks outside the GPU are --kv-tier, prefill and decode apart is --kv-transfer",
     "--max-logprobs": "here it is --max-logprob-entries, of a whole request",
     "--max-model-len": "here it is --max-model-tokens",
     "--max-num-batched-tokens": "here it is --max-step-tokens",
