@@ -42,6 +42,7 @@ from openinfer_kernels.cpu.norm.rms_norm import (
     zero_centred_rms_norm,
 )
 from openinfer_kernels.cpu.sampling.logprobs import logprobs
+from openinfer_kernels.cpu.sampling.ngram import ngram_drafts
 from openinfer_kernels.cpu.sampling.sampling import sample
 from openinfer_kernels.ops import Array, HostArray, QuantisedWeight
 from openinfer_kernels.ops.extra import ExtraOperators
@@ -103,6 +104,7 @@ class CpuOps:
 
     sample = staticmethod(sample)
     logprobs = staticmethod(logprobs)
+    ngram_drafts = staticmethod(ngram_drafts)
 
     def quantise_head(self, *parts: WeightPart) -> QuantisedWeight | None:
         """It stays as it is; `LowBitCpuOps` quantises it."""

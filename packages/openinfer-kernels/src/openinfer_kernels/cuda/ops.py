@@ -43,6 +43,7 @@ from openinfer_kernels.cuda.norm.gated_norm import GatedNorm
 from openinfer_kernels.cuda.norm.hyper_connections import HyperConnections
 from openinfer_kernels.cuda.norm.rms_norm import Norm
 from openinfer_kernels.cuda.sampling.logprobs import LogprobsKernels
+from openinfer_kernels.cuda.sampling.ngram import NgramDrafts
 from openinfer_kernels.cuda.sampling.sampling import Sampling
 from openinfer_kernels.ops.extra import ExtraOperators
 from openinfer_kernels.weights.low_bit_activations import PromptSteps
@@ -231,6 +232,10 @@ class CudaOps:
     def _logprobs(self) -> LogprobsKernels:
         return LogprobsKernels(self.device)
 
+    @cached_property
+    def _ngram(self) -> NgramDrafts:
+        return NgramDrafts(self.device)
+
     upload = served_by(_memory, Memory.upload)
     upload_weight = served_by(_memory, Memory.upload_weight)
     upload_float32 = served_by(_memory, Memory.upload_float32)
@@ -290,6 +295,7 @@ class CudaOps:
 
     sample = served_by(_sampling, Sampling.sample)
     logprobs = served_by(_logprobs, LogprobsKernels.logprobs)
+    ngram_drafts = served_by(_ngram, NgramDrafts.ngram_drafts)
 
 
 _OF_EVERY_MODEL = (

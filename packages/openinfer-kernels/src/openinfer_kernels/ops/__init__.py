@@ -24,6 +24,7 @@ from openinfer_kernels.ops.hyper_connections import HyperConnectionOps, HyperMix
 from openinfer_kernels.ops.latent_attention import LatentAttentionOps
 from openinfer_kernels.ops.linear_attention import LinearAttentionOps
 from openinfer_kernels.ops.memory import MemoryOps
+from openinfer_kernels.ops.ngram import NgramHistory, NgramMatch, NgramOps, NgramRule
 from openinfer_kernels.ops.norms import NormOps
 from openinfer_kernels.ops.quantised import LinearWeight, QuantisedWeight
 from openinfer_kernels.ops.sampling import Bias, Logprobs, Penalties, SamplingBatch, SamplingOps, TokenMask
@@ -49,6 +50,10 @@ __all__ = [
     "LinearWeight",
     "Logprobs",
     "MemoryOps",
+    "NgramHistory",
+    "NgramMatch",
+    "NgramOps",
+    "NgramRule",
     "NormOps",
     "Ops",
     "PagedCache",
@@ -76,6 +81,7 @@ class Ops(
     RoutingOps,
     ExpertOps,
     SamplingOps,
+    NgramOps,
     Protocol,
 ):
     """The operators of one device. Inputs are checked by the caller once per shape, not per call.
