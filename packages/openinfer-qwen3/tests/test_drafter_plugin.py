@@ -1,4 +1,4 @@
-"""`--drafter`: the drafter of docs/reference/write-a-drafter.md as an installed package, and drafters that fail."""
+"""`--speculative`: the drafter of docs/reference/write-a-drafter.md as an installed package, and drafters that fail."""
 
 import logging
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openinfer_core import InvalidRequest
+from openinfer_core import Refused
 from openinfer_core.errors import BrokenPlugin, UnknownPlugin
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.options import RankHost
@@ -66,7 +66,7 @@ def answers(loop: StepLoop) -> dict[int, Answer]:
 )
 @pytest.mark.usefixtures("page_drafter")
 def test_answers_with_an_installed_drafter_are_those_without(model_dir: Path, ranks: dict[str, object]) -> None:
-    loop = make_loop(model_dir, drafter="mine", **ranks)
+    loop = make_loop(model_dir, speculative="mine", **ranks)
     assert loop.info.composition["drafter"] == "mine (openinfer_lookup 1.0), up to 4 drafts"
 
     assert answers(loop) == answers(make_loop(model_dir, **ranks))
@@ -74,7 +74,7 @@ def test_answers_with_an_installed_drafter_are_those_without(model_dir: Path, ra
 
 @pytest.mark.usefixtures("page_drafter")
 def test_plan_shows_the_drafter_and_its_bound(model_dir: Path) -> None:
-    plan = resolve(Qwen3Definition(), model_dir, EngineOptions(drafter="mine", max_drafts=7, num_blocks=8)).plan()
+    plan = resolve(Qwen3Definition(), model_dir, EngineOptions(speculative="mine,k=7", num_blocks=8)).plan()
 
     assert plan.parts["drafter"] == "mine (openinfer_lookup 1.0), up to 7 drafts"
     assert plan.limits["max_drafts"] == 7
@@ -101,7 +101,7 @@ def test_drafter_that_raises_costs_its_drafts_and_no_request(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(tmp_path, monkeypatch, RAISING, "raising:Raising")
-    loop = make_loop(model_dir, drafter="mine")
+    loop = make_loop(model_dir, speculative="mine")
     requests = random_requests(3, vocab_size=loop.info.num_token_ids, max_prompt_tokens=40)
 
     with caplog.at_level(logging.ERROR, logger="openinfer.engine"):
@@ -132,15 +132,53 @@ def test_drafter_that_cannot_be_made_is_refused_by_name(
     install(tmp_path, monkeypatch, f"OPENINFER_CONTRACT = 1\n\ndef make(context):\n    {body}\n", "unmade:make")
 
     with pytest.raises(BrokenPlugin, match=message):
-        make_loop(model_dir, drafter="mine")
+        make_loop(model_dir, speculative="mine")
 
 
 def test_unknown_drafter_is_refused(model_dir: Path) -> None:
     with pytest.raises(UnknownPlugin, match=r"no installed package offers 'other' in openinfer\.drafters"):
-        make_loop(model_dir, drafter="other")
+        make_loop(model_dir, speculative="other")
 
 
-@pytest.mark.parametrize(("options", "message"), [({"max_drafts": 3}, "of no use"), ({"max_drafts": 65}, "1 and 64")])
-def test_max_drafts_out_of_range_or_without_a_drafter_is_refused(options: dict[str, int], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        EngineOptions(**options)
+def test_an_option_that_a_drafter_does_not_name_is_refused(model_dir: Path, page_drafter: None) -> None:
+    with pytest.raises(Refused, match=r"mine \(openinfer_lookup 1.0\) has no option 'n_max'; possible: k"):
+        make_loop(model_dir, speculative="mine,n_max=4")
+
+
+SUITING = """
+OPENINFER_CONTRACT = 1
+
+class Suiting:
+    options = ("depth",)
+    @staticmethod
+    def suits(config):
+        return "made for qwen3" if config["model_type"] == "qwen3" else None
+    def __init__(self, context):
+        assert context.options == {"depth": "2"}
+        self.max_drafts = context.max_drafts
+    def start(self, starts): ...
+    def draft(self, slots, last_ids, hidden, lengths): ...
+"""
+
+
+def test_auto_takes_a_drafter_that_suits_the_model_and_says_why(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, SUITING, "suiting:Suiting")
+    loop = make_loop(model_dir, speculative="auto,depth=2")
+    assert loop.info.composition["drafter"] == "mine (suiting 1.0), up to 4 drafts, depth=2 (auto: made for qwen3)"
+    loop.close()
+
+
+def test_auto_looks_up_n_grams_where_no_drafter_suits_the_model(model_dir: Path) -> None:
+    plan = resolve(Qwen3Definition(), model_dir, EngineOptions(speculative="auto", num_blocks=8)).plan()
+    drafter = plan.parts["drafter"]
+    assert drafter.startswith("ngram (openinfer-engine ")
+    assert drafter.endswith("up to 4 drafts (auto: no installed drafter is for this model's own layers)")
+
+
+@pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 2}])
+def test_answers_with_looked_up_drafts_are_those_without(model_dir: Path, ranks: dict[str, object]) -> None:
+    assert answers(make_loop(model_dir, speculative="ngram,n_min=1,k=3", **ranks)) == answers(
+        make_loop(model_dir, **ranks)
+    )

@@ -15,7 +15,7 @@ GROUPS = {
     "tool_parsers": "tool-parser",
     "endpoints": "endpoints",
     "grammar_compilers": "grammar-compiler",
-    "drafters": "drafter",
+    "drafters": "speculative",
 }
 
 SCHEDULER = """
@@ -248,9 +248,9 @@ def test_plan_refuses_a_drafter_with_a_scheduler_that_plans_no_drafts(
     text = entry_points.read_text()
     entry_points.write_text(text + text.replace("schedulers", "drafters").replace(":Parts", ":draft"))
     if declares:
-        assert main([*PLAN, *flags, "--drafter", "foreign"]) == 0
+        assert main([*PLAN, *flags, "--speculative", "foreign"]) == 0
     else:
-        said = refusal(capsys, *flags, "--drafter", "foreign")
+        said = refusal(capsys, *flags, "--speculative", "foreign")
         assert "foreign-parts 1.5) plans no drafts (it does not declare plans_drafts)" in said
 
 

@@ -23,6 +23,8 @@ class EngineCapability(StrEnum):
     LOAD_ADAPTER = "load_adapter"
     SLEEP = "sleep"
     UPDATE_WEIGHTS = "update_weights"
+    PREDICTIONS = "predictions"
+    """`GenerateRequest.prediction_token_ids`."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

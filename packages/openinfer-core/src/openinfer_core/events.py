@@ -90,6 +90,10 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="f"):
     """The stop token that ended it."""
     transfer: dict[str, Any] | None = None
     """Where the KV of the request was left, if its own `transfer` asked for that: for the engine that goes on."""
+    accepted_drafts: int = 0
+    """Tokens of it that were drafted before they were sampled."""
+    rejected_drafts: int = 0
+    """Drafts that were computed and not sampled."""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="e"):

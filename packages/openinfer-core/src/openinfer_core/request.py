@@ -16,6 +16,9 @@ MAX_NAME_LENGTH = 512
 MAX_TRANSFER_BYTES = 1 << 16
 """Bound of `GenerateRequest.transfer`, as JSON."""
 
+MAX_PREDICTION_TOKENS = 1 << 14
+"""Bound of `GenerateRequest.prediction_token_ids`."""
+
 MAX_DEADLINE_S = 30 * 86_400.0
 MAX_HINTS = 16
 MAX_HINT_LENGTH = 256
@@ -66,6 +69,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     transfer: dict[str, Any] | None = None
     """Where KV computed by another engine is, or where to leave it, for an engine that can: what a router of prefill
     and decode engines sends (vLLM's `kv_transfer_params`). At most `MAX_TRANSFER_BYTES` as JSON; not to be changed."""
+    prediction_token_ids: tuple[int, ...] = ()
+    """What its sender expects much of the answer to be, for an engine whose drafter takes that
+    (`EngineCapability.PREDICTIONS`): drafts come from it, and change no token. At most `MAX_PREDICTION_TOKENS`."""
 
     def __post_init__(self) -> None:
         check_integer("request_id", self.request_id, low=0, high=2**63 - 1)
@@ -82,6 +88,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             _check_hints(self.hints)
         if self.transfer is not None:
             check_transfer(self.transfer)
+        if self.prediction_token_ids:
+            _check_prediction(self.prediction_token_ids)
 
 
 def _check_prompt(prompt: object) -> None:
@@ -91,6 +99,16 @@ def _check_prompt(prompt: object) -> None:
             f"the prompt has {num_tokens} tokens; it must have between 1 and {MAX_TOKENS}", field="prompt_token_ids"
         )
     check_token_ids("prompt_token_ids", prompt)
+
+
+def _check_prediction(prediction: object) -> None:
+    num_tokens = len(check_tuple("prediction_token_ids", prediction))
+    if num_tokens > MAX_PREDICTION_TOKENS:
+        raise InvalidRequest(
+            f"the prediction has {num_tokens} tokens; at most {MAX_PREDICTION_TOKENS} are possible",
+            field="prediction_token_ids",
+        )
+    check_token_ids("prediction_token_ids", prediction)
 
 
 def _check_deadline(deadline_s: object) -> None:

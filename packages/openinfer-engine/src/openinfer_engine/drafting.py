@@ -15,16 +15,20 @@ from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from openinfer_core import Plugin, find_plugin
+from openinfer_core import Plugin, Refused, find_plugin, list_plugins
 from openinfer_core.errors import BrokenPlugin, ContractViolation
 from openinfer_core.plugins import DRAFTERS, PLUGIN_ERRORS
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Model
 from openinfer_engine.options import EngineOptions
+from openinfer_engine.speculation.setting import AUTO
 from openinfer_kernels import Array, Ops
 
 logger = logging.getLogger("openinfer.engine")
+
+NGRAM = "ngram"
+"""The drafter that this package brings."""
 
 
 class Drafter(Protocol):
@@ -86,13 +90,17 @@ class DrafterContext:
     """Token ids are smaller."""
     max_drafts: int
     """Drafts of one row that steps are planned with at most."""
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Its own of `--speculative NAME,OPTION=VALUE`; those that the factory's attribute `options` names."""
 
 
 DrafterFactory: TypeAlias = Callable[[DrafterContext], Drafter]
-"""A plug-in of the group `openinfer.drafters`; called on every rank, after the model was loaded."""
+"""A plug-in of the group `openinfer.drafters`; called on every rank, after the model was loaded.
 
-
-DEFAULT_MAX_DRAFTS = 4
+It may have attributes: `options`, the names of its own options (without it, it has none); `takes_predictions`, whether
+it drafts from `GenerateRequest.prediction_token_ids`; and `suits(config)`, which is called with the model's
+`config.json` and says why `--speculative auto` should take it, or None.
+"""
 
 
 class DrafterFaults:
@@ -164,7 +172,7 @@ class SharedDrafter:
         message = f"drafter {self._name} failed: {type(error).__name__}: {error}"
         if self._communicator.size > 1:
             raise ContractViolation(
-                f"{message}; with several ranks no step can go on after that: start without --drafter {self._name}"
+                f"{message}; with several ranks no step can go on after that: start with --speculative off"
             ) from error
         logger.error("%s; decoding goes on without drafts", message, exc_info=error)
 
@@ -175,23 +183,42 @@ class ChosenDrafter:
 
     plugin: Plugin
     max_drafts: int
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    reason: str | None = None  # why `auto` took it
     faults: DrafterFaults = field(default_factory=DrafterFaults)
 
     @property
     def origin(self) -> str:
-        """`NAME (DISTRIBUTION VERSION), up to N drafts`, for `openinfer plan` and its lock files."""
-        return f"{self._name}, up to {self.max_drafts} drafts"
+        """`NAME (DISTRIBUTION VERSION), up to N drafts, OPTION=VALUE`, for `openinfer plan` and its lock files."""
+        options = "".join(f", {name}={value}" for name, value in sorted(self.options.items()))
+        reason = "" if self.reason is None else f" (auto: {self.reason})"
+        return f"{self._name}, up to {self.max_drafts} drafts{options}{reason}"
+
+    @property
+    def takes_predictions(self) -> bool:
+        """Raises `PluginError` as `Plugin.load` does."""
+        return bool(getattr(self.plugin.load(), "takes_predictions", False))
 
     def check(self) -> None:
         """What can be known before the model is loaded: that it takes a context, and that its class drafts.
 
         Raises:
             PluginError: as `Plugin.callable_with` does; `BrokenPlugin` also for a class without the methods.
+            Refused: it has no option of a name that is given.
         """
         found = self.plugin.callable_with(1)
+        self._check_options(found)
         missing = [name for name in ("draft", "start") if isinstance(found, type) and not hasattr(found, name)]
         if missing:
             raise BrokenPlugin(f"{self.plugin.described} is no Drafter: it lacks {', '.join(missing)}")
+
+    def _check_options(self, factory: object) -> None:
+        possible = tuple(cast("Sequence[str]", getattr(factory, "options", ())))
+        for name in (name for name in sorted(self.options) if name not in possible):
+            raise Refused(
+                f"--speculative: the drafter {self._name} has no option {name!r}; possible: "
+                f"{', '.join(('k', *possible))}"
+            )
 
     @property
     def _name(self) -> str:
@@ -204,6 +231,7 @@ class ChosenDrafter:
             PluginError: as `Plugin.make` does; `BrokenPlugin` also if it makes more drafts than it may.
             Refused: what it raises itself to refuse the model; the message names it.
         """
+        self._check_options(self.plugin.load())
         drafter: Drafter = self.plugin.make(context, contract=Drafter)
         max_drafts = cast("object", drafter.max_drafts)
         if type(max_drafts) is not int or not 1 <= max_drafts <= self.max_drafts:
@@ -219,19 +247,35 @@ class ChosenDrafter:
         )
 
 
-def choose_drafter(options: EngineOptions) -> ChosenDrafter | None:
-    """The drafter that the options name; None without one.
+def choose_drafter(options: EngineOptions, config: Mapping[str, Any]) -> ChosenDrafter | None:
+    """The drafter that the options name, or that suits the model's `config.json`; None without one.
 
     Raises:
         UnknownPlugin, AmbiguousPlugin: no package, or more than one, has such a drafter.
+        PluginError: with `auto`, one that is installed cannot be loaded, or raises.
     """
-    if options.drafter is None:
+    speculation = options.speculation
+    if speculation is None:
         return None
-    return ChosenDrafter(plugin=find_plugin(DRAFTERS, options.drafter), max_drafts=max_drafts_of(options))
+    plugin, reason = (find_plugin(DRAFTERS, speculation.name), None) if speculation.name != AUTO else _suiting(config)
+    return ChosenDrafter(plugin=plugin, max_drafts=speculation.max_drafts, options=speculation.options, reason=reason)
+
+
+def _suiting(config: Mapping[str, Any]) -> tuple[Plugin, str]:
+    """The first drafter by name that says it suits the model, else the one that needs nothing of it; and why."""
+    for plugin in list_plugins(DRAFTERS):
+        suits = getattr(plugin.load(), "suits", None)
+        if suits is None:
+            continue
+        try:
+            reason: str | None = suits(config)
+        except PLUGIN_ERRORS as error:
+            raise BrokenPlugin(f"{plugin.described} cannot say what it suits: {error}") from error
+        if reason is not None:
+            return plugin, str(reason)
+    return find_plugin(DRAFTERS, NGRAM), "no installed drafter is for this model's own layers"
 
 
 def max_drafts_of(options: EngineOptions) -> int:
     """Drafts of a row at most; 0 without a drafter."""
-    if options.drafter is None:
-        return 0
-    return DEFAULT_MAX_DRAFTS if options.max_drafts is None else options.max_drafts
+    return 0 if options.speculation is None else options.speculation.max_drafts

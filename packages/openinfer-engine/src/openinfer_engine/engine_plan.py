@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from openinfer_core import (
+    EngineCapability,
     EngineInfo,
     FamilyPlan,
     Plugin,
@@ -151,9 +152,15 @@ class EnginePlan:
             num_blocks=self.num_blocks,
             max_num_seqs=self.options.max_num_seqs,
             max_waiting=self.options.max_waiting,
+            capabilities=self._capabilities,
             composition=self.parts,
             memory_bytes=self.memory_bytes,
         )
+
+    @property
+    def _capabilities(self) -> tuple[EngineCapability, ...]:
+        takes_predictions = self.drafter is not None and self.drafter.takes_predictions
+        return (EngineCapability.PREDICTIONS,) if takes_predictions else ()
 
     @property
     def parts(self) -> dict[str, str]:
@@ -404,7 +411,7 @@ def resolve(
         scheduler=scheduler,
         queue_policy=queue_policy,
         grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
-        drafter=choose_drafter(options),
+        drafter=choose_drafter(options, published),
         kernel_providers=choose_providers_of_model(definition, options, backend),
         tiers=tiers,
         timeline=timeline,

@@ -331,8 +331,16 @@ class StepLoop:
             return "this engine has no grammar compiler (its log says why); send no grammar"
         if request.adapter is not None:
             return "adapter is what the engine finds for lora; a request names lora alone"
-        if request.transfer is not None and EngineCapability.KV_TRANSFER not in self._info.capabilities:
+        return self._missing_capability(request)
+
+    def _missing_capability(self, request: GenerateRequest) -> str | None:
+        can, limit = self._info.capabilities, self._info.num_token_ids
+        if request.transfer is not None and EngineCapability.KV_TRANSFER not in can:
             return "this engine hands no KV to other engines and takes none from them (--kv-transfer); send no transfer"
+        if request.prediction_token_ids and EngineCapability.PREDICTIONS not in can:
+            return "this engine drafts nothing from a prediction (with --speculative ngram it does); send none"
+        if max(request.prediction_token_ids, default=0) >= limit:
+            return f"the prediction has a token id beyond the model's {limit} tokens"
         return None
 
     def _with_adapter(self, request: GenerateRequest) -> GenerateRequest | None:

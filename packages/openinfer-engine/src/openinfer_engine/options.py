@@ -6,8 +6,8 @@ import msgspec
 
 from openinfer_core import InvalidRequest
 from openinfer_core.scheduler_options import parse_scheduler_options
-from openinfer_core.scheduling import MAX_DRAFTS
 from openinfer_engine.kv_events.setting import parse_kv_events
+from openinfer_engine.speculation.setting import OFF, Speculation, parse_speculative
 
 DEFAULT_QUEUE_POLICY = "fair-share"
 
@@ -157,11 +157,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     scheduler."""
     tenant_weights: dict[str, float] = {}
     """Shares per tenant for the fair-share policy: gold=4,free=1."""
-    drafter: str | None = None
-    """What proposes tokens that a step verifies, so that it may yield several of a sequence: a name in the group
-    openinfer.drafters. What is sampled is the same with and without; see docs/reference/write-a-drafter.md."""
-    max_drafts: int | None = None
-    """Drafts of a sequence in one step at most, with --drafter; by default 4."""
+    speculative: str = OFF
+    """What proposes tokens that a step verifies, so that it may yield several of a sequence: off, auto, or a name of
+    the group openinfer.drafters with options, as in ngram,k=6 (k: drafts of a sequence in one step, by default 4).
+    What is sampled is the same with and without; see docs/reference/speculative-decoding.md."""
     kernel_providers: dict[str, str] = {}
     """Operators of other packages: rms_norm=NAME, each NAME in the group openinfer.kernel_providers."""
     grammar_compiler: str = "auto"
@@ -195,6 +194,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return parse_scheduler_options(self.scheduler_option, field="scheduler_option")
 
     @property
+    def speculation(self) -> Speculation | None:
+        """None: off."""
+        return parse_speculative(self.speculative)
+
+    @property
     def keeps_gguf(self) -> bool:
         """Whether matrices of a GGUF file stay quantised."""
         if self.gguf_weights is GgufWeights.AUTO:
@@ -218,7 +222,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check("kv_cache_bytes", self.kv_cache_bytes, 1, 2**48)
         _check("state_snapshot_bytes", self.state_snapshot_bytes, 0, 2**48)
         _check("num_blocks", self.num_blocks, 1, 2**31 - 1)
-        _check("max_drafts", self.max_drafts, 1, MAX_DRAFTS)
         _check("kv_load_timeout_ms", self.kv_load_timeout_ms, 1, 600_000)
         _check("kv_landing_timeout_ms", self.kv_landing_timeout_ms, 1, 600_000)
         _check("starvation_timeout_s", self.starvation_timeout_s, 1, 86_400)
@@ -238,12 +241,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             self._check_not_low_bit()
         if self.kv_cache_bytes is not None and self.num_blocks is not None:
             raise InvalidRequest("kv_cache_bytes and num_blocks say the same thing; give one", field="num_blocks")
-        if self.max_drafts is not None and self.drafter is None:
-            raise InvalidRequest("max_drafts is of no use without drafter", field="max_drafts")
+        _check_speculative(self.speculative)
         parse_scheduler_options(self.scheduler_option, field="scheduler_option")
         if self.kv_events is not None:
             _check_kv_events(self.kv_events, prefix_cache=self.prefix_cache)
-        if self.step_trace is not None and (self.kv_tier or self.drafter is not None):
+        if self.step_trace is not None and (self.kv_tier or self.speculation is not None):
             raise InvalidRequest(
                 "step_trace has not what KV tiers and drafters answer, so the run could not be repeated; leave it out, "
                 "or them",
@@ -293,3 +295,10 @@ def _check_transfer(name: str, kv_tier: list[str]) -> None:
             f"kv_transfer is {name!r}; it must name a tier of kv_tier, and these are: {', '.join(names) or 'none'}",
             field="kv_transfer",
         )
+
+
+def _check_speculative(setting: str) -> None:
+    try:
+        parse_speculative(setting)
+    except ValueError as error:
+        raise InvalidRequest(f"speculative: {error}", field="speculative") from error

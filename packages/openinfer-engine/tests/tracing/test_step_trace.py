@@ -205,7 +205,7 @@ def test_an_engine_whose_step_trace_cannot_be_written_is_refused(tmp_path: Path)
         build_loop(resolve(family.definition, model_dir, options))
 
 
-@pytest.mark.parametrize("beside", [{"kv_tier": ["host=1MiB"]}, {"drafter": "prompt-lookup"}])
+@pytest.mark.parametrize("beside", [{"kv_tier": ["host=1MiB"]}, {"speculative": "prompt-lookup"}])
 def test_what_could_not_be_repeated_is_refused(beside: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="could not be repeated"):
         EngineOptions(step_trace="steps", **beside)

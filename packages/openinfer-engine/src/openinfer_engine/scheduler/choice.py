@@ -39,7 +39,7 @@ def check_capabilities(scheduler: Scheduler, plugin: Plugin, options: EngineOpti
         )
     if has_drafter and not declared.plans_drafts:
         raise Refused(
-            f"--drafter: the scheduler {origin_of(plugin)} plans no drafts (it does not declare "
+            f"--speculative: the scheduler {origin_of(plugin)} plans no drafts (it does not declare "
             "plans_drafts); leave one of the two out, or use token-budget"
         )
     if declared.own_policy and (options.queue_policy is not None or options.tenant_weights):

@@ -91,6 +91,8 @@ class OutputProcessor:
                 sequence.drafts = self._result.next_drafts.get(row, ())
             num_tokens = len(tokens[row])
             if max_new > 1 and num_tokens:
+                sequence.accepted_drafts += num_tokens - 1
+                sequence.rejected_drafts += int(self._result.draft_counts[row]) - (num_tokens - 1)
                 sequence.drafts_in_flight -= max_new - 1
                 sequence.reject(max_new - num_tokens)
 
@@ -156,6 +158,9 @@ class OutputProcessor:
         if num_kept < len(token_ids):
             stop_token_id = token_ids[num_kept]
             self._counters.generated_tokens += 1
+            num_dropped = len(token_ids) - num_kept - 1  # after the stop token
+            sequence.accepted_drafts -= num_dropped
+            sequence.rejected_drafts += num_dropped
         self._counters.generated_tokens += num_kept
         sequence.kv.extend(kept)
         sequence.known_tokens += num_kept
@@ -200,6 +205,8 @@ def finished(sequence: Sequence, reason: FinishReason, *, stop_token_id: int | N
         completion_tokens=sequence.completion_tokens + (stop_token_id is not None),
         cached_tokens=sequence.cached_tokens,
         stop_token_id=stop_token_id,
+        accepted_drafts=sequence.accepted_drafts,
+        rejected_drafts=sequence.rejected_drafts,
     )
 
 

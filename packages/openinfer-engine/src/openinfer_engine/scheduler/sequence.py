@@ -84,6 +84,7 @@ class Sequence:
     """What the scheduler knows of one request. Plain attributes: the step's loops read them."""
 
     __slots__ = (
+        "accepted_drafts",
         "admission",
         "arrived_s",
         "asked_tiers",
@@ -104,6 +105,7 @@ class Sequence:
         "load",
         "prompt_logprobs_sent",
         "prompt_tokens",
+        "rejected_drafts",
         "request",
         "request_id",
         "rows_in_flight",
@@ -151,6 +153,7 @@ class Sequence:
         # host drafts of its next row, with a grammar, and those of all rows in flight
         self.drafts: tuple[int, ...] = ()
         self.drafts_in_flight = 0
+        self.accepted_drafts = self.rejected_drafts = 0
         self.is_announced = False  # whether `Scheduled` is out
         self.prompt_logprobs_sent = 0
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,13 +25,14 @@ _ABORTED = range(1000, 1004)
 
 @dataclass(slots=True)
 class Answer:
-    """What one request got."""
+    """What one request got. Two are equal whatever was drafted on the way: drafts change no answer."""
 
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     cached_tokens: int = 0
-    finished: Finished | None = None
+    finished: Finished | None = None  # as if nothing had been drafted
+    drafts: tuple[int, int] = field(default=(0, 0), compare=False)  # accepted and rejected ones
 
     def take(self, event: TokenEvent) -> None:
         """Adds what an event says.
@@ -47,7 +49,8 @@ class Answer:
                 self.logprobs += event.logprobs or ()
                 self.prompt_logprobs += event.prompt_logprobs or ()
             case Finished():
-                self.finished = event
+                self.finished = msgspec.structs.replace(event, accepted_drafts=0, rejected_drafts=0)
+                self.drafts = event.accepted_drafts, event.rejected_drafts
             case Failed():
                 raise AssertionError(event)
 

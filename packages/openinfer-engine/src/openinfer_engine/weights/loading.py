@@ -113,6 +113,7 @@ def _make_drafter(engine_plan: EnginePlan, model: Model, ops: Ops, communicator:
         max_model_tokens=limits.max_model_tokens,
         num_token_ids=limits.num_token_ids,
         max_drafts=engine_plan.drafter.max_drafts,
+        options=engine_plan.drafter.options,
     )
     return engine_plan.drafter.make(context)
 

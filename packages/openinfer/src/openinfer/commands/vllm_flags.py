@@ -31,7 +31,7 @@ OF_VLLM = {
     "--scheduling-policy": "here it is --queue-policy",
     "--seed": "each request has its own: the field seed",
     "--served-model-name": "here it is --model-name",
-    "--speculative-config": "here it is --drafter",
+    "--speculative-config": "here it is --speculative, such as ngram,k=4",
     "--ssl-certfile": "here it is --tls-cert-file",
     "--ssl-keyfile": "here it is --tls-key-file",
     "--structured-outputs-config": "here it is --grammar-compiler",
