@@ -50,6 +50,7 @@ SECTIONS: Sequence[tuple[str, Sequence[tuple[str, type]]]] = (
             ("messages[].tool_calls[]", api_types.ToolCall),
             ("messages[].tool_calls[].function", api_types.FunctionCall),
             ("messages[].content[]", api_types.TextPart),
+            ("prediction", api_types.Prediction),
             ("response_format.json_schema", structured_types.NamedSchema),
             ("structured_outputs", structured_types.StructuredOutputs),
             ("tools[]", tool_types.Tool),

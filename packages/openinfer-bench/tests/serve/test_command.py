@@ -42,6 +42,19 @@ def test_serve_measures_our_server_and_writes_what_is_compared(
 
 
 @linux
+def test_serve_tells_how_many_drafts_were_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "serve.json"
+    command = ["bench", "serve", "--model", "tiny", "--workload", "bs1", *SMALL, "--output-tokens", "24"]
+    assert main([*command, "--json", str(file), "--num-blocks", "64", "--speculative", "ngram,n_min=1,k=3"]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    drafts = row["drafts"]
+    assert drafts["draft_tokens"] >= drafts["drafts"] > 0
+    assert drafts["draft_tokens"] >= drafts["accepted_tokens"] >= 0
+    assert drafts["tokens_per_row"] == round(1 + drafts["accepted_tokens"] / drafts["drafts"], 3)
+    assert f" of {drafts['draft_tokens']:,} drafts accepted, " in capsys.readouterr().out
+
+
+@linux
 def test_startup_writes_the_phases_of_both_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "startup.json"
     assert main(["bench", "startup", "--model", "tiny", "--repeats", "1", "--keep", "0", "--json", str(file)]) == 0

@@ -20,6 +20,7 @@ import msgspec
 
 from openinfer.models import name_of
 from openinfer_bench.serve import workloads
+from openinfer_bench.serve.drafts import DraftWatch, line_of_drafts
 from openinfer_bench.serve.figures import heading, line_of, row_of
 from openinfer_bench.serve.load import send_load
 from openinfer_bench.serve.messages import Target
@@ -49,9 +50,10 @@ def run(argv: Sequence[str]) -> int:
     with target_of(arguments, flags) as (target, pid), Watch(target, pid, every_s=arguments.watch) as watch:
         print(heading(), flush=True)
         for phase in plan:
+            drafts = DraftWatch(target)
             outcomes = send_load(target, phase, processes=arguments.processes)
-            rows.append(row_of(phase.name, outcomes[phase.thrown_away :]) | phase.sizes)
-            print(line_of(rows[-1]), flush=True)
+            rows.append(row_of(phase.name, outcomes[phase.thrown_away :]) | phase.sizes | drafts.figures())
+            print(line_of(rows[-1]) + line_of_drafts(rows[-1]), flush=True)
     if arguments.watch:
         print(watch.summary())
     report = {

@@ -1,5 +1,6 @@
 """Looking at a server while it is under load: leaks show as a slope, lost requests as open ones when all have ended."""
 
+import contextlib
 import http.client
 import threading
 import time
@@ -94,6 +95,12 @@ class Watch:
 
 
 def _gauges(target: Target) -> dict[str, float | None]:
+    values = read_metrics(target)
+    return {name: values.get(metric) for name, metric in _GAUGES.items()}
+
+
+def read_metrics(target: Target) -> dict[str, float]:
+    """Name -> value of a server's `/metrics`, of several series with one name the last; empty if it does not answer."""
     connection = http.client.HTTPConnection(target.host, target.port, timeout=_METRICS_S)
     try:
         connection.request("GET", f"{target.path}/metrics", headers=target.headers)
@@ -103,5 +110,8 @@ def _gauges(target: Target) -> dict[str, float | None]:
     finally:
         connection.close()
     lines = [line.rsplit(" ", 1) for line in text.splitlines() if " " in line and not line.startswith("#")]
-    values = {series.partition("{")[0]: value for series, value in lines}
-    return {name: float(values[metric]) if metric in values else None for name, metric in _GAUGES.items()}
+    found: dict[str, float] = {}
+    for series, value in lines:
+        with contextlib.suppress(ValueError):  # a page of another kind
+            found[series.partition("{")[0]] = float(value)
+    return found

@@ -13,6 +13,7 @@ from openinfer_server.openai.chat_sinks import ChatMessageSink, ChatStreamSink
 from openinfer_server.openai.event_frames import ResponseHead, chat_delta_frame, chat_frame
 from openinfer_server.openai.generation import Generation, ResponseShape, rendered_prompt
 from openinfer_server.openai.objects import ChatChoice, ChatCompletion, Usage
+from openinfer_server.openai.prediction import predicted, prediction_ids
 from openinfer_server.openai.types import ChatRequest, check_turns
 from openinfer_server.output.delta_choice import DeltaChoice
 from openinfer_server.output.logprobs import chat_format, prompt_format
@@ -77,6 +78,7 @@ class ChatCompletions:
         check_num_choices(request, 1, service.options)
         note_dropped_tools(service, http_request, request.tools)
         available, parsers = await self._prepared(http_request, request)
+        expected = await prediction_ids(http_request, service, request.prediction)
         grammar = await http_request.aside(
             lambda: chat_grammar(service, parsers.prompt, available, output_constraint(request))
         )
@@ -92,7 +94,7 @@ class ChatCompletions:
                 output=(request.top_logprobs or 0) if request.logprobs else None, prompt=prompt_alternatives(request)
             ),
         )
-        plan = constrained(plan, grammar)
+        plan = predicted(constrained(plan, grammar), expected)
         generation = Generation(
             service=service,
             shape=self._shape,

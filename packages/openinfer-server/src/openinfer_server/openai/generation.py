@@ -79,7 +79,7 @@ class Generation:
         table = self._plain_table()
 
         def usage() -> Usage:
-            return usage_of(response.choices, plan.n)
+            return usage_of(response.choices, plan.n, has_prediction=plan.has_prediction)
 
         if writer is not None and table is not None:
             self._submit_plain(response, head, writer, table)

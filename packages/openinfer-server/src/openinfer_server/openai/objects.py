@@ -16,6 +16,9 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
     """What completion tokens were spent on."""
 
     reasoning_tokens: int
+    # Of a request with a prediction: drafts from it that are in the answer, and those that were computed in vain.
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Usage(msgspec.Struct, frozen=True):

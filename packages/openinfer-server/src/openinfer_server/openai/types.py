@@ -181,7 +181,7 @@ def check_turns(turns: Sequence[Turn], field: str) -> None:
                 raise invalid(where, f"{where} and reasoning_content are two names of one text, and differ")
         if isinstance(turn.content, list):
             for place, part in enumerate(turn.content):
-                _check_part(part, f"{field}[{index}].content[{place}]")
+                check_part(part, f"{field}[{index}].content[{place}]")
 
 
 def refuse_other_parts(given: Mapping[str, Any], where: str, *fields: str) -> None:
@@ -204,12 +204,20 @@ def _no_text(kind: str, where: str) -> ApiError:
     return refused(f"{where}.type", f"{TEXT_ONLY}, whose parts are text; not {kind[:100]!r}")
 
 
-def _check_part(part: TextPart, where: str) -> None:
+def check_part(part: TextPart, where: str) -> None:
+    """Raises `ApiError`: the part is not text."""
     if part.type != "text":
         raise _no_text(part.type, where)
     check_rules(part, f"{where}.")
     if part.text is None:
         raise invalid(f"{where}.text", f"{where}.text is required")
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What much of the answer is expected to be."""
+
+    type: Literal["content"]
+    content: Content
 
 
 class ChatRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -233,7 +241,7 @@ class ChatRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unknown_f
     function_call: object = None
     functions: object = None
     moderation: object = None
-    prediction: object = None
+    prediction: Prediction | None = None  # drafts come from it; the answer is as without
     prompt_cache_options: object = None
     prompt_cache_retention: object = None
     verbosity: object = None
@@ -246,7 +254,6 @@ class ChatRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unknown_f
         "functions": Refused("tools has taken its place"),
         "modalities": Neutral((["text"], []), TEXT_ONLY),
         "moderation": Refused("this server does not moderate"),
-        "prediction": Refused("this server does not decode against predicted outputs"),
         "prompt_cache_options": CACHE_OPTIONS,
         "prompt_cache_retention": CACHE_RETENTION,
         "store": Neutral((False,), "false asks for what is always so; this server stores no completions"),

@@ -53,12 +53,15 @@ class Choice:
         last_token_s: clock of the last token; 0 before the first.
         completion_tokens: sampled tokens, the stop token included; before the end, as far as a subclass counts them.
         reasoning_tokens: those of them that were spent on reasoning, as far as a parser told.
+        accepted_drafts: tokens that the engine drafted before it sampled them; 0 before the end.
+        rejected_drafts: drafts that it computed in vain; 0 before the end.
         finish_reason: None until it has ended well.
         stop_token_id: the stop token that ended it.
         transfer: where its prompt's KV was left for another engine, if that was asked.
     """
 
     __slots__ = (
+        "accepted_drafts",
         "cached_tokens",
         "completion_tokens",
         "finish_reason",
@@ -68,6 +71,7 @@ class Choice:
         "prompt_tokens",
         "queued_s",
         "reasoning_tokens",
+        "rejected_drafts",
         "request_id",
         "response",
         "stop_token_id",
@@ -87,6 +91,7 @@ class Choice:
         self.cached_tokens = 0
         self.completion_tokens: int = 0
         self.reasoning_tokens: int = 0
+        self.accepted_drafts = self.rejected_drafts = 0
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
         self.transfer: dict[str, Any] | None = None
@@ -106,6 +111,8 @@ class Choice:
     def finished(self, event: Finished) -> None:
         self.completion_tokens = event.completion_tokens
         self.cached_tokens = event.cached_tokens
+        self.accepted_drafts += event.accepted_drafts
+        self.rejected_drafts += event.rejected_drafts
         self.stop_token_id = event.stop_token_id
         self.transfer = event.transfer
         if event.reason is FinishReason.ABORT:  # not by us: then the link would have forgotten the choice

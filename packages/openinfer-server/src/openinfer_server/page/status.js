@@ -47,6 +47,11 @@ export class Status {
     byId("kv-text").textContent = `${(used * 100).toFixed(1)} %`;
     const { openinfer_prefix_cache_queries_total: queries, openinfer_prefix_cache_hits_total: hits } = values;
     byId("cache").textContent = queries ? `${((hits / queries) * 100).toFixed(0)} % of prompt tokens` : "–";
+    const { openinfer_spec_decode_num_drafts_total: rows, openinfer_spec_decode_num_draft_tokens_total: drafts } = values;
+    const accepted = values.openinfer_spec_decode_num_accepted_tokens_total;
+    byId("drafts").textContent = rows
+      ? `${((accepted / drafts) * 100).toFixed(0)} %, ${(1 + accepted / rows).toFixed(2)} tokens a step`
+      : "–";
     this.#showRates(values.openinfer_generation_tokens_total, values.openinfer_prompt_tokens_total, now);
   }
 

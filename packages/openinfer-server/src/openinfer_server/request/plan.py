@@ -76,6 +76,11 @@ class Plan:
     shows_stop: bool = False  # whether text shows the stop string, or the text of the stop token, that ended it
     named_stop_ids: frozenset[int] = frozenset()  # stop tokens that the request names itself
 
+    @property
+    def has_prediction(self) -> bool:
+        """Whether the client says what it expects the answer to be."""
+        return any(request.prediction_token_ids for request in self.requests)
+
     def prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.n]
 

@@ -167,7 +167,27 @@ class ParrotLoop:
 
     def _end(self, row: _Row, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
         del self._rows[row.request.request_id]
-        return Finished(row.request.request_id, reason, 0, 0, 0, stop_token_id)
+        accepted, rejected = self._drafts(row)
+        return Finished(
+            row.request.request_id,
+            reason,
+            0,
+            0,
+            0,
+            stop_token_id,
+            accepted_drafts=accepted,
+            rejected_drafts=rejected,
+        )
+
+    def _drafts(self, row: _Row) -> tuple[int, int]:
+        """All of a prediction is drafted at once: what the answer begins with is accepted."""
+        prediction = row.request.prediction_token_ids
+        said = [row.answer[place % len(row.answer)] for place in range(row.produced)]
+        pairs = zip(prediction, said, strict=False)
+        accepted = next((place for place, (draft, token) in enumerate(pairs) if draft != token), None)
+        if accepted is None:
+            accepted = min(len(prediction), len(said))
+        return accepted, len(prediction) - accepted
 
 
 class ScriptedLoop(ParrotLoop):
