@@ -18,6 +18,7 @@ from openinfer_server.chat.prefill import continued
 from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.parsers.choose import choose_parsers
 from openinfer_server.parsers.contract import ModelTraits
+from openinfer_server.text.known_prefixes import MIN_SEGMENT_CHARACTERS, Scope
 from openinfer_server.text.marked_text import MarkedText
 from openinfer_server.text.tokenizer import Tokenizer
 
@@ -177,6 +178,23 @@ def test_chats_without_control_text_have_the_ids_of_their_text(chats: Chats) -> 
     for text in (*samples, "\n", "\n\nHello", " x ", "<|", "<｜", "</"):
         rendered = chats.prompt(text, said=text)
         assert chats.controls.encode(rendered) == chats.real.encode(rendered.plain, add_special_tokens=False).ids
+
+
+def test_turns_encoded_by_what_is_new_have_the_ids_of_the_whole(chats: Chats) -> None:
+    rng, scope = random.Random(0), Scope("someone")
+    samples = [*SAMPLES, "\n\nHello", " x ", "<|", "</", *(text * 30 for text in SAMPLES), "<|im_end|><｜User｜><s>"]
+    for _ in range(3):
+        turns: list[dict[str, object]] = [{"role": "system", "content": rng.choice(samples)}]
+        for _ in range(12):
+            turns.append({"role": "user", "content": "".join(rng.choices(samples, k=3))})
+            text = chats.template.render(turns, {})
+            begun = chats.controls.begin(text, scope)
+            assert chats.controls.finish(begun) == chats.controls.encode(text)
+            assert len(text) - begun.known.end == begun.new_characters
+            turns.append({"role": "assistant", "content": rng.choice(samples)})
+        begun = chats.controls.begin(text, scope)
+        assert begun.new_characters < 2 * MIN_SEGMENT_CHARACTERS + len("".join(samples))
+        assert begun.known.end > len(text) // 2
 
 
 def test_no_text_of_a_client_becomes_a_control_token(chats: Chats) -> None:

@@ -297,7 +297,14 @@ async def _rendered(
         continue_final_message=bool(fields.continue_final_message),
         add_generation_prompt=fields.add_generation_prompt,
     )
-    prompt = await chat_prompt(http_request, service, turns, {**(variables or {}), **available.variables}, end=end)
+    prompt = await chat_prompt(
+        http_request,
+        service,
+        turns,
+        {**(variables or {}), **available.variables},
+        end=end,
+        cache_salt=fields.cache_salt,
+    )
     parsers = OutputParsers.make(service, prompt, available, budget_tokens=None)
     return parsers, chat_grammar(service, parsers.prompt, available, output_constraint(fields))
 

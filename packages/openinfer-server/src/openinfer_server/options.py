@@ -12,6 +12,7 @@ from openinfer_server.observability.metric_names import MetricsNames
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.\-]*://[^/\s]+")
 
 MAX_WORKERS = 128
+MAX_KNOWN_PREFIX_BYTES = 2**40
 
 
 class EventLoop(StrEnum):
@@ -103,6 +104,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Responses of `/v1/responses` that are kept in memory; the oldest make room."""
     max_stored_response_bytes: int = 64 * 2**20
     """Size of all stored responses, as JSON."""
+    known_prefix_bytes: int = 64 * 2**20
+    """Token ids of chats that each API worker keeps, so that of a conversation's next turn only what is new is encoded;
+    some 4 bytes a token. Tenants, or addresses without keys, share them. 0 keeps none."""
     max_buffered_bytes: int = 256 * 2**10
     """What the client of a stream may leave unread per choice before it is disconnected and its request aborted; an
     echoed prompt comes on top."""
@@ -135,8 +139,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             message = f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be a URL of http or https"
             raise InvalidRequest(message, field="otlp_traces_endpoint")
-        if not 1 <= self.workers <= MAX_WORKERS:
-            raise InvalidRequest(f"workers is {self.workers}; it must be between 1 and {MAX_WORKERS}", field="workers")
+        for name, least, most in (("workers", 1, MAX_WORKERS), ("known_prefix_bytes", 0, MAX_KNOWN_PREFIX_BYTES)):
+            if not least <= getattr(self, name) <= most:
+                message = f"{name} is {getattr(self, name)}; it must be between {least} and {most}"
+                raise InvalidRequest(message, field=name)
         if "" in self.model_name:
             raise InvalidRequest("a model name is empty", field="model_name")
         if self.tls_key_file and not self.tls_cert_file:

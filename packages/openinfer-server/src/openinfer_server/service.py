@@ -46,7 +46,9 @@ class Service:
     def __post_init__(self) -> None:
         if self.template is not None:
             own_texts, markers = self.template.own_texts, self.parsers.markers
-            self.control_tokens = self.tokenizer.control_tokens(own_texts=own_texts, markers=markers)
+            self.control_tokens = self.tokenizer.control_tokens(
+                own_texts=own_texts, markers=markers, known_prefix_bytes=self.options.known_prefix_bytes
+            )
 
     def share(self, table: WorkerTable) -> None:
         """Makes what owners share a budget of all workers, before the first request."""
@@ -55,6 +57,10 @@ class Service:
         self.link.admission.share(table)
 
     def snapshot(self) -> MetricsSnapshot:
+        if self.control_tokens is not None:
+            known = self.control_tokens.known_prefixes
+            self.metrics.known_characters.value = known.known_characters
+            self.metrics.encoded_characters.value = known.new_characters
         budgets = [*self.budgets.uses(), self.tokenizer.encoding.characters.use, *self.link.admission.uses()]
         return MetricsSnapshot.of(self.metrics, open_requests=self.link.num_open, budgets=budgets)
 

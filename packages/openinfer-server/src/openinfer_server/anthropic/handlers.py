@@ -94,7 +94,9 @@ class Messages:
         turns += await read_conversation(request.messages, "messages", lambda: turns_of(request.messages))
         variables = {**thinking_variables(self._service, request), **available.variables}
         end = _prompt_end(request, turns)
-        return await chat_prompt(http_request, self._service, turns, variables, end=end), available
+        salt = request.cache_salt if isinstance(request, MessagesRequest) else None
+        prompt = await chat_prompt(http_request, self._service, turns, variables, end=end, cache_salt=salt)
+        return prompt, available
 
     def _plan(self, http_request: HttpRequest, request: MessagesRequest, prompt: Prompt) -> tuple[Plan, bool]:
         """What the engine is asked, and whether the context ends before `max_tokens`."""

@@ -71,6 +71,7 @@ async def chat_prompt(
     *,
     end: PromptEnd = PromptEnd.NEW_TURN,
     num_kept: int | None = None,
+    cache_salt: str | None = None,
 ) -> Prompt:
     """The prompt of a conversation and its rendered text.
 
@@ -81,6 +82,7 @@ async def chat_prompt(
         variables: of the template, beside the turns.
         end: where the prompt ends.
         num_kept: how many tokens of the prompt's end are kept; None for all. The text is kept whole.
+        cache_salt: of the request: what was encoded before is found again under an equal one alone.
 
     Raises:
         ApiError: 400; there is no template, or it refused the turns or lost the origin of a control token, or the
@@ -100,7 +102,7 @@ async def chat_prompt(
     if num_kept is None and least > info.max_model_tokens:
         raise too_long(f"at least {least}", info, "messages")
     try:
-        token_ids = await tokenizer.encode_chat(marked, control_tokens, client=http_request)
+        token_ids = await tokenizer.encode_chat(marked, control_tokens, client=http_request, cache_salt=cache_salt)
     except OriginLost as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_loses_origin") from error
     check_prompt_token_ids(token_ids, info, "messages")

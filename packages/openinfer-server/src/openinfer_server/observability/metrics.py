@@ -35,6 +35,8 @@ class ServerMetrics:
         self.prompt_tokens = Counter()
         self.cached_tokens = Counter()
         self.generated_tokens = Counter()
+        self.known_characters = Counter()  # of rendered chats whose ids were known
+        self.encoded_characters = Counter()  # of those that were encoded
         self.dropped_tools: Counts[str] = Counts(dict.fromkeys(DROPPED_TOOLS, 0))  # by their type
         self.slow_clients = Counter()
         self.faults = Counter()

@@ -59,6 +59,8 @@ def _of_server(metrics: ServerMetrics, info: EngineInfo, model: Labels, open_req
     for name, text, counter in (
         ("openinfer_slow_clients_dropped_total", "Connections dropped for not reading.", metrics.slow_clients),
         ("openinfer_request_faults_total", "Faults of this server inside one request.", metrics.faults),
+        ("openinfer_known_prompt_characters_total", "Of chats, encoded before.", metrics.known_characters),
+        ("openinfer_encoded_prompt_characters_total", "Of chats, encoded.", metrics.encoded_characters),
     ):
         yield from render_family(name, "counter", text, [((), counter.value)])
     for name, text, counter in (

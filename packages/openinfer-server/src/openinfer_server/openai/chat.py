@@ -132,7 +132,15 @@ class ChatCompletions:
         )
         num_kept = num_kept_tokens(request, self._service.info, max_tokens=_max_tokens(request))
         variables = {**variables, **available.variables}
-        return await chat_prompt(http_request, self._service, request.messages, variables, end=end, num_kept=num_kept)
+        return await chat_prompt(
+            http_request,
+            self._service,
+            request.messages,
+            variables,
+            end=end,
+            num_kept=num_kept,
+            cache_salt=request.cache_salt,
+        )
 
     def _body(
         self,

@@ -118,7 +118,8 @@ async def conversation_prompt(
         add_generation_prompt=request.add_generation_prompt,
     )
     try:
-        return await chat_prompt(http_request, service, turns, variables, end=end)
+        salt = request.cache_salt if isinstance(request, ResponseRequest) else None
+        return await chat_prompt(http_request, service, turns, variables, end=end, cache_salt=salt)
     except ApiError as error:
         raise error.with_names(FIELD_NAMES) from error
 

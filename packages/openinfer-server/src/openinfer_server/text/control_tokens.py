@@ -8,6 +8,8 @@ find them, with its rules for spaces and neighbours, and nothing else that looks
 and without control text in what a client wrote the ids are those of the whole text.
 
 Within a turn of the assistant the control tokens that are not special count, too.
+
+Of a text whose beginning is known (`known_prefixes.py`) only what follows is encoded, where that comes to the same ids.
 """
 
 import json
@@ -21,7 +23,9 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken
 
+from openinfer_server.text.known_prefixes import Cut, KnownPrefix, KnownPrefixes, Scope
 from openinfer_server.text.marked_text import MarkedText, Origin
+from openinfer_server.text.segments import separates, works_piecewise
 
 UNWANTED = -1
 _LOST = re.compile(bytes((Origin.LOST,)) + b"+")
@@ -39,21 +43,48 @@ class _Place(NamedTuple):
     token_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class BegunEncoding:
+    """A chat whose control tokens are found, and as much of whose ids as is known; `ControlTokens.finish` goes on."""
+
+    text: MarkedText
+    places: Sequence[_Place]
+    known: KnownPrefix
+    scope: Scope
+    encoder: "_Encoder"
+
+    @property
+    def new_characters(self) -> int:
+        """That are still to be encoded."""
+        return len(self.text) - self.known.end
+
+
 class ControlTokens:
     """The control tokens of one model.
 
     Attributes:
         token_ids: of all of them.
+        cut_ids: those before which a text may be cut (`segments.py`); none if its tokenizer's parts are not known.
+        known_prefixes: what `begin` looks in.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, *, own_texts: Iterable[str], markers: Iterable[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        own_texts: Iterable[str],
+        markers: Iterable[str],
+        known_prefixes: KnownPrefixes | None = None,
+    ) -> None:
         """Shares the tokenizer's model.
 
         Args:
             tokenizer: of the model; not changed.
             own_texts: what the template writes itself.
             markers: what parsers look for in the model's output.
+            known_prefixes: where beginnings of texts are kept; by default a store of its own.
         """
+        self.known_prefixes = KnownPrefixes() if known_prefixes is None else known_prefixes
         added = tokenizer.get_added_tokens_decoder()
         written = "\0".join((*own_texts, *markers))
         control = {
@@ -62,6 +93,8 @@ class ControlTokens:
             if each.special or (each.content.strip() and each.content in written)
         }
         self.token_ids = frozenset(control)
+        cuts = (i for i, each in control.items() if separates(each) and not each.content[:1].isspace())
+        self.cut_ids = frozenset(cuts if works_piecewise(tokenizer) else ())
         self._names = _Names({token_id: each.content for token_id, each in control.items()})
         self._any = _pattern(each.content for each in control.values())
         self._longest = max((len(each.content) for each in control.values()), default=0)
@@ -71,26 +104,63 @@ class ControlTokens:
         }
         self._ids = {each.content: token_id for token_id, each in control.items()}
         self._tokenizer = tokenizer
-        self._encoder = _Encoder(tokenizer, tokenizer.model, self._names)
+        self._encoder = _Encoder(tokenizer, tokenizer.model, self._names, generation=0)
         self._copying = threading.Lock()
 
     def encode(self, text: MarkedText) -> list[int]:
-        """Token ids of a rendered chat.
+        """Token ids of a rendered chat, encoded as a whole.
 
         Raises:
             OriginLost: see there.
         """
         self._check_lost(text)
-        places = list(self._find(text))
+        ids, _, encoder = self._encode_rest(self._encoder, text, 0, list(self._find(text)))
+        return encoder.restored(ids)
+
+    def begin(self, text: MarkedText, scope: Scope) -> BegunEncoding:
+        """Looks for the longest known beginning of a rendered chat; quick next to encoding it.
+
+        Raises:
+            OriginLost: see there.
+        """
+        self._check_lost(text)
+        places, encoder = list(self._find(text)), self._encoder
+        cuts = (_cut(place) for place in places if place.token_id in self.cut_ids)
+        known = self.known_prefixes.find(scope, encoder.generation, text, cuts)
+        return BegunEncoding(text, places, known, scope, encoder)
+
+    def finish(self, begun: BegunEncoding) -> list[int]:
+        """Token ids of the chat, those of `encode`; what is new of it is known from now on."""
+        text, known = begun.text, begun.known
+        rest = [place for place in begun.places if place.begin >= known.end]
+        ids, found, encoder = self._encode_rest(begun.encoder, text, known.end, rest)
+        if encoder is not begun.encoder:
+            # Another model went on, which may have other ids for what the first one encoded.
+            if known.end:
+                ids, found, encoder = self._encode_rest(encoder, text, 0, begun.places)
+            known = self.known_prefixes.nothing(begun.scope, encoder.generation)
+        restored = encoder.restored(ids)
+        if self.known_prefixes.is_on and self.cut_ids:
+            pairs = zip(found, encoder.control_indices(ids), strict=True)
+            cuts = [(_cut(place), index) for place, index in pairs if place.token_id in self.cut_ids]
+            self.known_prefixes.keep(begun.scope, known, text, cuts, restored)
+        return [*known.token_ids, *restored] if known.token_ids else restored
+
+    def _encode_rest(
+        self, encoder: "_Encoder", text: MarkedText, begin: int, places: Sequence[_Place]
+    ) -> tuple[list[int], Sequence[_Place], "_Encoder"]:
+        """An encoder's ids from a place in the text on, the control tokens that are found, and who encoded."""
         while True:
-            encoder = self._encoder
-            written, named = self._written(text, places)
+            written, named = self._written(text, begin, places)
             ids = encoder.encode(written)
             control_ids = encoder.control_ids(ids)
             if control_ids == [place.token_id for place in places]:
-                return encoder.restored(ids)
+                return ids, places, encoder
             if UNWANTED in control_ids:
                 self._copy_model(encoder)
+                encoder = self._encoder
+                if begin:
+                    return [], [], encoder  # what comes before has to be encoded anew, too
             else:
                 places = _found_places(places, named, encoder.found(written))
 
@@ -104,12 +174,12 @@ class ControlTokens:
                 if token_id is not None:
                     yield _Place(found.start(), found.end(), token_id)
 
-    def _written(self, text: MarkedText, places: Sequence[_Place]) -> tuple[str, list[_Place]]:
-        """The text with the names of its control tokens, and where these are."""
+    def _written(self, text: MarkedText, begin: int, places: Sequence[_Place]) -> tuple[str, list[_Place]]:
+        """The text from a place on with the names of its control tokens, and where these are in it."""
         plain = text.plain
         parts: list[str] = []
         named: list[_Place] = []
-        end = shift = 0
+        end, shift = begin, -begin
         for place in places:
             name = self._names[place.token_id]
             parts += (plain[end : place.begin], name)
@@ -122,7 +192,8 @@ class ControlTokens:
         """Goes on with a model that knows no control tokens: the first one makes them of other text, as words."""
         with self._copying:
             if self._encoder is used:
-                self._encoder = _Encoder(self._tokenizer, _renamed_model(self._tokenizer, self._names), self._names)
+                model = _renamed_model(self._tokenizer, self._names)
+                self._encoder = _Encoder(self._tokenizer, model, self._names, generation=used.generation + 1)
 
     def _check_lost(self, text: MarkedText) -> None:
         """Refuses control text that has characters of lost origin."""
@@ -174,9 +245,14 @@ class _Patterns:
 
 
 class _Encoder:
-    """A tokenizer that knows control tokens by their names alone."""
+    """A tokenizer that knows control tokens by their names alone.
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, model: Any, names: _Names) -> None:
+    Attributes:
+        generation: its number; encoders of one generation have one model.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, model: Any, names: _Names, *, generation: int) -> None:
+        self.generation = generation
         self._tokenizer = tokenizers.Tokenizer(model)
         if tokenizer.normalizer is not None:
             self._tokenizer.normalizer = tokenizer.normalizer
@@ -204,6 +280,11 @@ class _Encoder:
         control = self._control
         return [control[token_id] for token_id in ids if token_id in control]
 
+    def control_indices(self, ids: Sequence[int]) -> list[int]:
+        """Where among ids those of `control_ids` are."""
+        control = self._control
+        return [index for index, token_id in enumerate(ids) if token_id in control]
+
     def restored(self, ids: list[int]) -> list[int]:
         """The first tokenizer's ids."""
         restored = self._restored
@@ -219,7 +300,11 @@ class _Encoder:
         ]
 
 
-def _found_places(places: list[_Place], named: list[_Place], found: Sequence[_Place]) -> list[_Place]:
+def _cut(place: _Place) -> Cut:
+    return Cut(place.begin, place.token_id)
+
+
+def _found_places(places: Sequence[_Place], named: list[_Place], found: Sequence[_Place]) -> list[_Place]:
     """The places whose names are found.
 
     Rules for neighbours and normalisation keep a tokenizer from finding others, as they would in the whole text: there

@@ -18,6 +18,7 @@ from openinfer_server.text.byte_table import ByteTable, SentencePieces, build_by
 from openinfer_server.text.control_tokens import ControlTokens
 from openinfer_server.text.detokenizers import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from openinfer_server.text.encoding_threads import THIS_PROCESS, EncodingThreads
+from openinfer_server.text.known_prefixes import DEFAULT_BYTES, KnownPrefixes, Scope
 from openinfer_server.text.marked_text import MarkedText
 
 INLINE_CHARACTERS = 512  # shorter texts take less than a thread's round trip, about 0.3 ms
@@ -93,27 +94,40 @@ class Tokenizer:
         return await self._in_thread(client, text, lambda: self._encode(text, add_special_tokens=add_special_tokens))
 
     async def encode_chat(
-        self, text: MarkedText, control_tokens: ControlTokens, *, client: Client = THIS_PROCESS
+        self,
+        text: MarkedText,
+        control_tokens: ControlTokens,
+        *,
+        client: Client = THIS_PROCESS,
+        cache_salt: str | None = None,
     ) -> list[int]:
         """Token ids of a rendered chat, whose control tokens are the template's.
+
+        What the client's owner sent before under the same cache salt, of whose beginning the ids are known, is not
+        encoded again.
 
         Raises:
             OriginLost: see there.
             ApiError, ClientDisconnected: see `encode`.
         """
-        return await self._in_thread(client, text, lambda: self._encode_chat(text, control_tokens))
+        if len(text) <= INLINE_CHARACTERS:
+            return control_tokens.encode(text)
+        scope = Scope(client.owner, cache_salt)
+        return await self.encoding.run_rest(
+            client, len(text), look_up=lambda: control_tokens.begin(text, scope), encode=control_tokens.finish
+        )
 
-    def control_tokens(self, *, own_texts: Iterable[str], markers: Iterable[str] = ()) -> ControlTokens:
-        """The control tokens of chats; see there."""
-        return ControlTokens(self._tokenizer, own_texts=own_texts, markers=markers)
+    def control_tokens(
+        self, *, own_texts: Iterable[str], markers: Iterable[str] = (), known_prefix_bytes: int = DEFAULT_BYTES
+    ) -> ControlTokens:
+        """The control tokens of chats; see there. `known_prefix_bytes` bound what is kept of the chats' beginnings."""
+        known = KnownPrefixes(known_prefix_bytes)
+        return ControlTokens(self._tokenizer, own_texts=own_texts, markers=markers, known_prefixes=known)
 
     async def _in_thread(self, client: Client, text: str, encode: Callable[[], list[int]]) -> list[int]:
         if len(text) <= INLINE_CHARACTERS:
             return encode()
         return await self.encoding.run(client, len(text), encode)
-
-    def _encode_chat(self, text: MarkedText, control_tokens: ControlTokens) -> list[int]:
-        return control_tokens.encode(text)
 
     def encode_short(self, text: str) -> list[int]:
         """Token ids of a few words, at once, without special tokens of the tokenizer's own."""

@@ -1,0 +1,235 @@
+"""`openinfer bench prompts`: what long conversations cost before a request is admitted, and what they cost others.
+
+Sessions of 500 KB arrive spread over one second, each over a new connection, and every turn adds 2 KB. The server is
+the real frontend before a simulated engine, so that time to first token is what JSON, template, tokens, frame and
+digests take, and the way there and back. Three arms: `short` has turns of 2 KB and no history, in the same order of
+arrival; `whole` has the history, and every turn is encoded whole (`--known-prefix-bytes 0`); `known` has it, and what
+is new is encoded alone. A stream of another client runs next to them; its gaps are held against those of `short`.
+
+The client is one process on the same machine: figures are upper bounds.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+import tokenizers
+
+import openinfer_tiny_model
+from openinfer_bench.http_client import Address, ask
+from openinfer_core import EngineClosed
+from openinfer_core.provenance import provenance
+from openinfer_core.simulated import SimulatedOptions
+from openinfer_server import ServerOptions
+
+OPENINFER_CONTRACT = 1
+
+ARMS = ("short", "whole", "known")
+_WORDS = "the stone is a mountain, return x + 1\n    if not found: 3.14 “quotes” path/to/file.py { } [0] //".split(" ")
+_STREAM_STEP_S = 0.005
+_END_S = 60.0
+_PATH = "/v1/chat/completions"
+_MAX_BODY_BYTES = 2**26
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """What one arm measured."""
+
+    arm: str
+    workers: int
+    turns: int
+    """Requests, without those of the first round, which make the sessions known."""
+    failed: int
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    ttft_max_ms: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    gap_max_ms: float
+    """Gaps of the stream of another client, whose engine makes a token every 5 ms."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measures and prints a table; `--json FILE` also writes it."""
+    arguments = _parser().parse_args(argv)
+    arms = [asyncio.run(_measure(arguments, arm, workers)) for workers in arguments.workers for arm in arguments.arms]
+    print(_table(arms))
+    if arguments.json is not None:
+        content = {
+            **msgspec.to_builtins(provenance()),
+            "sessions": arguments.sessions,
+            "kilobytes": arguments.kilobytes,
+            "rounds": arguments.rounds,
+            "arms": [asdict(arm) for arm in arms],
+        }
+        Path(arguments.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="openinfer bench prompts", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", type=Path, help="folder of tokenizer and template; by default the tiny model's")
+    parser.add_argument(
+        "--sessions", type=int, default=40, metavar="N", help="conversations; each has a turn per round"
+    )
+    parser.add_argument("--kilobytes", type=int, default=500, metavar="N", help="history of each at the first round")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each that are measured")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1], metavar="N", help="API workers of the server")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, metavar="ARM", help=", ".join(ARMS))
+    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
+    return parser
+
+
+async def _measure(arguments: argparse.Namespace, arm: str, workers: int) -> Arm:
+    folder: Path = openinfer_tiny_model.model_dir() if arguments.model is None else arguments.model
+    size = 0 if arm == "short" else 1000 * arguments.kilobytes
+    sessions = [conversation(number, size) for number in range(arguments.sessions)]
+    known_bytes = 0 if arm == "whole" else ServerOptions().known_prefix_bytes
+    with _server(folder, workers=workers, known_prefix_bytes=known_bytes) as address:
+        # Every worker sees each session once before it is measured: connections are new, so it may go to any.
+        for _ in range(1 if workers == 1 else 3 * workers):
+            await _round(address, sessions, over_s=len(sessions) / 4 if size else 1.0)
+        gaps: list[float] = []
+        ttft_s: list[float] = []
+        failed = 0
+        async with _stream(address, gaps):
+            for _ in range(arguments.rounds):
+                for session in sessions:
+                    session.extend(turn(session))
+                answers = await _round(address, sessions, over_s=1.0)
+                failed += sum(answer is None for answer in answers)
+                ttft_s += [answer for answer in answers if answer is not None]
+    return _arm(arm, workers, ttft_s, gaps, failed)
+
+
+def conversation(number: int, size: int) -> list[dict[str, str]]:
+    """Turns of so many bytes in all, each of 2 to 30 KB, the last one the user's; no two conversations begin alike."""
+    rng = random.Random(number)  # noqa: S311 - a workload, no secret
+    turns = [{"role": "user", "content": f"Task {number}. {_text(rng, 2000)}"}]
+    while (left := size - sum(len(each["content"]) for each in turns)) > 0:
+        turns.append({"role": "assistant", "content": _text(rng, 500)})
+        turns.append({"role": "user", "content": _text(rng, min(left, rng.randrange(2000, 30_000)))})
+    return turns
+
+
+def turn(session: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """What a turn adds: an answer and a message, 2 KB."""
+    rng = random.Random(len(session))  # noqa: S311 - a workload, no secret
+    return [{"role": "assistant", "content": _text(rng, 500)}, {"role": "user", "content": _text(rng, 1500)}]
+
+
+def _text(rng: random.Random, size: int) -> str:
+    return " ".join(rng.choices(_WORDS, k=size // 4))[:size]
+
+
+async def _round(address: Address, sessions: Sequence[list[dict[str, str]]], *, over_s: float) -> list[float | None]:
+    """One turn of each, spread over so many seconds; seconds to the first token, None for one that failed."""
+    # `short` sends the last turn alone: encoded beforehand, so that the client does nothing else meanwhile.
+    fields = {"model": "simulated", "max_tokens": 1, "stream": True}
+    bodies = [json.dumps({**fields, "messages": session}).encode() for session in sessions]
+    begin_s = time.monotonic()
+
+    async def one(number: int, body: bytes) -> float | None:
+        await asyncio.sleep(max(0.0, begin_s + over_s * number / len(bodies) - time.monotonic()))
+        answer = await ask(address, _PATH, body)
+        return answer.event_s[0] - answer.begin_s if answer.is_whole and answer.event_s else None
+
+    return await asyncio.gather(*(one(number, body) for number, body in enumerate(bodies)))
+
+
+@asynccontextmanager
+async def _stream(address: Address, gaps: list[float]) -> AsyncGenerator[None]:
+    """Another client's stream meanwhile; its gaps are put there at the end."""
+    reader, writer = await address.connect()
+    body = json.dumps({"model": "simulated", "prompt": [1], "max_tokens": 500_000, "stream": True, "ignore_eos": True})
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+
+    async def follow() -> None:
+        before_s = None
+        while line := await reader.readline():
+            if line.startswith(b"data: {"):
+                now_s = time.monotonic()
+                if before_s is not None:
+                    gaps.append(now_s - before_s)
+                before_s = now_s
+
+    following = asyncio.create_task(follow())
+    try:
+        yield
+    finally:
+        writer.close()
+        following.cancel()
+
+
+@contextmanager
+def _server(folder: Path, *, workers: int, known_prefix_bytes: int) -> Generator[Address]:
+    vocabulary = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    engine = SimulatedOptions(tpot_s=_STREAM_STEP_S, num_token_ids=vocabulary)
+    served = ServerOptions(
+        port=0,
+        workers=workers,
+        known_prefix_bytes=known_prefix_bytes,
+        max_body_bytes=_MAX_BODY_BYTES,
+        max_open_body_bytes=64 * _MAX_BODY_BYTES,
+        max_queued_tokens=2**30,
+        max_request_kv_tokens=2**30,
+        template_timeout_s=60.0,
+    )
+    encoded = [msgspec.json.encode(options).decode() for options in (engine, served)]
+    command = [sys.executable, "-m", "openinfer_bench.simulated_server", str(folder), *encoded]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
+        try:
+            url = process.stdout.readline().strip() if process.stdout is not None else ""
+            if not url:
+                raise EngineClosed(f"the server ended with code {process.wait()} before it served")
+            yield Address.of(url)
+        finally:
+            process.terminate()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _arm(arm: str, workers: int, ttft_s: Sequence[float], gaps: Sequence[float], failed: int) -> Arm:
+    return Arm(
+        arm=arm,
+        workers=workers,
+        turns=len(ttft_s),
+        failed=failed,
+        ttft_p50_ms=_ms(ttft_s, 0.5),
+        ttft_p99_ms=_ms(ttft_s, 0.99),
+        ttft_max_ms=_ms(ttft_s, 1.0),
+        gap_p50_ms=_ms(gaps, 0.5),
+        gap_p99_ms=_ms(gaps, 0.99),
+        gap_max_ms=_ms(gaps, 1.0),
+    )
+
+
+def _ms(seconds: Sequence[float], quantile: float) -> float:
+    if not seconds:
+        return float("nan")
+    ordered = sorted(seconds)
+    at = statistics.median(ordered) if quantile == 0.5 else ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
+    return round(1000 * at, 2)
+
+
+def _table(arms: Sequence[Arm]) -> str:
+    head = ("arm", "workers", "turns", "failed", "TTFT p50", "p99", "max", "gap p50", "p99", "max")
+    rows = [tuple(asdict(arm).values()) for arm in arms]
+    return "\n".join(" ".join(f"{cell!s:>9}" for cell in row) for row in [head, *rows])
+
+
+__all__ = ["ARMS", "Arm", "conversation", "run", "turn"]

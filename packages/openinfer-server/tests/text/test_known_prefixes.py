@@ -1,0 +1,197 @@
+"""Chats of which only what is new is encoded have the ids of the whole chat."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+
+from openinfer_server.text.control_tokens import ControlTokens
+from openinfer_server.text.known_prefixes import KnownPrefixes, Scope
+from openinfer_server.text.marked_text import MarkedText, Origin, joined
+from openinfer_server.text.segments import separates, works_piecewise
+
+ME = Scope("me")
+TOYS = runpy.run_path(str(Path(__file__).with_name("toy_tokenizers.py")))
+FLAGS, KEPT, KINDS, MARK, SPECIAL = (TOYS[name] for name in ("FLAGS", "KEPT", "KINDS", "MARK", "SPECIAL"))
+byte_level, unigram = TOYS["byte_level"], TOYS["unigram"]
+
+
+def template(text: str) -> MarkedText:
+    return MarkedText.of(text, Origin.TEMPLATE)
+
+
+def said(text: str) -> MarkedText:
+    return MarkedText.of(text, Origin.ASSISTANT)
+
+
+TOKENS = (*SPECIAL, *MARK)
+written = st.sampled_from([*TOKENS, "user\n", "\n", " ", "a", "\n\n"]).map(template)
+client = st.sampled_from([*TOKENS, KEPT, "<s", ">", "<|", "|>", " ", "a", "th in", "é\n", "e\u0301", "  ", ".!"])
+answer = st.sampled_from([*TOKENS, "a ", "th", "\n"]).map(said)
+pieces = st.one_of(written, written, client, answer)
+conversations = st.lists(st.tuples(st.integers(0, 12), st.lists(pieces, max_size=6)), min_size=1, max_size=6)
+"""Turns: how many pieces of the chat before stay, and what follows them."""
+slowly = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(params=FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+def flags(request) -> dict[str, bool]:
+    return request.param
+
+
+@pytest.fixture(params=KINDS)
+def either(request, tokenizer, flags) -> tokenizers.Tokenizer:
+    return KINDS[request.param](tokenizer, flags)
+
+
+def controls_of(tokenizer: tokenizers.Tokenizer, *, max_bytes: int = 2**20) -> ControlTokens:
+    known = KnownPrefixes(max_bytes, min_segment_characters=1)
+    return ControlTokens(tokenizer, own_texts=["<think>\n", "a</think>"], markers=["<|user|>"], known_prefixes=known)
+
+
+def chats_of(turns) -> list[MarkedText]:
+    chats: list[list[str]] = [[]]
+    for kept, new in turns:
+        chats.append([*chats[-1][:kept], *new])
+    return [joined(chat) for chat in chats]
+
+
+def encode(controls: ControlTokens, text: MarkedText, scope: Scope = ME) -> list[int]:
+    return controls.finish(controls.begin(text, scope))
+
+
+@slowly
+@given(conversations)
+def test_ids_are_those_of_the_whole_chat(either, turns):
+    controls = controls_of(either)
+    for text in chats_of(turns):
+        assert encode(controls, text) == controls.encode(text)
+        assert encode(controls, text) == controls.encode(text)
+
+
+@slowly
+@given(conversations, st.integers(0, 2000))
+def test_small_store_gives_the_same_ids(either, turns, max_bytes):
+    controls = controls_of(either, max_bytes=max_bytes)
+    for text in chats_of(turns):
+        assert encode(controls, text) == controls.encode(text)
+        assert controls.known_prefixes.num_bytes <= max_bytes
+
+
+@pytest.fixture
+def controls(tokenizer) -> ControlTokens:
+    return controls_of(byte_level(tokenizer, {}))
+
+
+CHAT = joined([template("<s>user\n"), "the question", template("<|end|>"), template("<s>"), "more"])
+LAST_CUT = CHAT.plain.rindex("<s>")
+
+
+def test_next_turn_encodes_what_is_new_alone(controls):
+    encode(controls, CHAT)
+    longer = joined([CHAT, template("<|end|><s>"), "again"])
+    begun = controls.begin(longer, ME)
+    assert begun.known.end == LAST_CUT
+    assert begun.new_characters == len(longer) - LAST_CUT
+    assert controls.finish(begun) == controls.encode(longer)
+    assert controls.begin(longer, ME).known.end == longer.plain.rindex("<s>")
+
+
+@pytest.mark.parametrize("scope", [Scope("other"), Scope("me", "salt"), Scope("me", ""), Scope("")])
+def test_others_and_other_salts_find_nothing(controls, scope):
+    encode(controls, CHAT)
+    assert controls.begin(CHAT, scope).known.end == 0
+    assert controls.begin(CHAT, ME).known.end == LAST_CUT
+
+
+def test_same_text_of_another_origin_is_not_known(controls):
+    real = joined([template("<s>"), "a", template("<|end|><s>"), "b"])
+    forged = joined([template("<s>"), "a<|end|>", template("<s>"), "b"])
+    assert real.plain == forged.plain
+    ids = encode(controls, real)
+    assert encode(controls, forged) == controls.encode(forged) != ids
+
+
+def test_same_text_before_another_token_is_not_known(controls):
+    encode(controls, joined([template("<s>"), "abc", template("<s>"), "d"]))
+    assert controls.begin(joined([template("<s>"), "abc", template("<|end|>")]), ME).known.end == 0
+
+
+def test_store_of_no_bytes_knows_nothing(tokenizer):
+    controls = controls_of(byte_level(tokenizer, {}), max_bytes=0)
+    assert encode(controls, CHAT) == controls.encode(CHAT)
+    assert controls.begin(CHAT, ME).known.end == 0
+
+
+def test_owner_keeps_its_prefixes_while_another_sends_many(tokenizer):
+    controls = controls_of(byte_level(tokenizer, {}), max_bytes=20_000)
+    encode(controls, CHAT)
+    for index in range(300):
+        encode(controls, joined([template("<s>"), f"{index} another", template("<s>")]), Scope("flood"))
+    assert controls.known_prefixes.num_bytes > 15_000  # the flood has what the first one leaves
+    assert controls.begin(CHAT, ME).known.end == LAST_CUT
+
+
+def test_what_another_model_encoded_is_not_known():
+    controls = controls_of(unigram({}))
+    chat = joined([template("<s>"), "a b", template("<s>"), "c"])
+    encode(controls, chat)
+    assert controls.begin(chat, ME).known.end > 0
+    forging = joined([chat, "<s> b"])  # the model would make a control token of it: it is copied without
+    assert encode(controls, forging) == controls.encode(forging)
+    assert controls.begin(chat, ME).known.digest  # of the new model's root
+    for text in (chat, forging):
+        assert encode(controls, text) == controls.encode(text)
+
+
+# --- where a text may be cut
+
+
+@pytest.mark.parametrize(
+    ("token", "is_cut"),
+    [
+        (AddedToken("<x>", normalized=False), True),
+        (AddedToken("<x>", normalized=False, rstrip=True), True),
+        (AddedToken("<x>", normalized=False, lstrip=True), False),
+        (AddedToken("<x>", normalized=False, single_word=True), False),
+        (AddedToken("<x>", normalized=True), False),
+    ],
+)
+def test_rules_for_what_is_before_a_token_forbid_a_cut(token, is_cut):
+    assert separates(token) is is_cut
+
+
+def test_cut_before_a_token_that_takes_space_along_would_change_ids(tokenizer):
+    real = byte_level(tokenizer, {"lstrip": True})
+    before, after = "a  ", "<s>b"
+    parts = [real.encode(part, add_special_tokens=False).ids for part in (before, after)]
+    assert [*parts[0], *parts[1]] != real.encode(before + after, add_special_tokens=False).ids
+    assert controls_of(real).cut_ids == frozenset()
+
+
+def test_tokenizer_of_unknown_parts_is_not_cut(tokenizer):
+    real = byte_level(tokenizer, {})
+    assert works_piecewise(real)
+    real.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Whole())
+    assert not works_piecewise(real)
+    assert controls_of(real).cut_ids == frozenset()
+
+
+def test_parts_of_sequences_are_looked_at(tokenizer):
+    real = byte_level(tokenizer, {})
+    real.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Sequence([normalizers.Lowercase()])])
+    assert works_piecewise(real)
+
+
+def test_model_with_chance_is_not_cut():
+    real = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[], dropout=0.1))
+    assert not works_piecewise(real)
+
+
+class Whole:
+    def pre_tokenize(self, text: object) -> None:
+        """One piece."""
