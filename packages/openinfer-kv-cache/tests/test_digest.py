@@ -149,3 +149,41 @@ def test_block_size_zero_is_refused():
 
 ROOT_GOLDEN = "4cf47dc28b0958ea312cb7c523c9e0f3"
 CHAIN_GOLDEN = ["3606d18914e82cddfc1b170cdb98c0e5", "1a6de505686d635375f4b2a227bec0b8"]
+
+
+def plain_chain(hasher, root, ids):
+    """As the module's docstring says, block by block."""
+    digests, parent = [], root
+    for start in range(0, len(ids) - 3, 4):
+        block = struct.pack("<4I", *ids[start : start + 4])
+        parent = blake2b(parent + block, digest_size=16, key=KEY, person=b"openinfer-block").digest()
+        digests.append(parent)
+    return digests
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 4 * 31, 4 * 32, 4 * 33 + 2, 4 * 100, 4 * 128])
+def test_digests_that_are_known_are_those_of_the_ids(hasher, num_tokens):
+    ids = array("I", range(num_tokens))
+    for root in (hasher.root(), hasher.root(cache_salt="a"), hasher.root()):
+        for first in (0, 1, 31, 32, 40):
+            digests = []
+            hasher.extend_chain(digests, root, ids, num_blocks=min(first, num_tokens // 4))
+            hasher.extend_chain(digests, root, ids, num_blocks=num_tokens // 4)
+            assert digests == plain_chain(hasher, root, ids)
+
+
+def test_one_other_token_makes_other_digests_also_where_most_are_known(hasher):
+    root, ids = hasher.root(), array("I", range(4 * 96))
+    before = hasher.chain(root, ids)
+    ids[4 * 40] += 1
+    after = hasher.chain(root, ids)
+    assert after[:40] == before[:40]
+    assert not set(after[40:]) & set(before[40:])
+    assert after == plain_chain(hasher, root, ids)
+
+
+def test_known_digests_are_bounded(hasher, monkeypatch):
+    monkeypatch.setattr("openinfer_kv_cache.digest.MAX_KNOWN_GROUPS", 3)
+    chains = [array("I", range(first, first + 4 * 64)) for first in range(20)]
+    for ids in (*chains, *chains):
+        assert hasher.chain(hasher.root(), ids) == plain_chain(hasher, hasher.root(), ids)

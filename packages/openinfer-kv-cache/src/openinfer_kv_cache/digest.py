@@ -17,6 +17,7 @@ import hashlib
 import secrets
 import sys
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NewType
 
@@ -27,6 +28,10 @@ Digest = NewType("Digest", bytes)  # 16 bytes
 DIGEST_BYTES = 16
 MIN_KEY_BYTES = 16
 MAX_KEY_BYTES = 64
+KNOWN_GROUP_BLOCKS = 32
+"""Blocks whose digests are kept together: as many as a sequence looks up at a time."""
+MAX_KNOWN_GROUPS = 2**14
+"""Some 35 MB of digests: of 8 million tokens at 16 a block."""
 _ROOT_VERSION = b"1"
 
 
@@ -40,7 +45,7 @@ class PrefixHasher:
         KvConfigError: the key's length or the block size is out of range.
     """
 
-    __slots__ = ("_block", "_key", "_layout_digest", "block_size_tokens")
+    __slots__ = ("_block", "_group", "_key", "_known", "_layout_digest", "block_size_tokens")
 
     def __init__(self, block_size_tokens: int, *, key: bytes | None = None, layout_digest: str = "") -> None:
         if block_size_tokens < 1:
@@ -51,6 +56,10 @@ class PrefixHasher:
         self._key = secrets.token_bytes(32) if key is None else key
         self._layout_digest = layout_digest
         self._block = hashlib.blake2b(digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-block")
+        # Digests of groups of blocks that were computed before, by a digest of the group and what it follows: a
+        # conversation's next turn needs those of all turns before it again.
+        self._group = hashlib.blake2b(digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-group")
+        self._known: OrderedDict[bytes, tuple[Digest, ...]] = OrderedDict()
 
     def root(
         self, *, lora_name: str | None = None, adapter_digest: bytes | None = None, cache_salt: str | None = None
@@ -78,13 +87,37 @@ class PrefixHasher:
         """Appends to `digests` until it has those of the first `num_blocks` blocks of `token_ids`, which are known."""
         size = self.block_size_tokens
         encoded = encode_token_ids(token_ids[len(digests) * size : num_blocks * size])
-        parent: bytes = digests[-1] if digests else root
-        new_block = self._block.copy
-        for start in range(0, len(encoded), size * 4):
+        group_bytes, begin = 4 * size * KNOWN_GROUP_BLOCKS, 0
+        while begin < len(encoded):
+            end = begin + 4 * size * _to_next_group(len(digests))
+            is_whole = end - begin == group_bytes and end <= len(encoded)
+            parent: bytes = digests[-1] if digests else root
+            digests += (self._group_digests if is_whole else self._digests)(parent, encoded[begin:end])
+            begin = end
+
+    def _group_digests(self, parent: bytes, encoded: bytes) -> Sequence[Digest]:
+        """The digests of a whole group, computed once while it is remembered."""
+        group = self._group.copy()
+        group.update(parent + encoded)
+        key, known = group.digest(), self._known
+        found = known.get(key)
+        if found is not None:
+            known.move_to_end(key)
+            return found
+        made = known[key] = tuple(self._digests(parent, encoded))
+        if len(known) > MAX_KNOWN_GROUPS:
+            known.popitem(last=False)
+        return made
+
+    def _digests(self, parent: bytes, encoded: bytes) -> list[Digest]:
+        made: list[Digest] = []
+        new_block, block_bytes = self._block.copy, 4 * self.block_size_tokens
+        for start in range(0, len(encoded), block_bytes):
             block = new_block()
-            block.update(parent + encoded[start : start + size * 4])
+            block.update(parent + encoded[start : start + block_bytes])
             parent = block.digest()
-            digests.append(Digest(parent))
+            made.append(Digest(parent))
+        return made
 
     def state_digests(self, digest: Digest, num_chunks: int) -> list[Digest]:
         """Identities of the recurrent states at the end of the prefix that `digest` names, in chunks; no block's."""
@@ -94,6 +127,10 @@ class PrefixHasher:
             state = hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-state")
             digests.append(Digest(state.digest()))
         return digests
+
+
+def _to_next_group(num_blocks: int) -> int:
+    return KNOWN_GROUP_BLOCKS - num_blocks % KNOWN_GROUP_BLOCKS
 
 
 def table_digest(digest: Digest, table: int) -> Digest:

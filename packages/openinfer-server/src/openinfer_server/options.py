@@ -139,15 +139,18 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             message = f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be a URL of http or https"
             raise InvalidRequest(message, field="otlp_traces_endpoint")
-        for name, least, most in (("workers", 1, MAX_WORKERS), ("known_prefix_bytes", 0, MAX_KNOWN_PREFIX_BYTES)):
-            if not least <= getattr(self, name) <= most:
-                message = f"{name} is {getattr(self, name)}; it must be between {least} and {most}"
-                raise InvalidRequest(message, field=name)
+        _check_range("workers", self.workers, least=1, most=MAX_WORKERS)
+        _check_range("known_prefix_bytes", self.known_prefix_bytes, least=0, most=MAX_KNOWN_PREFIX_BYTES)
         if "" in self.model_name:
             raise InvalidRequest("a model name is empty", field="model_name")
         if self.tls_key_file and not self.tls_cert_file:
             raise InvalidRequest("tls_key_file needs tls_cert_file", field="tls_key_file")
         _check_origins(self.cors_origins)
+
+
+def _check_range(name: str, value: int, *, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InvalidRequest(f"{name} is {value}; it must be between {least} and {most}", field=name)
 
 
 def _check_origins(origins: tuple[str, ...]) -> None:
