@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 import tokenizers
 
-import openinfer_tiny_model
+from openinfer.models import find_model_dir
 from openinfer_bench.http_client import Address, ask
 from openinfer_core import EngineClosed
 from openinfer_core.provenance import provenance
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _measure(arguments: argparse.Namespace, arm: str, workers: int) -> Arm:
-    folder: Path = openinfer_tiny_model.model_dir() if arguments.model is None else arguments.model
+    folder: Path = find_model_dir("tiny") if arguments.model is None else arguments.model
     size = 0 if arm == "short" else 1000 * arguments.kilobytes
     sessions = [conversation(number, size) for number in range(arguments.sessions)]
     known_bytes = 0 if arm == "whole" else ServerOptions().known_prefix_bytes
