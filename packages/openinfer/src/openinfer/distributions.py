@@ -1,8 +1,8 @@
 """What is installed, down to its files: the distributions of a composition, as a lock file holds them.
 
 A distribution from a wheel is its version and a digest over the hashes in its RECORD, and every file that RECORD names
-must have the hash that stands there. Bundles of certificate authorities are the exception: administrators add an authority of
-their own in place, so they are locked as they are found. An editable distribution has no RECORD of its files: it is
+must have the hash that stands there. Bundles of certificate authorities are the exception: administrators add one of
+their own in place, so bundles are locked as they are found. An editable distribution has no RECORD of its files: it is
 marked, and its tree is hashed file by file. Left out are what installers write for themselves, scripts (whose first
 line is the machine's) and caches.
 """
