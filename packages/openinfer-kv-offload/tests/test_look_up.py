@@ -108,7 +108,7 @@ def test_a_host_tier_is_no_place_that_others_read():
 
 def test_a_save_counts_when_the_shared_tier_has_it(tmp_path):
     shared = disk(tmp_path)
-    stack = TierStack([host(), shared], StackOptions(lands_in="disk"))
+    stack = TierStack([host(), shared], StackOptions(shared_in="disk"))
     transfer = stack.save(chain(1, 3), [memoryview(bytes(LAYOUT.block_bytes))] * 3)
     transfer.wait()
     assert (transfer.completed_blocks, shared.counters()[0].stored_blocks) == (3, 3)
@@ -117,7 +117,7 @@ def test_a_save_counts_when_the_shared_tier_has_it(tmp_path):
 
 def test_what_the_host_tier_alone_has_does_not_count(tmp_path):
     disk(tmp_path).close()
-    stack = TierStack([host(), disk(tmp_path, access=StoreAccess.READ)], StackOptions(lands_in="disk"))
+    stack = TierStack([host(), disk(tmp_path, access=StoreAccess.READ)], StackOptions(shared_in="disk"))
     transfer = stack.save(chain(1, 3), [memoryview(bytes(LAYOUT.block_bytes))] * 3)
     transfer.wait()
     assert transfer.completed_blocks == 0
@@ -126,14 +126,14 @@ def test_what_the_host_tier_alone_has_does_not_count(tmp_path):
 
 
 def test_a_stack_that_lands_somewhere_writes_through_and_says_what_is_wrong(tmp_path):
-    opened = open_tiers([f"stack=host=1MiB;disk={tmp_path},1MiB;lands_in=disk"], LAYOUT)
+    opened = open_tiers([f"stack=host=1MiB;disk={tmp_path},1MiB;shared_in=disk"], LAYOUT)
     transfer = opened.save(chain(1, 2), [memoryview(bytes(LAYOUT.block_bytes))] * 2)
     transfer.wait()
     assert [each.stored_blocks for each in opened.counters()] == [2, 2]
     opened.close()
     for mode in (WriteMode.BEHIND, WriteMode.BACK):
         with pytest.raises(TierConfigError, match="needs write=through"):
-            StackOptions(write=mode, lands_in="disk")
+            StackOptions(write=mode, shared_in="disk")
     for name, message in (("host", "no other process can read"), ("s3", "names none of")):
         with pytest.raises(TierConfigError, match=message):
-            settings.open_stack(LAYOUT, f"host=1MiB;disk={tmp_path},1MiB;lands_in={name}")
+            settings.open_stack(LAYOUT, f"host=1MiB;disk={tmp_path},1MiB;shared_in={name}")

@@ -20,7 +20,7 @@ from openinfer_server.request.generation_fields import (
     StreamOptions,
     TokenDetailFields,
 )
-from openinfer_server.request.kv_transfer import KvTransferParams, LandedBlocks
+from openinfer_server.request.kv_transfer import KvTransferParams, StoredPrompt
 from openinfer_server.request.neutral_fields import NeutralSamplingFields
 from openinfer_server.request.rules import ANY, Label, Neutral, Refused, Rule
 from openinfer_server.request.structured_types import GuidedFields
@@ -38,7 +38,7 @@ SECTIONS: Sequence[tuple[str, Sequence[tuple[str, type]]]] = (
             ("", api_types.CompletionRequest),
             ("stream_options", StreamOptions),
             ("kv_transfer_params", KvTransferParams),
-            ("kv_transfer_params.openinfer", LandedBlocks),
+            ("kv_transfer_params.openinfer", StoredPrompt),
         ],
     ),
     (

@@ -33,7 +33,7 @@ SHAPE: dict[str, Any] = {
     "batch_invariant": True,
     # A busy machine may take seconds for what takes milliseconds: no time decides a test here.
     "kv_load_timeout_ms": 300_000,
-    "kv_landing_timeout_ms": 300_000,
+    "kv_handover_timeout_ms": 300_000,
 }
 
 
@@ -153,7 +153,7 @@ def sealed(num_tokens: int) -> int:
 
 def test_chats_of_five_turns_say_the_same_and_decode_computes_no_sealed_block(proxy: Proxy, alone: Served) -> None:
     found = wanted = 0
-    for topic in ("stones", "birds"):
+    for topic in ("stones",):
         messages = [{"role": "system", "content": f"You know all about {topic}. " * 4}]
         for turn in range(5):
             messages.append({"role": "user", "content": f"Question {turn}: what of {topic}, and why? " * 3})
@@ -165,12 +165,12 @@ def test_chats_of_five_turns_say_the_same_and_decode_computes_no_sealed_block(pr
             assert usage["prompt_tokens"] == expected["usage"]["prompt_tokens"]
             found += usage["prompt_tokens_details"]["cached_tokens"]
             wanted += sealed(usage["prompt_tokens"])
-            landed = proxy.left["openinfer"]["tokens"]
-            assert landed == usage["prompt_tokens"] // BLOCK * BLOCK
+            stored = proxy.left["openinfer"]["tokens"]
+            assert stored == usage["prompt_tokens"] // BLOCK * BLOCK
             messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
     assert found >= 0.99 * wanted
     stats = proxy.prefill.loop.stats().kv_transfer
-    assert (stats.prompts, stats.partial_prompts, stats.mismatches) == (10, 0, 0)
+    assert (stats.prompts, stats.partial_prompts, stats.mismatches) == (5, 0, 0)
     assert proxy.decode.loop.stats().kv_transfer.late_look_ups == 0
     assert proxy.decode.loop.stats().tier_tokens > 0
 
@@ -238,7 +238,7 @@ def test_a_store_that_dies_costs_a_computation(valkey: ValkeyServer, key: str, a
 def test_a_prompt_that_does_not_land_in_time_is_answered_all_the_same(
     valkey: ValkeyServer, key: str, alone: Served
 ) -> None:
-    hasty = {**tier(valkey), "kv_landing_timeout_ms": 1, "kv_load_timeout_ms": 1}
+    hasty = {**tier(valkey), "kv_handover_timeout_ms": 1, "kv_load_timeout_ms": 1}
     with serving(**hasty, kv_key_file=key) as prefill, serving(**tier(valkey), kv_key_file=key) as decode:
         os.kill(valkey.pid, signal.SIGSTOP)  # it accepts everything and answers nothing
         try:
@@ -269,7 +269,7 @@ def test_engines_of_unequal_layouts_cannot_open_one_place(valkey: ValkeyServer, 
 
 
 @pytest.mark.parametrize("host", ["thread", "process"])
-def test_blocks_have_landed_when_all_ranks_have_theirs(valkey: ValkeyServer, key: str, host: str) -> None:
+def test_blocks_are_stored_when_all_ranks_have_theirs(valkey: ValkeyServer, key: str, host: str) -> None:
     two = {**tier(valkey), "kv_key_file": key, "tensor_parallel_size": 2, "rank_host": RankHost(host)}
     two["kv_tier"] = [f"{two['kv_tier'][0]}-{{rank}}"]
     with serving(**two) as prefill, serving(**two) as decode:

@@ -33,7 +33,7 @@ from openinfer_engine.kv_tiers import (
     open_port,
     require_tiered,
 )
-from openinfer_engine.kv_transfer import KvTransfer, Landings, require_pins
+from openinfer_engine.kv_transfer import Handovers, KvTransfer, require_pins
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat, LoopHost
@@ -197,12 +197,12 @@ def _open_transfer(
         tier=name,
         layout_digest=layout.digest,
         hasher=PrefixHasher(config.block_size_tokens, key=tiers.digest_key, layout_digest=config.layout_digest),
-        landings=Landings(
+        handovers=Handovers(
             scheduler=require_pins(scheduler, name=engine_plan.scheduler.name),
             port=port,
             block_bytes=engine_plan.options.tensor_parallel_size * layout.block_bytes,
             num_blocks=config.num_blocks,
-            timeout_s=engine_plan.options.kv_landing_timeout_ms / 1000,
+            timeout_s=engine_plan.options.kv_handover_timeout_ms / 1000,
         ),
         look_up=port.look_up,
         timeout_s=engine_plan.options.kv_load_timeout_ms / 1000,

@@ -140,8 +140,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Name of the tier of --kv-tier that other engines read, or write: valkey, s3 or disk. Requests may then leave the
     KV of their prompt there for another engine, and begin on what another one has left, as kv_transfer_params say; see
     docs/reference/prefill-and-decode-apart.md."""
-    kv_landing_timeout_ms: int = 2000
-    """Milliseconds that an answer waits at most until its prompt's KV has landed for another engine, and a second more
+    kv_handover_timeout_ms: int = 2000
+    """Milliseconds that an answer waits at most until its prompt's KV is stored for another engine, and a second more
     for each 64 MiB of it; then it says how much has."""
     scheduler: str = "token-budget"
     """Name in the group openinfer.schedulers."""
@@ -223,7 +223,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check("state_snapshot_bytes", self.state_snapshot_bytes, 0, 2**48)
         _check("num_blocks", self.num_blocks, 1, 2**31 - 1)
         _check("kv_load_timeout_ms", self.kv_load_timeout_ms, 1, 600_000)
-        _check("kv_landing_timeout_ms", self.kv_landing_timeout_ms, 1, 600_000)
+        _check("kv_handover_timeout_ms", self.kv_handover_timeout_ms, 1, 600_000)
         _check("starvation_timeout_s", self.starvation_timeout_s, 1, 86_400)
         _check("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
         if not 0.05 <= self.gpu_memory_fraction <= 1:

@@ -15,7 +15,7 @@ from openinfer_core import (
     SamplingParams,
     Tokens,
 )
-from openinfer_engine.kv_transfer import KvTransfer, Landings
+from openinfer_engine.kv_transfer import Handovers, KvTransfer
 from openinfer_kv_cache import BlockPool, PrefixHasher
 
 BLOCK = 4
@@ -23,7 +23,7 @@ LAYOUT = "a layout"
 HASHER = PrefixHasher(BLOCK, key=b"k" * 16, layout_digest=LAYOUT)
 PROMPT = tuple(range(10))
 CHAIN = HASHER.chain(HASHER.root(), PROMPT)
-LANDED = {"layout": LAYOUT, "tier": "t", "tokens": 8, "digest": CHAIN[1].hex()}
+STORED = {"layout": LAYOUT, "tier": "t", "tokens": 8, "digest": CHAIN[1].hex()}
 
 
 class NothingSaved:
@@ -74,12 +74,12 @@ def transfer(asked, now):
     blocks = pool.allocate(2)
     pool.seal(blocks, CHAIN)
     pool.release(blocks)
-    landings = Landings(scheduler=pool, port=NothingSaved(), block_bytes=1, num_blocks=8, timeout_s=60.0)
+    handovers = Handovers(scheduler=pool, port=NothingSaved(), block_bytes=1, num_blocks=8, timeout_s=60.0)
     made = KvTransfer(
         tier="t",
         layout_digest=LAYOUT,
         hasher=HASHER,
-        landings=landings,
+        handovers=handovers,
         look_up=asked,
         timeout_s=60.0,
         clock=lambda: now[0],
@@ -114,7 +114,7 @@ def test_both_kinds_ask_the_tiers_first(transfer, asked):
     assert transfer.take(request({"do_remote_decode": True}, 1))
     assert wait_for_ready(transfer) == [1]
     assert transfer.take(
-        request({"do_remote_prefill": True, "openinfer": {**LANDED, "tokens": 4, "digest": CHAIN[0].hex()}}, 2)
+        request({"do_remote_prefill": True, "openinfer": {**STORED, "tokens": 4, "digest": CHAIN[0].hex()}}, 2)
     )
     assert wait_for_ready(transfer) == [2]
     assert transfer.take(request({"do_remote_prefill": True}, 3))  # of a proxy that keeps what it does not know
@@ -123,26 +123,26 @@ def test_both_kinds_ask_the_tiers_first(transfer, asked):
 
 
 @pytest.mark.parametrize(
-    "landed",
+    "stored",
     [
-        {**LANDED, "layout": "another"},
-        {**LANDED, "digest": CHAIN[0].hex()},
-        {**LANDED, "digest": None},
-        {**LANDED, "tokens": 1 << 20},
+        {**STORED, "layout": "another"},
+        {**STORED, "digest": CHAIN[0].hex()},
+        {**STORED, "digest": None},
+        {**STORED, "tokens": 1 << 20},
     ],
 )
-def test_blocks_that_are_not_this_prompts_are_not_asked_for_and_counted(transfer, asked, landed):
-    assert not transfer.take(request({"do_remote_prefill": True, "openinfer": landed}))
+def test_blocks_that_are_not_this_prompts_are_not_asked_for_and_counted(transfer, asked, stored):
+    assert not transfer.take(request({"do_remote_prefill": True, "openinfer": stored}))
     assert asked.chains == []
     assert transfer.stats().mismatches == 1
 
 
 def test_another_salt_is_another_prompt(transfer):
-    assert not transfer.take(request({"do_remote_prefill": True, "openinfer": LANDED}, cache_salt="s"))
+    assert not transfer.take(request({"do_remote_prefill": True, "openinfer": STORED}, cache_salt="s"))
 
 
-def test_a_request_of_which_nothing_landed_does_not_wait(transfer):
-    assert not transfer.take(request({"do_remote_prefill": True, "openinfer": {**LANDED, "tokens": 0, "digest": None}}))
+def test_a_request_of_which_nothing_is_stored_does_not_wait(transfer):
+    assert not transfer.take(request({"do_remote_prefill": True, "openinfer": {**STORED, "tokens": 0, "digest": None}}))
     assert transfer.stats().mismatches == 0
 
 
@@ -168,8 +168,8 @@ def test_a_tier_that_raises_costs_a_computation(transfer, asked, error):
         {"do_remote_decode": True, "do_remote_prefill": True},
         {"do_remote_decode": "yes"},
         {"remote_host": "10.0.0.1"},
-        {"do_remote_prefill": True, "openinfer": {**LANDED, "tokens": -1}},
-        {"do_remote_prefill": True, "openinfer": {**LANDED, "digest": "../x"}},
+        {"do_remote_prefill": True, "openinfer": {**STORED, "tokens": -1}},
+        {"do_remote_prefill": True, "openinfer": {**STORED, "digest": "../x"}},
     ],
 )
 def test_what_cannot_be_asked_is_refused(transfer, asks):
@@ -177,7 +177,7 @@ def test_what_cannot_be_asked_is_refused(transfer, asks):
         transfer.take(request(asks))
 
 
-def test_the_end_of_a_prefill_is_withheld_and_then_says_what_landed(transfer):
+def test_the_end_of_a_prefill_is_withheld_and_then_says_what_is_stored(transfer):
     transfer.take(request({"do_remote_decode": True}))
     wait_for_ready(transfer)
     finished = Finished(RequestId(1), FinishReason.LENGTH, 10, 1, 0)
@@ -185,7 +185,7 @@ def test_the_end_of_a_prefill_is_withheld_and_then_says_what_landed(transfer):
     assert transfer.withhold([tokens, finished]) == [tokens]
     assert transfer.open_ids == {1}
     (told,) = transfer.settle()
-    assert told.transfer == {"do_remote_decode": False, "do_remote_prefill": True, "openinfer": LANDED}
+    assert told.transfer == {"do_remote_decode": False, "do_remote_prefill": True, "openinfer": STORED}
     assert (told.reason, told.prompt_tokens, told.completion_tokens) == (FinishReason.LENGTH, 10, 1)
     stats = transfer.stats()
     assert (stats.prompts, stats.tokens, stats.partial_prompts) == (1, 8, 0)

@@ -49,7 +49,7 @@ def _open_stack(layout: KvLayout, parsed: tuple[list[str], dict[str, int | str]]
     tiers = _open_all(parts, layout)
     try:
         # Write-behind where it is possible: a save then waits for the fastest tier alone.
-        may_follow = isinstance(tiers[0], CopyingTier) and tiers[0].accepts_saves and "lands_in" not in chosen
+        may_follow = isinstance(tiers[0], CopyingTier) and tiers[0].accepts_saves and "shared_in" not in chosen
         chosen.setdefault("write", WriteMode.BEHIND if may_follow else WriteMode.THROUGH)
         return TierStack(tiers, convert(chosen, StackOptions))
     except BaseException:

@@ -10,8 +10,8 @@ from openinfer_core.events import Finished
 from openinfer_server import ServerOptions
 from openinfer_server.testing import ParrotLoop
 
-LANDED = {"layout": "abc", "tier": "valkey", "tokens": 32, "digest": "0f" * 16}
-ANSWER = {"do_remote_decode": False, "do_remote_prefill": True, "openinfer": LANDED}
+STORED = {"layout": "abc", "tier": "valkey", "tokens": 32, "digest": "0f" * 16}
+ANSWER = {"do_remote_decode": False, "do_remote_prefill": True, "openinfer": STORED}
 
 # What llm-d's sidecar and vLLM's proxies put into a prefill request, and what a vLLM of the releases 0.25 to 0.33
 # answers, which they hand to the decode engine unread.
@@ -102,7 +102,7 @@ def test_a_prefill_leaves_kv_and_its_answer_says_where(server, post, path):
 def test_a_decode_gets_what_the_prefill_answered_and_answers_as_ever(server, post, path):
     status, answer = post(path, {**ROUTES[path], "kv_transfer_params": ANSWER})
     assert status == 200, answer
-    assert server.engine.submitted[-1].transfer == {"do_remote_prefill": True, "openinfer": LANDED}
+    assert server.engine.submitted[-1].transfer == {"do_remote_prefill": True, "openinfer": STORED}
     assert "kv_transfer_params" not in answer
 
 
@@ -138,13 +138,13 @@ def test_a_stop_string_does_not_end_a_prefill_before_its_kv_is_left(server, post
         ({"do_remote_decode": True, "do_remote_prefill": True}, "kv_transfer_params"),
         ({"do_remote_decode": 1}, "kv_transfer_params.do_remote_decode"),
         ({"do_remote_prefill": True, "remote_hosts": []}, "kv_transfer_params"),
-        ({"do_remote_prefill": True, "openinfer": {**LANDED, "tokens": -1}}, "kv_transfer_params.openinfer.tokens"),
-        ({"do_remote_prefill": True, "openinfer": {**LANDED, "tokens": 2**60}}, "kv_transfer_params.openinfer.tokens"),
+        ({"do_remote_prefill": True, "openinfer": {**STORED, "tokens": -1}}, "kv_transfer_params.openinfer.tokens"),
+        ({"do_remote_prefill": True, "openinfer": {**STORED, "tokens": 2**60}}, "kv_transfer_params.openinfer.tokens"),
         (
-            {"do_remote_prefill": True, "openinfer": {**LANDED, "layout": "x" * 129}},
+            {"do_remote_prefill": True, "openinfer": {**STORED, "layout": "x" * 129}},
             "kv_transfer_params.openinfer.layout",
         ),
-        ({"do_remote_prefill": True, "openinfer": {**LANDED, "digest": "/etc"}}, "kv_transfer_params.openinfer.digest"),
+        ({"do_remote_prefill": True, "openinfer": {**STORED, "digest": "/etc"}}, "kv_transfer_params.openinfer.digest"),
         ({"do_remote_prefill": True, "openinfer": {"tokens": 1}}, "kv_transfer_params.openinfer"),
         ([], "kv_transfer_params"),
     ],

@@ -135,7 +135,7 @@ def choose_tiers(options: EngineOptions) -> ChosenTiers | None:
     is_stack = len(plugins) > 1
     stacked = ";".join(options.kv_tier)
     if options.kv_transfer is not None:
-        stacked += f";lands_in={options.kv_transfer}"
+        stacked += f";shared_in={options.kv_transfer}"
     return ChosenTiers(
         settings=tuple(options.kv_tier),
         plugins=tuple(plugins),

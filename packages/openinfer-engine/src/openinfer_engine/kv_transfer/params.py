@@ -5,7 +5,7 @@
                   "openinfer": {"layout": "...", "tier": "valkey", "tokens": 4096, "digest": "..."}}
     to decode    the same
 
-The two flags are vLLM's. `openinfer` says how much of the prompt has landed, and nothing where: an engine reads from
+The two flags are vLLM's. `openinfer` says how much of the prompt is stored, and nothing where: an engine reads from
 the tiers of its own configuration, under digests that it computes itself. So whatever is written there, the worst that
 comes of it is that a prompt is computed.
 """
@@ -22,7 +22,7 @@ _MAX_TOKENS = 1 << 24
 _HEX = re.compile(r"[0-9a-f]{1,128}")
 
 
-class LandedPrefix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StoredPrefix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What of a prompt can be read from a tier.
 
     Raises:
@@ -51,12 +51,12 @@ class TransferAsked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What a request asks: to leave its KV for another engine, or to find what another one has left.
 
     Raises:
-        ValueError: both are asked, or what has landed comes without `do_remote_prefill`.
+        ValueError: both are asked.
     """
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
-    openinfer: LandedPrefix | None = None
+    openinfer: StoredPrefix | None = None
 
     def __post_init__(self) -> None:
         if self.do_remote_decode and self.do_remote_prefill:
@@ -71,6 +71,6 @@ def read_transfer(transfer: dict[str, Any]) -> TransferAsked:
         raise InvalidRequest(f"transfer: {error}", field="transfer") from error
 
 
-def landed_answer(*, layout: str, tier: str, tokens: int, digest: Digest | None) -> dict[str, Any]:
-    landed = LandedPrefix(layout=layout, tier=tier, tokens=tokens, digest=None if digest is None else digest.hex())
-    return {"do_remote_decode": False, "do_remote_prefill": True, "openinfer": msgspec.to_builtins(landed)}
+def handover_answer(*, layout: str, tier: str, tokens: int, digest: Digest | None) -> dict[str, Any]:
+    stored = StoredPrefix(layout=layout, tier=tier, tokens=tokens, digest=None if digest is None else digest.hex())
+    return {"do_remote_decode": False, "do_remote_prefill": True, "openinfer": msgspec.to_builtins(stored)}

@@ -1,6 +1,6 @@
 """`KvTransfer`: the requests of a loop that hand their KV to other engines, or begin on what these have left.
 
-submitted ──► looked up ──► scheduler ──► finished ──► landing ──► told
+submitted ──► looked up ──► scheduler ──► finished ──► handover ──► told
               (both kinds)                             (those that another engine decodes)
 """
 
@@ -12,9 +12,9 @@ import msgspec
 from openinfer_core.engine import KvTransferStats
 from openinfer_core.events import Failed, Finished, FinishReason, TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
-from openinfer_engine.kv_transfer.landings import Landed, Landings
+from openinfer_engine.kv_transfer.handovers import HandedOver, Handovers
 from openinfer_engine.kv_transfer.look_ups import LookUps
-from openinfer_engine.kv_transfer.params import LandedPrefix, TransferAsked, landed_answer, read_transfer
+from openinfer_engine.kv_transfer.params import StoredPrefix, TransferAsked, handover_answer, read_transfer
 from openinfer_kv_cache import Digest, PrefixHasher
 
 logger = logging.getLogger("openinfer.engine")
@@ -27,7 +27,7 @@ class KvTransfer:
         tier: name of the tier that other engines read.
         layout_digest: of its blocks.
         hasher: of the scheduler's blocks.
-        landings: of the engine.
+        handovers: of the engine.
         look_up: asks the tiers for a chain; see `LookUps`.
         timeout_s: that a request waits for that at most.
         clock: monotonic seconds.
@@ -39,7 +39,7 @@ class KvTransfer:
         tier: str,
         layout_digest: str,
         hasher: PrefixHasher,
-        landings: Landings,
+        handovers: Handovers,
         look_up: Callable[[Sequence[Digest]], None],
         timeout_s: float,
         clock: Callable[[], float],
@@ -47,7 +47,7 @@ class KvTransfer:
         self._tier = tier
         self._layout_digest = layout_digest
         self._hasher = hasher
-        self._landings = landings
+        self._handovers = handovers
         self._look_ups = LookUps(lambda digests: _asked(look_up, digests), timeout_s=timeout_s)
         self._clock = clock
         self._handing_over: dict[RequestId, Sequence[Digest]] = {}  # digests of the prompt's blocks
@@ -55,12 +55,12 @@ class KvTransfer:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._look_ups) or bool(self._landings)
+        return bool(self._look_ups) or bool(self._handovers)
 
     @property
     def open_ids(self) -> set[RequestId]:
         """Requests that are here, and not the scheduler's."""
-        return self._look_ups.waiting_ids | self._landings.open_ids
+        return self._look_ups.waiting_ids | self._handovers.open_ids
 
     @property
     def num_waiting(self) -> int:
@@ -96,13 +96,13 @@ class KvTransfer:
         return [event for event in events if not self._is_withheld(event)]
 
     def settle(self) -> list[TokenEvent]:
-        """The ends of requests whose blocks have landed, or are not waited for any longer."""
-        return [self._told(landed) for landed in self._landings.settle(now_s=self._clock())]
+        """The ends of requests whose blocks are stored, or are not waited for any longer."""
+        return [self._told(handed) for handed in self._handovers.settle(now_s=self._clock())]
 
     def withdraw(self, request_id: RequestId) -> Finished | None:
         """Ends a request that is here; None if it is the scheduler's."""
         self._handing_over.pop(request_id, None)
-        if (finished := self._landings.withdraw(request_id)) is not None:
+        if (finished := self._handovers.withdraw(request_id)) is not None:
             return msgspec.structs.replace(finished, reason=FinishReason.ABORT)
         request = self._look_ups.withdraw(request_id)
         return (
@@ -110,7 +110,7 @@ class KvTransfer:
         )
 
     def wait(self, timeout_s: float) -> None:
-        """Until a look-up has its answer, at most so long; does not wait for landings."""
+        """Until a look-up has its answer, at most so long; does not wait for handovers."""
         self._look_ups.wait(timeout_s)
 
     def stats(self) -> KvTransferStats:
@@ -137,14 +137,14 @@ class KvTransfer:
         self._count(mismatches=1)
         return ()
 
-    def _is_ours(self, landed: LandedPrefix, digests: Sequence[Digest], num_blocks: int) -> bool:
+    def _is_ours(self, stored: StoredPrefix, digests: Sequence[Digest], num_blocks: int) -> bool:
         """Whether the blocks that another engine tells of are this prompt's, in this engine's layout."""
-        if landed.layout != self._layout_digest:
-            logger.warning("a prefill engine's blocks have another layout, and are computed: %.64s", landed.layout)
+        if stored.layout != self._layout_digest:
+            logger.warning("a prefill engine's blocks have another layout, and are computed: %.64s", stored.layout)
             return False
-        if not num_blocks or landed.digest is None:
+        if not num_blocks or stored.digest is None:
             return not num_blocks
-        return num_blocks <= len(digests) and digests[num_blocks - 1].hex() == landed.digest
+        return num_blocks <= len(digests) and digests[num_blocks - 1].hex() == stored.digest
 
     def _is_withheld(self, event: TokenEvent) -> bool:
         if not isinstance(event, Finished | Failed):
@@ -152,17 +152,17 @@ class KvTransfer:
         digests = self._handing_over.pop(event.request_id, None)
         if digests is None or isinstance(event, Failed) or event.reason is FinishReason.ABORT:
             return False
-        self._landings.begin(event, digests, now_s=self._clock())
+        self._handovers.begin(event, digests, now_s=self._clock())
         return True
 
-    def _told(self, landed: Landed) -> Finished:
-        digests = landed.digests
+    def _told(self, handed: HandedOver) -> Finished:
+        digests = handed.digests
         tokens = len(digests) * self._hasher.block_size_tokens
-        self._count(prompts=1, tokens=tokens, partial=int(not landed.is_whole))
-        answer = landed_answer(
+        self._count(prompts=1, tokens=tokens, partial=int(not handed.is_whole))
+        answer = handover_answer(
             layout=self._layout_digest, tier=self._tier, tokens=tokens, digest=digests[-1] if digests else None
         )
-        return msgspec.structs.replace(landed.finished, transfer=answer)
+        return msgspec.structs.replace(handed.finished, transfer=answer)
 
     def _count(self, *, prompts: int = 0, tokens: int = 0, partial: int = 0, mismatches: int = 0) -> None:
         before = self._stats

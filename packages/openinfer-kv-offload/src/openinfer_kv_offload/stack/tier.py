@@ -59,13 +59,13 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How long an eviction waits for the tier below, before its block is lost; and `close`, for write-behind."""
     flush_on_close: bool = False
     """Whether `close` first hands down all that only the upper tiers have; that may take long."""
-    lands_in: str | None = None
+    shared_in: str | None = None
     """Name of a tier that others read, for which `completed_blocks` of a save speaks, instead of for the best of them:
     what an engine that hands its KV to others waits for. Saves go to all tiers at once then (`write=through`)."""
 
     def __post_init__(self) -> None:
-        if self.lands_in is not None and self.write is not WriteMode.THROUGH:
-            raise TierConfigError(f"lands_in={self.lands_in} needs write=through, not {self.write}")
+        if self.shared_in is not None and self.write is not WriteMode.THROUGH:
+            raise TierConfigError(f"shared_in={self.shared_in} needs write=through, not {self.write}")
 
 
 class Part(NamedTuple):
@@ -99,7 +99,7 @@ class TierStack:
     Raises:
         LayoutMismatchError: two tiers hold different layouts.
         TierConfigError: fewer than two tiers, two of one name, write-back above a tier that evicts without a word, or
-            write-behind one that cannot be copied from, or `lands_in` names none that others read.
+            write-behind one that cannot be copied from, or `shared_in` names none that others read.
     """
 
     def __init__(self, tiers: Sequence[KvTier], options: StackOptions | None = None, *, name: str = "stack") -> None:
@@ -115,7 +115,7 @@ class TierStack:
         for tier in tiers[1:]:
             check_same_layout(self.layout, tier.layout)
         self._key = _common_key(tiers)
-        self._landing = self._find_landing(self._options.lands_in)
+        self._shared = self._find_shared(self._options.shared_in)
         self._worker = self._make_worker() if self._options.write is WriteMode.BEHIND else None
         if self._options.write is WriteMode.BACK:
             for upper, lower in zip(self._tiers, self._tiers[1:], strict=False):
@@ -177,10 +177,10 @@ class TierStack:
         except BaseException:
             _abandon(saves, ())
             raise
-        if self._landing is None:
+        if self._shared is None:
             return StackTransfer.of_save(saves, follow)
-        landing = [save for save, tier in zip(saves, tiers, strict=True) if tier is self._landing]
-        return StackTransfer.of_save(saves, follow, landing=landing)
+        handover = [save for save, tier in zip(saves, tiers, strict=True) if tier is self._shared]
+        return StackTransfer.of_save(saves, follow, handover=handover)
 
     def look_up(self, digests: Sequence[Digest]) -> None:
         for tier in self._tiers:
@@ -213,15 +213,15 @@ class TierStack:
         for tier in self._tiers:
             tier.close()
 
-    def _find_landing(self, name: str | None) -> KvTier | None:
+    def _find_shared(self, name: str | None) -> KvTier | None:
         if name is None:
             return None
         for tier in self._tiers:
             if tier.name == name:
                 if not isinstance(tier, SharedTier):
-                    raise TierConfigError(f"lands_in={name}: no other process can read that tier")
+                    raise TierConfigError(f"shared_in={name}: no other process can read that tier")
                 return tier
-        raise TierConfigError(f"lands_in={name} names none of {[tier.name for tier in self._tiers]}")
+        raise TierConfigError(f"shared_in={name} names none of {[tier.name for tier in self._tiers]}")
 
     def _make_worker(self) -> WriteBehindWorker:
         first, *others = self._tiers

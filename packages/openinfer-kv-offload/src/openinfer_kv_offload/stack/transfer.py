@@ -18,7 +18,7 @@ class StackTransfer:
         self._parts = parts
         self._promotions = promotions
         self._promoting: list[Transfer] | None = None
-        self._landing: Sequence[Transfer] | None = None  # of a save, those that count
+        self._shared: Sequence[Transfer] | None = None  # of a save, those that count
         self._is_cancelled = False
 
     @classmethod
@@ -28,14 +28,14 @@ class StackTransfer:
 
     @classmethod
     def of_save(
-        cls, parts: Sequence[Transfer], follow: Callable[[], None], *, landing: Sequence[Transfer] | None = None
+        cls, parts: Sequence[Transfer], follow: Callable[[], None], *, handover: Sequence[Transfer] | None = None
     ) -> Self:
         """The same blocks into several tiers; `follow` is called once the first has all of them.
 
         Args:
             parts: one for each tier.
             follow: begins what comes after.
-            landing: those of the parts whose blocks count as completed; by default all.
+            handover: those of the parts whose blocks count as completed; by default all.
         """
 
         def promote(completed: int) -> list[Transfer]:
@@ -44,13 +44,13 @@ class StackTransfer:
             return []
 
         transfer = cls(parts, (promote,), num_blocks=parts[0].num_blocks)
-        transfer._landing = parts if landing is None else landing
+        transfer._shared = parts if handover is None else handover
         return transfer
 
     @property
     def completed_blocks(self) -> int:
-        if self._landing is not None:
-            return max((part.completed_blocks for part in self._landing), default=0)
+        if self._shared is not None:
+            return max((part.completed_blocks for part in self._shared), default=0)
         completed = 0
         for part in self._parts:
             completed += part.completed_blocks

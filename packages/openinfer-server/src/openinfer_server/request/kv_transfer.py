@@ -25,7 +25,7 @@ _ELSEWHERE: Final = Neutral(ANY, "blocks are found by their content, in this ser
 _Text = Annotated[str, msgspec.Meta(extra_json_schema={"maxLength": _MAX_CHARACTERS})]
 
 
-class LandedBlocks(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StoredPrompt(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What of a prompt an engine has left, as its answer said."""
 
     layout: _Text
@@ -39,7 +39,7 @@ class KvTransferParams(RequestFields, frozen=True, kw_only=True, forbid_unknown_
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
-    openinfer: LandedBlocks | None = None
+    openinfer: StoredPrompt | None = None
     dcp_size: object = None
     pp_size: object = None
     remote_block_ids: object = None
@@ -100,22 +100,22 @@ def asked_transfer(params: KvTransferParams | None, info: EngineInfo, *, stream:
         raise refused(_FIELD, "this engine hands no KV to others; start it with --kv-transfer")
     if params.do_remote_decode:
         return {"do_remote_decode": True}
-    landed = params.openinfer
-    if landed is None:
+    stored = params.openinfer
+    if stored is None:
         return {"do_remote_prefill": True}
-    _check_landed(landed)
-    return {"do_remote_prefill": True, "openinfer": msgspec.to_builtins(landed)}
+    _check_stored(stored)
+    return {"do_remote_prefill": True, "openinfer": msgspec.to_builtins(stored)}
 
 
-def _check_landed(landed: LandedBlocks) -> None:
+def _check_stored(stored: StoredPrompt) -> None:
     where = f"{_FIELD}.openinfer"
-    if not 0 <= landed.tokens <= _MAX_TOKENS:
-        raise invalid(f"{where}.tokens", f"tokens is {landed.tokens}; it must be between 0 and {_MAX_TOKENS}")
+    if not 0 <= stored.tokens <= _MAX_TOKENS:
+        raise invalid(f"{where}.tokens", f"tokens is {stored.tokens}; it must be between 0 and {_MAX_TOKENS}")
     for name in ("layout", "tier", "digest"):
-        text: str = getattr(landed, name) or ""
+        text: str = getattr(stored, name) or ""
         if len(text) > _MAX_CHARACTERS:
             raise invalid(
                 f"{where}.{name}", f"{name} has {len(text)} characters; at most {_MAX_CHARACTERS} are possible"
             )
-    if set(landed.digest or "") - set("0123456789abcdef"):
+    if set(stored.digest or "") - set("0123456789abcdef"):
         raise invalid(f"{where}.digest", "digest is a number in hexadecimal, as the answer of a prefill has it")

@@ -112,7 +112,7 @@ def make_plan(
     numbers = (service.sampling_defaults if defaults is None else defaults).resolve(fields.sampling_numbers)
     n = check_num_choices(fields, len(prompts), service.options)
     asked = asked_transfer(transfer, info, stream=bool(fields.stream))
-    # What a prefill engine samples is not shown: no text of it ends the request before its KV has landed.
+    # What a prefill engine samples is not shown: no text of it ends the request before its KV is stored.
     stops = () if transfer is not None and transfer.leaves_kv else _stops(fields)
     if max_tokens is None:
         limits = _default_limits(service, prompts, scoring, n=n, at_most=default_tokens)
