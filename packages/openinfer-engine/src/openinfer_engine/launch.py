@@ -23,6 +23,7 @@ from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.gguf.file import GGUF_FILE
 from openinfer_engine.grammars.choice import NONE as NO_GRAMMARS
 from openinfer_engine.grammars.choice import no_grammars_because
+from openinfer_engine.kv_events.opening import tell_of_tiers
 from openinfer_engine.kv_tiers import (
     LocalShare,
     MemoryPrefault,
@@ -115,6 +116,8 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         kv_events = engine_plan.open_kv_events(scheduler)
         if kv_events is not None:
             undo.callback(kv_events.close)
+            if tiers is not None:
+                tell_of_tiers(tiers.tier, kv_events, layout=engine_plan.layouts[0])
         if engine_plan.grammar_compiler is None and engine_plan.options.grammar_compiler != NO_GRAMMARS:
             logger.warning("%s", no_grammars_because())
         compiler = engine_plan.make_grammar_compiler()  # before the weights: it reads the tokenizer while they load

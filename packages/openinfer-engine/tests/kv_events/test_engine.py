@@ -127,6 +127,34 @@ def test_a_router_that_only_listens_knows_what_is_cached(replay):
     assert loop.info.composition["kv_events"] == options.kv_events
 
 
+def test_blocks_in_tiers_are_told_with_their_medium(replay, tmp_path):
+    events_port, replay_port = free_ports(2)
+    options = EngineOptions(
+        kv_events=f"{events_port},replay={replay_port}",
+        kv_tier=["host=1MiB", f"disk={tmp_path},4MiB"],
+        block_size_tokens=BLOCK,
+        num_blocks=8,
+        max_model_tokens=32,
+    )
+    definition = find_plugin("openinfer.models", "qwen3").load()().definition
+    loop = build_loop(resolve(definition, find_plugin("openinfer.checkpoints", "tiny").load()(), options))
+    run(loop, 1, range(20, 45), max_tokens=1)
+    # The second tier is written to after the save; closing waits for it, and sends what is left.
+    events, told = [], {"GPU": set(), "CPU": set(), "STORAGE": set()}
+    give_up_s = time.monotonic() + 60
+    while len(told["STORAGE"]) < 6:
+        assert time.monotonic() < give_up_s, told
+        run(loop, 2, [1], max_tokens=1)  # a step, which sends what the tiers have said since
+        events = replay(f"tcp://127.0.0.1:{replay_port}")
+        for name, *fields in events:
+            if name == "BlockStored":
+                told[fields[5]].update(fields[0])
+    loop.close()
+    assert told["CPU"] == told["STORAGE"] == told["GPU"]
+    of_tiers = [fields for name, *fields in events if name == "BlockStored" and fields[5] != "GPU"]
+    assert all(fields[1:5] == [None, [], BLOCK, None] for fields in of_tiers)  # as vLLM tells of them
+
+
 def hashes_of(replay, key_file):
     """What an engine with this key file says of one prompt."""
     events_port, replay_port = free_ports(2)

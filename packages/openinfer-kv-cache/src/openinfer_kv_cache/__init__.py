@@ -54,7 +54,17 @@ from openinfer_kv_cache.tiers.port import (
 )
 from openinfer_kv_cache.tiers.saves import BlockSaves
 from openinfer_kv_cache.tiers.table_load import TableLoad, begin_table_load
-from openinfer_kv_cache.tiers.traits import BlockMover, CopyingTier, DeviceBlock, DeviceTier, LastingTier, SharedTier
+from openinfer_kv_cache.tiers.traits import (
+    BlockMover,
+    CopyingTier,
+    DeviceBlock,
+    DeviceTier,
+    LastingTier,
+    SharedTier,
+    TellingTier,
+    TierListener,
+    TierMedium,
+)
 from openinfer_kv_cache.tiers.transfers import KvTransfers
 
 __all__ = [
@@ -114,10 +124,13 @@ __all__ = [
     "StateTensor",
     "StoredBlocks",
     "TableLoad",
+    "TellingTier",
     "TierCondition",
     "TierCounters",
     "TierFailure",
     "TierHit",
+    "TierListener",
+    "TierMedium",
     "TierPort",
     "TierSettingCheck",
     "TierTransfer",

@@ -7,7 +7,7 @@ from openinfer_core.errors import ContractViolation, Refused, brought_by
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_events.setting import parse_kv_events
-from openinfer_kv_cache import KvEventSource
+from openinfer_kv_cache import KvEventSource, KvLayout, KvTier, TellingTier
 
 
 def open_kv_events(
@@ -48,3 +48,13 @@ def require_kv_events(scheduler: Scheduler, *, name: str) -> KvEventSource:
     if find_spec("zmq") is None:
         raise Refused(f"kv_events needs pyzmq, which is not installed: {brought_by('--kv-events')}")
     return source
+
+
+def tell_of_tiers(tier: KvTier, recorder: KvEventRecorder, *, layout: KvLayout) -> None:
+    """Lets a tier tell of its blocks, if it can, and if a prefix is one chain of blocks there.
+
+    Of a model with recurrent states, or several block tables, a tier has other blocks beside those, which no router
+    knows.
+    """
+    if isinstance(tier, TellingTier) and not layout.slot_bytes and layout.table_windows == (None,):
+        tier.listen(recorder.of_tiers)

@@ -22,8 +22,15 @@ import msgspec
 import zmq
 
 from openinfer_core.errors import Refused
-from openinfer_engine.kv_events.recorder import Change
-from openinfer_engine.kv_events.schema import AllBlocksCleared, KvEvent, KvEventBatch, removed_event, stored_event
+from openinfer_engine.kv_events.recorder import Change, TierChange
+from openinfer_engine.kv_events.schema import (
+    AllBlocksCleared,
+    KvEvent,
+    KvEventBatch,
+    removed_event,
+    stored_event,
+    tier_event,
+)
 from openinfer_engine.kv_events.setting import KvEventsSetting
 from openinfer_engine.kv_events.tables import TableEvents
 from openinfer_kv_cache import StoredBlocks
@@ -147,6 +154,8 @@ class KvEventPublisher:
         self._pub.send_multipart((self._topic, *message))
 
     def _events(self, change: Change) -> Sequence[KvEvent]:
+        if isinstance(change, TierChange):
+            return [tier_event(change, block_size_tokens=self._block_size_tokens)]
         if self._tables is not None:
             return self._tables.events(change)
         if change is None:

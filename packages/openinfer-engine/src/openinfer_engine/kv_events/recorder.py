@@ -1,12 +1,23 @@
 """`KvEventRecorder`: what happened to the prefix cache in one step, on its way to the publisher."""
 
+from collections import deque
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
-from openinfer_kv_cache import Digest, StoredBlocks
+from openinfer_kv_cache import Digest, StoredBlocks, TierMedium
+
+
+class TierChange(NamedTuple):
+    """Blocks that can be found in a tier from now on, or no longer."""
+
+    digests: Sequence[Digest]
+    medium: TierMedium
+    is_stored: bool
+
 
 # Stored, removed, or (None) all cleared: as it was heard, so that another thread makes messages of it.
-Change: TypeAlias = "StoredBlocks | Sequence[Digest] | None"
+PoolChange: TypeAlias = "StoredBlocks | Sequence[Digest] | None"
+Change: TypeAlias = "PoolChange | TierChange"
 
 
 class Publisher(Protocol):
@@ -21,8 +32,31 @@ class Publisher(Protocol):
         ...
 
 
+class TierChanges:
+    """A `TierListener` that keeps what it hears, from any thread, until the next step."""
+
+    def __init__(self) -> None:
+        self._changes: deque[TierChange] = deque()
+
+    def stored(self, digests: Sequence[Digest], medium: TierMedium) -> None:
+        self._changes.append(TierChange(digests, medium, is_stored=True))
+
+    def removed(self, digests: Sequence[Digest], medium: TierMedium) -> None:
+        self._changes.append(TierChange(digests, medium, is_stored=False))
+
+    def take(self) -> list[TierChange]:
+        """What was heard since the last time; neighbours of one kind are one change."""
+        taken: list[TierChange] = []
+        for _ in range(len(self._changes)):
+            change = self._changes.popleft()
+            if taken and taken[-1][1:] == change[1:]:
+                change = change._replace(digests=[*taken.pop().digests, *change.digests])
+            taken.append(change)
+        return taken
+
+
 class KvEventRecorder:
-    """A `BlockListener` that hands on what it hears, once per step.
+    """A `BlockListener` that hands on what it hears, once per step, and with it what tiers say meanwhile (`of_tiers`).
 
     Args:
         publisher: is closed with the recorder.
@@ -32,6 +66,7 @@ class KvEventRecorder:
         self._publisher = publisher
         # At first: what a router remembers of an earlier process at this address is void.
         self._changes: list[Change] = [None]
+        self.of_tiers = TierChanges()
 
     def stored(self, blocks: StoredBlocks) -> None:
         self._changes.append(blocks)
@@ -43,6 +78,7 @@ class KvEventRecorder:
         self._changes.append(None)
 
     def flush(self) -> None:
+        self._changes += self.of_tiers.take()
         if self._changes:
             changes, self._changes = self._changes, []
             self._publisher.publish(changes)

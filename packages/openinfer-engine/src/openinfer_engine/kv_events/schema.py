@@ -13,7 +13,8 @@ A model of several block tables has the same hashes in each, and events say whic
 
 This is the schema of vLLM (`vllm/distributed/kv_events.py`; its fields, recorded from two releases, are a fixture of
 the tests) in the form of arrays. vLLM's later releases write an event as a map of the same fields; routers that read
-maps read arrays, too, and older ones read arrays only. A hash is the low 64 bits of a block's digest. Extra keys are
+maps read arrays, too, and older ones read arrays only. Blocks in KV tiers have events of their own, whose medium is CPU
+or STORAGE, without tokens. A hash is the low 64 bits of a block's digest. Extra keys are
 one entry per block, nil or what its hash depends on besides tokens: the LoRA name, and in a prefix's first block the
 salt.
 """
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from openinfer_engine.kv_events.recorder import TierChange
 from openinfer_kv_cache import Digest, StoredBlocks
 
 # Of blocks in the engine's pool, also where that pool is a CPU's: routers know no other name for it.
@@ -99,3 +101,19 @@ def stored_event(blocks: StoredBlocks, *, block_size_tokens: int) -> BlockStored
 
 def removed_event(digests: Sequence[Digest]) -> BlockRemoved:
     return BlockRemoved(block_hashes=[block_hash(digest) for digest in digests], medium=MEDIUM)
+
+
+def tier_event(change: TierChange, *, block_size_tokens: int) -> KvEvent:
+    """As vLLM tells of blocks outside the pool: their hashes, without the tokens, which the pool's event had."""
+    hashes = [block_hash(digest) for digest in change.digests]
+    if not change.is_stored:
+        return BlockRemoved(block_hashes=hashes, medium=str(change.medium))
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=block_size_tokens,
+        lora_id=None,
+        medium=str(change.medium),
+        lora_name=None,
+    )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from openinfer_engine.kv_events.recorder import Change
+from openinfer_engine.kv_events.recorder import PoolChange
 from openinfer_engine.kv_events.schema import (
     MEDIUM,
     AllBlocksCleared,
@@ -31,7 +31,7 @@ class TableEvents:
         self._block_size_tokens = block_size_tokens
         self._tables: dict[Digest, int] = {}
 
-    def events(self, change: Change) -> Sequence[KvEvent]:
+    def events(self, change: PoolChange) -> Sequence[KvEvent]:
         if change is None:
             self._tables.clear()
             return [AllBlocksCleared()]

@@ -1,6 +1,7 @@
 """What a tier may be able to do beyond `KvTier`: move blocks of a device, let others copy, outlive its process."""
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from openinfer_kv_cache.digest import Digest
@@ -101,6 +102,36 @@ class SharedTier(KvTier, Protocol):
         Raises:
             OSError: the medium cannot be reached, or refuses.
         """
+        ...
+
+
+class TierMedium(StrEnum):
+    """Where a tier keeps its blocks, in the words of KV events."""
+
+    CPU = "CPU"
+    """Memory of this machine."""
+    STORAGE = "STORAGE"
+    """A disk, or a server."""
+
+
+class TierListener(Protocol):
+    """Hears what can be found in a tier, in the order in which it changes, in its threads; it must not block."""
+
+    def stored(self, digests: Sequence[Digest], medium: TierMedium) -> None:
+        """These blocks can be found from now on."""
+        ...
+
+    def removed(self, digests: Sequence[Digest], medium: TierMedium) -> None:
+        """These were found until now."""
+        ...
+
+
+@runtime_checkable
+class TellingTier(KvTier, Protocol):
+    """A tier that says what it holds: a stack tells of all its tiers that do."""
+
+    def listen(self, listener: TierListener) -> None:
+        """Tells of all that can be found now, and from now on of every change; called once, before the first save."""
         ...
 
 

@@ -1,7 +1,7 @@
 """`SegmentIndex`: which block is in which record of which segment, within a budget. Not thread-safe: the tier locks."""
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from openinfer_kv_offload.disk.segment import Segment
 from openinfer_kv_offload.disk.store import StoreFolder
 from openinfer_kv_offload.format.manifest import StoreAccess
 from openinfer_kv_offload.transfer.memory import WrapMedium
+from openinfer_kv_offload.transfer.telling import IndexListener, NotTold
 
 
 class Recorded(NamedTuple):
@@ -57,6 +58,10 @@ class SegmentIndex:
         self._segments: list[Segment] = []
         self._by_digest: dict[Digest, Recorded] = {}
         self._uses = 0
+        self.listener: IndexListener = NotTold()
+
+    def digests(self) -> Collection[Digest]:
+        return self._by_digest
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -128,6 +133,7 @@ class SegmentIndex:
         if self._by_digest.get(recorded.digest) is not recorded:
             return False
         del self._by_digest[recorded.digest]
+        self.listener.removed(recorded.digest)
         return True
 
     def segment_for_append(self) -> tuple[Segment, int]:
@@ -175,6 +181,8 @@ class SegmentIndex:
         return segment
 
     def _register(self, recorded: Recorded) -> None:
+        if recorded.digest not in self._by_digest:
+            self.listener.stored(recorded.digest)
         self._by_digest[recorded.digest] = recorded
         recorded.segment.digests.append(recorded.digest)
 
@@ -193,6 +201,7 @@ class SegmentIndex:
             recorded = self._by_digest.get(digest)
             if recorded is not None and recorded.segment is segment:
                 del self._by_digest[digest]
+                self.listener.removed(digest)
                 gone += 1
         self._segments.remove(segment)
         segment.retire()

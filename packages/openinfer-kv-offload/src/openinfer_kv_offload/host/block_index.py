@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from openinfer_kv_cache import Digest, EvictionPolicy, EvictionPolicyError, IntegrityError
+from openinfer_kv_offload.transfer.telling import IndexListener, NotTold
 
 
 class Stored(NamedTuple):
@@ -37,6 +38,7 @@ class ArenaIndex:
         self._holders = [0] * num_blocks
         self._idle_since: dict[int, float] = {}
         self._filling: set[int] = set()
+        self.listener: IndexListener = NotTold()
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -98,6 +100,7 @@ class ArenaIndex:
         self._stored[block_id] = Stored(block_id, digest, checksum)
         self._idle_since[block_id] = self._clock()
         self._policy.admit([block_id])
+        self.listener.stored(digest)
         return True
 
     def give_back(self, block_id: int) -> None:
@@ -109,6 +112,7 @@ class ArenaIndex:
             return False
         del self._by_digest[held.digest]
         self._stored[held.block_id] = None
+        self.listener.removed(held.digest)
         return True
 
     def expire(self) -> int:
@@ -154,6 +158,7 @@ class ArenaIndex:
         stored = self._stored[block_id]
         assert stored is not None, f"idle block {block_id} holds nothing"  # noqa: S101 -- the diagram above
         del self._idle_since[block_id], self._by_digest[stored.digest]
+        self.listener.removed(stored.digest)
         self._stored[block_id] = None
         self._free.append(block_id)
         return stored

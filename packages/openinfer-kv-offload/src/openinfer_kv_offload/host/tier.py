@@ -11,6 +11,7 @@ from openinfer_kv_cache import (
     KvLayout,
     LeastRecentlyUsed,
     TierFailure,
+    TierMedium,
 )
 from openinfer_kv_cache.tiers.traits import BlockMemory
 from openinfer_kv_offload.errors import TierConfigError
@@ -38,6 +39,8 @@ class HostTier(QueuedTier[Stored, ArenaIndex]):
     Raises:
         TierConfigError: not one block matches.
     """
+
+    medium = TierMedium.CPU
 
     def __init__(
         self,

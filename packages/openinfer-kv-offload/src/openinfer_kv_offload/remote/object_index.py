@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from openinfer_kv_cache import Digest, IntegrityError
+from openinfer_kv_offload.transfer.telling import IndexListener, NotTold
 
 
 class KnownObject:
@@ -32,6 +33,7 @@ class ObjectIndex:
         self._known: dict[Digest, KnownObject] = {}
         self._idle: OrderedDict[Digest, None] = OrderedDict()
         self._num_filling = 0
+        self.listener: IndexListener = NotTold()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -80,6 +82,7 @@ class ObjectIndex:
             if digest not in self._known:
                 self._known[digest] = KnownObject(digest)
                 self._idle[digest] = None
+                self.listener.stored(digest)
                 added += 1
         return added
 
@@ -88,6 +91,7 @@ class ObjectIndex:
             return False
         known.is_void = True
         del self._known[known.digest]
+        self.listener.removed(known.digest)
         self._idle.pop(known.digest, None)  # a load may have given it back in the meantime
         return True
 
@@ -97,6 +101,7 @@ class ObjectIndex:
             known = self._known.get(digest)
             if known is not None and not known.holders:  # what is held is dropped by the load that misses it
                 del self._known[digest], self._idle[digest]
+                self.listener.removed(digest)
                 forgotten += 1
         return forgotten
 
@@ -115,4 +120,5 @@ class ObjectIndex:
     def _evict(self) -> Digest:
         digest, _ = self._idle.popitem(last=False)
         del self._known[digest]
+        self.listener.removed(digest)
         return digest

@@ -18,8 +18,10 @@ from openinfer_kv_cache import (
     KvTierError,
     LastingTier,
     SharedTier,
+    TellingTier,
     TierCounters,
     TierHit,
+    TierListener,
     Transfer,
     check_same_layout,
 )
@@ -181,6 +183,11 @@ class TierStack:
             return StackTransfer.of_save(saves, follow)
         handover = [save for save, tier in zip(saves, tiers, strict=True) if tier is self._shared]
         return StackTransfer.of_save(saves, follow, handover=handover)
+
+    def listen(self, listener: TierListener) -> None:
+        for tier in self._tiers:
+            if isinstance(tier, TellingTier):
+                tier.listen(listener)
 
     def look_up(self, digests: Sequence[Digest]) -> None:
         for tier in self._tiers:

@@ -3,15 +3,26 @@
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
-from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCondition, TierCounters, TierHit, Transfer
+from openinfer_kv_cache import (
+    Digest,
+    KvLayout,
+    KvTierError,
+    TierCondition,
+    TierCounters,
+    TierHit,
+    TierListener,
+    TierMedium,
+    Transfer,
+)
 from openinfer_kv_cache.tiers.traits import BlockMemory
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
 from openinfer_kv_offload.transfer.counters import TierTotals
 from openinfer_kv_offload.transfer.memory import check_blocks
 from openinfer_kv_offload.transfer.queue import QueueOptions, TransferQueue, Urgency
+from openinfer_kv_offload.transfer.telling import IndexListener, ToldOf
 
 
 class Held(Protocol):
@@ -44,6 +55,12 @@ class HeldHit(Generic[HeldBlock]):
 class BlockIndex(Protocol[HeldBlock]):
     """Which blocks a tier has, and which of them are held. Not thread-safe: the tier locks."""
 
+    listener: IndexListener
+
+    def digests(self) -> Collection[Digest]:
+        """Of all blocks that can be found."""
+        ...
+
     def __len__(self) -> int: ...
 
     def hold_prefix(self, digests: Sequence[Digest]) -> list[HeldBlock]:
@@ -71,6 +88,7 @@ class QueuedTier(ABC, Generic[HeldBlock, Index]):
     """
 
     takes_device_blocks = True
+    medium: ClassVar[TierMedium] = TierMedium.STORAGE
 
     _queue: TransferQueue
 
@@ -126,6 +144,13 @@ class QueuedTier(ABC, Generic[HeldBlock, Index]):
             urgency=Urgency.SAVE,
             release=lambda: None,  # a save holds nothing of the tier before it runs
         )
+
+    def listen(self, listener: TierListener) -> None:
+        with self._lock:
+            known = list(self._index.digests())
+            if known:
+                listener.stored(known, self.medium)
+            self._index.listener = ToldOf(listener, self.medium)
 
     def counters(self) -> tuple[TierCounters, ...]:
         return (self._counters.snapshot(stored_blocks=len(self._index), condition=self._condition()),)
