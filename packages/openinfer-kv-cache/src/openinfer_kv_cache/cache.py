@@ -14,7 +14,9 @@ from openinfer_kv_cache.checks import check_count
 from openinfer_kv_cache.digest import PrefixHasher, table_digests
 from openinfer_kv_cache.errors import IntegrityError, KvConfigError
 from openinfer_kv_cache.eviction import EvictionPolicy
+from openinfer_kv_cache.listener import BlockListener
 from openinfer_kv_cache.sequence import BlockSequence
+from openinfer_kv_cache.state_boundaries import StateBoundaries
 from openinfer_kv_cache.state_slots import StateSlotPool
 from openinfer_kv_cache.windowed_sequence import WindowedSequence
 
@@ -139,6 +141,16 @@ class KvCache:
         """
         need = blocks_for_context(num_tokens, self.table_windows, self.pool.block_size_tokens)
         return need <= self.pool.num_blocks
+
+    def listen(self, listener: BlockListener) -> None:
+        """Lets a listener hear which prefixes can be begun on: of a model with recurrent states, where these are kept.
+
+        Called once, before the first sequence.
+        """
+        if self.slots is not None:
+            self.slots.listener = boundaries = StateBoundaries(listener)
+            listener = boundaries
+        self.pool.listener = listener
 
     def clear(self) -> None:
         """Voids all cached content, as after a change of weights; see `BlockPool.clear` and `StateSlotPool.clear`."""

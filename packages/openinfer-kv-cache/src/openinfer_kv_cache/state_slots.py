@@ -29,6 +29,7 @@ from enum import IntEnum, StrEnum
 from openinfer_kv_cache.checks import check_count, require
 from openinfer_kv_cache.digest import Digest
 from openinfer_kv_cache.errors import BlockStateError, KvConfigError
+from openinfer_kv_cache.state_boundaries import StateListener
 from openinfer_kv_cache.states import StateTable, Transition
 
 
@@ -105,6 +106,7 @@ class StateSlotPool:
         "_snapshots",
         "_stale",
         "_states",
+        "listener",
         "max_snapshots",
         "num_state_slots",
     )
@@ -120,6 +122,7 @@ class StateSlotPool:
         self.max_snapshots = max_snapshots
         self._states = StateTable(num_state_slots, StateSlotStatus, noun="slot")
         self._free = list(range(num_state_slots - 1, -1, -1))
+        self.listener: StateListener | None = None  # told after which prefixes there are snapshots
         self._snapshots: dict[Digest, _Snapshot] = {}
         self._idle: OrderedDict[Digest, None] = OrderedDict()
         self._num_snapshot_slots = 0
@@ -244,6 +247,8 @@ class StateSlotPool:
         if copy.kind in _FILLING_KINDS:
             self._states.move((copy.target,), _PUBLISH)
             self._snapshots[copy.digest] = _Snapshot(copy.target, copy.num_tokens, num_readers=1)
+            if self.listener is not None:
+                self.listener.kept(copy.digest)
         elif copy.kind is CopyKind.RESTORE:
             self._stale.discard(copy.target)  # its state is the snapshot's now, which is current
         self._stop_reading(copy.digest)
@@ -346,6 +351,8 @@ class StateSlotPool:
         self._free.append(slot)
         self._num_snapshot_slots -= 1
         self._evicted_snapshots += 1
+        if self.listener is not None:
+            self.listener.given_up(digest)
         return True
 
     # Integrity.

@@ -78,7 +78,7 @@ class TokenBudgetScheduler:
         return self._queue.kv.pool.pin_prefix(digests)
 
     def listen(self, listener: BlockListener) -> None:
-        self._queue.kv.pool.listener = listener
+        self._queue.kv.listen(listener)
 
     def flush_cache(self) -> None:
         try:

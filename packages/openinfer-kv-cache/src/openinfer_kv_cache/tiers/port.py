@@ -148,6 +148,6 @@ class KvEventSource(Protocol):
     def listen(self, listener: BlockListener) -> None:
         """From now on `listener` hears of every change; called once, before the first request.
 
-        A scheduler with a `KvCache` hands it on: `cache.pool.listener = listener`.
+        A scheduler with a `KvCache` hands it on: `cache.listen(listener)`.
         """
         ...
