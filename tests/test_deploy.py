@@ -34,11 +34,22 @@ def manifests(path: Path) -> dict[str, Any]:
     return {document["kind"]: document for document in documents(path)}
 
 
-MANIFESTS = [DEPLOY / "kubernetes" / "openinfer.yaml", CHART / "templates" / "server.yaml"]
+MANIFESTS = [
+    DEPLOY / "kubernetes" / "openinfer.yaml",
+    DEPLOY / "kserve" / "openinfer.yaml",
+    CHART / "templates" / "server.yaml",
+]
+
+
+def pod_of(path: Path) -> dict[str, Any]:
+    found = manifests(path)
+    if "InferenceService" in found:  # KServe's
+        return found["InferenceService"]["spec"]["predictor"]
+    return found["Deployment"]["spec"]["template"]["spec"]
 
 
 def container_of(path: Path) -> dict[str, Any]:
-    (container,) = manifests(path)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    (container,) = pod_of(path)["containers"]
     return container
 
 
@@ -73,13 +84,13 @@ def test_pods_are_probed_where_the_server_answers_and_may_drain(path: Path) -> N
     container = container_of(path)
     probed = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
     assert probed == {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}
-    pod = manifests(path)["Deployment"]["spec"]["template"]["spec"]
+    pod = pod_of(path)
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
     grace = pod["terminationGracePeriodSeconds"]
     pre_stop_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert grace == "x" or grace >= DRAIN_S + pre_stop_s + 10
-    assert "add .Values.drainSeconds 20" in (CHART / "templates" / "server.yaml").read_text("utf-8")
+    assert "add $.Values.drainSeconds 20" in (CHART / "templates" / "server.yaml").read_text("utf-8")
 
 
 def test_supervisors_leave_time_to_drain() -> None:
@@ -98,6 +109,20 @@ def test_the_chart_uses_its_values_and_no_others() -> None:
         for part in (value if isinstance(value, dict) else [""])
     }
     assert used == leaves
+
+
+def test_the_chart_makes_a_pair_of_the_same_pods_with_names_and_claims_of_their_own() -> None:
+    template = (CHART / "templates" / "server.yaml").read_text("utf-8")
+    (roles,) = re.findall(r"^\{\{- range \$suffix, \$replicas := (dict .*) \}\}$", template, re.MULTILINE)
+    assert roles == 'dict "" $.Values.replicas "-prefill" $.Values.apart.prefill'
+    inside = template[: template.index("PersistentVolumeClaim\n")].rpartition("{{- if not")[0]
+    # What tells the pods of one role from those of the other: names and selectors, in both objects.
+    assert inside.count("name: {{ $.Release.Name }}{{ $suffix }}\n") == 2
+    assert inside.count("app.kubernetes.io/instance: {{ $.Release.Name }}{{ $suffix }}\n") == 4
+    assert "{{ .Values" not in template, "inside a range `.` is another value"
+    assert template.count("{{- end }}") == len(re.findall(r"^\s*\{\{-? (?:if|range)", template, re.MULTILINE))
+    values = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
+    assert values["apart"] == {"prefill": 0, "tier": "", "keySecret": ""}  # off, so that nothing changes
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
