@@ -17,7 +17,18 @@ from typing import Any
 import pytest
 
 from openinfer_bench.served import served
-from openinfer_core import InvalidRequest, Refused, find_plugin
+from openinfer_core import (
+    Failed,
+    FailureKind,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    InvalidRequest,
+    Refused,
+    RequestId,
+    SamplingParams,
+    find_plugin,
+)
 from openinfer_engine import EngineOptions, LoadFormat, StepLoop, build_loop, resolve
 from openinfer_engine.options import RankHost
 from openinfer_kv_offload.testing.servers import ValkeyServer
@@ -247,6 +258,34 @@ def test_a_prompt_that_does_not_land_in_time_is_answered_all_the_same(
             os.kill(valkey.pid, signal.SIGCONT)
         assert left["openinfer"]["tokens"] == 0
         ask_decode(decode, left, alone)
+
+
+def test_requests_that_wait_for_a_store_are_bounded_and_can_be_aborted(valkey: ValkeyServer, key: str) -> None:
+    loop = loop_of(**tier(valkey), kv_key_file=key, max_waiting=1)
+    requests = [
+        GenerateRequest(
+            request_id=RequestId(number),
+            prompt_token_ids=tuple(range(20, 60)),
+            sampling=SamplingParams(max_tokens=1),
+            transfer={"do_remote_prefill": True},
+        )
+        for number in (1, 2)
+    ]
+    os.kill(valkey.pid, signal.SIGSTOP)
+    try:
+        assert loop.submit(requests[0]) == []
+        assert (loop.busy, loop.stats().waiting) == (True, 1)
+        (refused,) = loop.submit(requests[1])
+        assert isinstance(refused, Failed)
+        assert refused.kind is FailureKind.OVERLOADED
+        assert loop.reconcile({RequestId(1)}) == []  # it is not lost
+        (ended,) = loop.abort(RequestId(1))
+        assert isinstance(ended, Finished)
+        assert ended.reason is FinishReason.ABORT
+        assert not loop.busy
+    finally:
+        os.kill(valkey.pid, signal.SIGCONT)
+        loop.close()
 
 
 def test_blocks_of_another_layout_are_computed(valkey: ValkeyServer, key: str, alone: Served) -> None:

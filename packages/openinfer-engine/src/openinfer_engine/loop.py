@@ -144,12 +144,19 @@ class StepLoop:
         if found is None:
             message = f"no LoRA adapter is loaded under the name {(request.lora or '')[:64]!r}"
             return [Failed(request.request_id, FailureKind.INVALID, message)]
+        if found.transfer is not None and self._transfer is not None:
+            return self._take_transfer(found, self._transfer)
+        return self._admit(found, arrived_s=self._clock())
+
+    def _take_transfer(self, request: GenerateRequest, transfer: KvTransfer) -> list[TokenEvent]:
+        if transfer.num_waiting >= self._info.max_waiting:
+            message = f"{transfer.num_waiting} requests wait for what other engines have left; no more are taken"
+            return [Failed(request.request_id, FailureKind.OVERLOADED, message)]
         try:
-            if self._transfer is not None and self._transfer.take(found):
-                return []
+            is_waiting = transfer.take(request)
         except InvalidRequest as error:
             return [Failed(request.request_id, FailureKind.INVALID, str(error))]
-        return self._admit(found, arrived_s=self._clock())
+        return [] if is_waiting else self._admit(request, arrived_s=self._clock())
 
     def _admit(self, request: GenerateRequest, *, arrived_s: float) -> list[TokenEvent]:
         if request.sampling.is_masked:
