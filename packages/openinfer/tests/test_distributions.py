@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from openinfer.commands.main import main
-from openinfer.distributions import (
+from openinfer_core import Refused
+from openinfer_core.contracts.installed import (
     LockDiffers,
     LockedDistribution,
     distribution_differences,
     lock_distributions,
 )
-from openinfer_core import Refused
 
 
 def install_wheel(site: Path, name: str, files: dict[str, str], *, requires: tuple[str, ...] = ()) -> None:

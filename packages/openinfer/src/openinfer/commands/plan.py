@@ -14,15 +14,15 @@ import msgspec
 
 from openinfer.commands.config_alone import config_as_model
 from openinfer.commands.model_arguments import ModelArguments, parse
-from openinfer.distributions import (
+from openinfer.flags import add_flags, read_flags
+from openinfer.models import checkpoint_distributions
+from openinfer_core import FamilyPlan, InvalidRequest, RankLedger
+from openinfer_core.contracts.installed import (
     LockDiffers,
     LockedDistribution,
     distribution_differences,
     lock_distributions,
 )
-from openinfer.flags import add_flags, read_flags
-from openinfer.models import checkpoint_distributions
-from openinfer_core import FamilyPlan, InvalidRequest, RankLedger
 from openinfer_core.family import PlansForGpu
 from openinfer_server.options import ServerOptions
 

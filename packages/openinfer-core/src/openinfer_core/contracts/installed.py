@@ -18,8 +18,8 @@ from urllib.request import url2pathname
 
 import msgspec
 
-from openinfer_core import OpenInferError, Refused
-from openinfer_core.contracts import OUR_PACKAGES
+from openinfer_core.contracts.releases import OUR_PACKAGES
+from openinfer_core.errors import OpenInferError, Refused
 
 _INSTALLERS_OWN = frozenset(("INSTALLER", "REQUESTED", "RECORD", "direct_url.json", "uv_cache.json", "uv_build.json"))
 _CERTIFICATE_BUNDLES = frozenset((("certifi", "certifi/cacert.pem"),))
