@@ -10,7 +10,6 @@ import pytest
 from openinfer_core import Refused
 from openinfer_core.errors import BrokenPlugin, UnknownPlugin
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
-from openinfer_engine.options import RankHost
 from openinfer_engine.testing import Answer, random_requests
 from openinfer_engine.testing.answers import run_at_once
 from openinfer_qwen3.family import Qwen3Definition
@@ -62,7 +61,7 @@ def answers(loop: StepLoop) -> dict[int, Answer]:
 
 
 @pytest.mark.parametrize(
-    "ranks", [{}, {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "rank_host": RankHost.PROCESS}]
+    "ranks", [{}, {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "rank_host": "process"}]
 )
 @pytest.mark.usefixtures("page_drafter")
 def test_answers_with_an_installed_drafter_are_those_without(model_dir: Path, ranks: dict[str, object]) -> None:

@@ -14,6 +14,8 @@ from openinfer_engine.launch import build_loop, launch, plan
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import Model, ModelDefinition, ModelLimits, Shard, WeightSource
 from openinfer_engine.options import EngineOptions, LoadFormat, LoopHost
+from openinfer_engine.ranks.contract import RankHost, RankHostFactory, RankLink, RankSpec
+from openinfer_engine.ranks.placement import Placement, RankPlace
 from openinfer_engine.scheduler import TokenBudgetScheduler
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.dummy import DummyWeights
@@ -35,6 +37,12 @@ __all__ = [
     "Model",
     "ModelDefinition",
     "ModelLimits",
+    "Placement",
+    "RankHost",
+    "RankHostFactory",
+    "RankLink",
+    "RankPlace",
+    "RankSpec",
     "RankWeights",
     "Shard",
     "SoloCommunicator",

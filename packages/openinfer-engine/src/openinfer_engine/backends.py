@@ -13,6 +13,7 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import DeviceKind, EngineOptions
+from openinfer_engine.ranks.placement import Placement
 from openinfer_engine.tracing.trace import Tracer
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_engine.worker.runner import Worker
@@ -117,21 +118,22 @@ class Backend(Protocol):
         ...
 
 
-def open_backend(options: EngineOptions, *, rank: int = 0) -> Backend:
-    """The backend that the options ask for, with the device of one rank.
+def open_backend(options: EngineOptions, *, rank: int = 0, placement: Placement | None = None) -> Backend:
+    """The backend that the options ask for, with the device that `placement` gives one rank.
 
     Raises:
         Refused: its device or packages are not there.
     """
+    placement = placement or Placement.on_one_node(options.tensor_parallel_size)
     if options.device is DeviceKind.CPU:
         from openinfer_engine.cpu.backend import CpuBackend
 
-        return CpuBackend(options)
-    waking = wake_driver(rank)
+        return CpuBackend(options, placement=placement)
+    waking = wake_driver(placement.places[rank].gpu)
     try:
         from openinfer_engine.cuda.backend import CudaBackend
     except KernelsError as error:  # the packages of the CUDA extras are missing; the message says which
         raise Refused(f"--device cuda: {error}") from error
 
     waking.join()
-    return CudaBackend.open(options, rank=rank)
+    return CudaBackend.open(options, rank=rank, placement=placement)

@@ -31,7 +31,8 @@ def _build(raw: msgspec.Raw) -> StepLoop:
     processes = start_workers(spec, options)  # they import and open their devices while this goes on
     try:
         timeline.mark("imports")
-        engine_plan = resolve(definition, Path(spec.model_dir), options, timeline=timeline)
+        placement = None if processes is None else processes.placement
+        engine_plan = resolve(definition, Path(spec.model_dir), options, timeline=timeline, placement=placement)
     except BaseException:
         if processes is not None:
             processes.close(deadline_s=0)

@@ -52,6 +52,7 @@ from openinfer_engine.memory_plan import (
 )
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DEFAULT_QUEUE_POLICY, EngineOptions, LoadFormat, LowBitActivations
+from openinfer_engine.ranks.placement import Placement
 from openinfer_engine.scheduler.choice import check_capabilities, make_scheduler, origin_of
 from openinfer_engine.served_context import context_of_pool, fit_context, longest_context, told_context
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
@@ -90,6 +91,7 @@ class EnginePlan:
     kernel_providers: tuple[ChosenProvider, ...]
     tiers: ChosenTiers | None  # where KV blocks go in addition to the pool
     timeline: Timeline
+    placement: Placement | None = None  # of ranks that are not all on this machine
 
     @property
     def has_states(self) -> bool:
@@ -105,6 +107,12 @@ class EnginePlan:
             max_model_tokens=context_of_pool(num_blocks, limits.max_model_tokens, self.layouts[0].blocks_for_context),
         )
         return replace(self, num_blocks=num_blocks, worker_limits=fitting)
+
+    def placed(self, placement: Placement) -> "EnginePlan":
+        """The same for ranks elsewhere than where it was resolved for; rank 0 is here all the same."""
+        if not placement.spans_nodes or self.placement == placement:
+            return self
+        return replace(self, placement=placement, backend=open_backend(self.options, placement=placement))
 
     @property
     def _asked_limits(self) -> WorkerLimits:
@@ -322,11 +330,13 @@ def resolve(
     *,
     timeline: Timeline | None = None,
     rank: int = 0,
+    placement: Placement | None = None,
     backend: Backend | None = None,
 ) -> EnginePlan:
     """Checks a model folder and options against each other; reads no weights.
 
-    `backend` stands for a device that is not here; by default the options' own is opened.
+    `backend` stands for a device that is not here; by default the options' own is opened, where `placement` has the
+    rank: by default all are on this machine.
 
     Raises:
         InvalidCheckpoint: the folder is incomplete or contradicts its config.
@@ -347,7 +357,7 @@ def resolve(
     timeline.mark("config")
     tiers = choose_tiers(options)
     tag = _model_tag(model_dir, options)
-    backend = backend or open_backend(options, rank=rank)
+    backend = backend or open_backend(options, rank=rank, placement=placement)
     timeline.mark("device", device_bytes=backend.used_bytes())
     kv_dtype = choose_kv_dtype(definition, options, backend)
     specs = _specs(definition, config, tag, options, kv_dtype=kv_dtype, state_dtype=backend.dtype)
@@ -415,6 +425,7 @@ def resolve(
         kernel_providers=choose_providers_of_model(definition, options, backend),
         tiers=tiers,
         timeline=timeline,
+        placement=placement,
     )
 
 

@@ -4,6 +4,7 @@ Handles of engines are imported where one is made: the engine's process builds a
 """
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -85,7 +86,15 @@ def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOpt
         from openinfer_core.process.local import InProcessEngine
 
         timeline = Timeline(begin_s=time.time())
-        return InProcessEngine(build_loop(resolve(definition, model_dir, options, timeline=timeline)))
+        processes = start_workers(EngineSpec.of(definition, model_dir, options), options)
+        try:
+            placement = None if processes is None else processes.placement
+            engine_plan = resolve(definition, model_dir, options, timeline=timeline, placement=placement)
+        except BaseException:
+            if processes is not None:
+                processes.close(deadline_s=0)
+            raise
+        return InProcessEngine(build_loop(engine_plan, processes))
     from openinfer_core.process.remote import spawn_engine
 
     return spawn_engine(CHILD_MODULE, EngineSpec.of(definition, model_dir, options))
@@ -102,7 +111,9 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         processes = processes or _start_processes(engine_plan)
         if processes is not None:
             undo.callback(processes.close)
-            engine_plan = engine_plan.with_num_blocks(processes.smallest_pool(engine_plan.num_blocks))
+            smallest = processes.smallest_pool(engine_plan.num_blocks)
+            processes.require_composition(functools.partial(_composition_of, engine_plan))
+            engine_plan = engine_plan.with_num_blocks(smallest).placed(processes.placement)
         if engine_plan.clipped_context is not None:
             logger.warning("%s", engine_plan.clipped_context)
         tracer = _make_tracer(engine_plan.options.trace)
@@ -217,6 +228,12 @@ def _require_tiered(engine_plan: EnginePlan, scheduler: Scheduler) -> TieredSche
     return require_tiered(
         scheduler, name=engine_plan.scheduler.name, has_states=bool(engine_plan.layouts[0].slot_bytes)
     )
+
+
+def _composition_of(engine_plan: EnginePlan) -> dict[str, str]:
+    from openinfer_engine.ranks.composition import composition_of  # needs what an engine on one machine does not
+
+    return composition_of(engine_plan)
 
 
 def _start_processes(engine_plan: EnginePlan) -> ProcessGroup | None:

@@ -61,13 +61,8 @@ class KvCacheDtype(StrEnum):
     """E4M3 with a float32 scale for each token and head, made as they are written: about half the bytes."""
 
 
-class RankHost(StrEnum):
-    """Where ranks other than the first run."""
-
-    THREAD = "thread"
-    """In threads of the engine's process; on a CPU."""
-    PROCESS = "process"
-    """Each in a process of its own."""
+THREAD_RANKS = "thread"
+"""In place of a rank host: ranks are threads of the engine's process."""
 
 
 class LowBitActivations(StrEnum):
@@ -178,9 +173,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     of the memory, or are dequantised when they are loaded; auto is stored on a GPU and dequantised on a CPU."""
     tensor_parallel_size: int = 1
     """Ranks that share each layer."""
-    rank_host: RankHost | None = None
-    """Where ranks other than the first run; by default threads on a CPU, and processes on GPUs, where nothing else is
-    possible."""
+    rank_host: str | None = None
+    """Where ranks other than the first run, NAME or NAME=SETTING: thread (of the engine's process, on a CPU), or a name
+    in the group openinfer.rank_hosts: process (of this machine), or join=HOST:PORT,token-file=FILE,local=N, where the
+    ranks of other nodes come with `openinfer rank`; see docs/reference/parallel.md. By default thread on a CPU and
+    process on GPUs."""
+    rank_timeout_s: int = 8
+    """Seconds of silence after which a rank counts as dead, and ranks count the engine so."""
     engine_host: LoopHost = LoopHost.PROCESS
     """Where the step loop runs."""
     trace: str | None = None
@@ -208,7 +207,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def num_rank_processes(self) -> int:
         """Ranks that have a process of their own."""
-        if self.device is DeviceKind.CUDA or self.rank_host is RankHost.PROCESS:
+        if self.device is DeviceKind.CUDA or self.rank_host not in (None, THREAD_RANKS):
             return self.tensor_parallel_size - 1
         return 0
 
@@ -226,6 +225,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check("kv_handover_timeout_ms", self.kv_handover_timeout_ms, 1, 600_000)
         _check("starvation_timeout_s", self.starvation_timeout_s, 1, 86_400)
         _check("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
+        _check("rank_timeout_s", self.rank_timeout_s, 1, 3600)
         if not 0.05 <= self.gpu_memory_fraction <= 1:
             raise InvalidRequest(
                 f"gpu_memory_fraction is {self.gpu_memory_fraction}; it must be between 0.05 and 1",

@@ -12,7 +12,7 @@ import pytest
 
 from openinfer_core import Failed, GenerateRequest, Refused, RequestId, SamplingParams, Tokens, find_plugin
 from openinfer_engine import EngineOptions, GroupBroken, StepLoop, build_loop, resolve
-from openinfer_engine.options import DeviceKind, LoadFormat, RankHost
+from openinfer_engine.options import DeviceKind, LoadFormat
 from openinfer_engine.worker.process_runner import ProcessRunner
 
 pytestmark = pytest.mark.gpu
@@ -131,4 +131,4 @@ def test_more_ranks_than_gpus_and_ranks_in_threads_are_refused(model_dir: Path) 
     with pytest.raises(Refused, match="tensor_parallel_size is 64, and this machine has"):
         resolve(FAMILY.definition, many, EngineOptions(tensor_parallel_size=64, **given))
     with pytest.raises(Refused, match="needs a process of its own"):
-        resolve(FAMILY.definition, many, EngineOptions(tensor_parallel_size=2, rank_host=RankHost.THREAD, **given))
+        resolve(FAMILY.definition, many, EngineOptions(tensor_parallel_size=2, rank_host="thread", **given))

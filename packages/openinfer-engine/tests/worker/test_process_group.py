@@ -36,7 +36,7 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.socket_communicator import SocketCommunicator
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.kv_tiers.pool import HostPool
-from openinfer_engine.options import LoadFormat, RankHost
+from openinfer_engine.options import LoadFormat
 from openinfer_engine.worker.process_group import CHILD_MODULE, ProcessGroup
 from openinfer_engine.worker.process_runner import ProcessRunner
 from openinfer_engine.worker.runner import DoneStep, PendingStep
@@ -51,7 +51,7 @@ def make_loop(ranks: int, model_dir: Path = MODEL_DIR, definition: Any = FAMILY.
         "max_num_seqs": 4,
         "max_step_tokens": 32,
         "tensor_parallel_size": ranks,
-        "rank_host": RankHost.PROCESS,
+        "rank_host": "process",
     }
     return build_loop(resolve(definition, model_dir, EngineOptions(**(defaults | options))))
 
@@ -240,7 +240,7 @@ def test_a_rank_that_fails_to_start_ends_the_start_with_its_reason() -> None:
 
 
 def test_an_engine_process_has_ranks_of_its_own() -> None:
-    options = EngineOptions(num_blocks=40, max_num_seqs=4, tensor_parallel_size=2, rank_host=RankHost.PROCESS)
+    options = EngineOptions(num_blocks=40, max_num_seqs=4, tensor_parallel_size=2, rank_host="process")
 
     async def scenario() -> list[TokenEvent]:
         engine = FAMILY.launch(MODEL_DIR, options)
@@ -297,7 +297,7 @@ def impossible_plan() -> StepPlan:
 
 
 def make_spec() -> EngineSpec:
-    options = EngineOptions(num_blocks=40, max_num_seqs=4, tensor_parallel_size=2, rank_host=RankHost.PROCESS)
+    options = EngineOptions(num_blocks=40, max_num_seqs=4, tensor_parallel_size=2, rank_host="process")
     return EngineSpec.of(FAMILY.definition, MODEL_DIR, options)
 
 

@@ -16,6 +16,7 @@ CONTRACTS: Mapping[str, int] = MappingProxyType(
         "openinfer.model_files": 1,
         "openinfer.models": 1,
         "openinfer.queue_policies": 1,
+        "openinfer.rank_hosts": 1,
         "openinfer.reasoning_parsers": 1,
         "openinfer.schedulers": 1,
         "openinfer.tokenizers": 1,

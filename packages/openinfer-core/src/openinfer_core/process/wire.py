@@ -126,12 +126,17 @@ def encode_frame(message: msgspec.Struct) -> bytearray:
 
 
 class FrameBuffer:
-    """Cuts received bytes into frames; its length is the number of bytes that wait for the rest of their frame."""
+    """Cuts received bytes into frames; its length is the number of bytes that wait for the rest of their frame.
 
-    __slots__ = ("_data",)
+    Args:
+        max_frame_bytes: of a peer that is not known yet, less than `MAX_FRAME_BYTES`.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_data", "_max_frame_bytes")
+
+    def __init__(self, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._data = bytearray()
+        self._max_frame_bytes = max_frame_bytes
 
     def __len__(self) -> int:
         return len(self._data)
@@ -140,7 +145,7 @@ class FrameBuffer:
         """Takes received bytes; returns the bodies that are complete.
 
         Raises:
-            ContractViolation: the peer announces a frame beyond `MAX_FRAME_BYTES`.
+            ContractViolation: the peer announces a frame beyond `max_frame_bytes`.
         """
         self._data += data
         frames: list[bytes] = []
@@ -148,7 +153,7 @@ class FrameBuffer:
         while available - begin >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data, begin)
             # Before the bytes are waited for: a peer that lies would have us buffer up to 4 GiB.
-            if length > MAX_FRAME_BYTES:
+            if length > self._max_frame_bytes:
                 raise ContractViolation(f"the peer announces a frame of {length} bytes")
             end = begin + _LENGTH.size + length
             if end > available:

@@ -8,6 +8,7 @@ from openinfer_engine.distributed.socket_communicator import SocketCommunicator
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import EngineOptions, LowBitActivations
+from openinfer_engine.ranks.placement import Placement
 from openinfer_engine.tracing.trace import Tracer
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_engine.weights.stored_tensor import TensorSpec
@@ -29,7 +30,8 @@ class CpuBackend:
     architecture = "cpu"
     measured: dict[str, str] = {}  # noqa: RUF012
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, *, placement: Placement | None = None) -> None:
+        self._placement = placement or Placement.on_one_node(options.tensor_parallel_size)
         self._batch_invariant = options.batch_invariant
         self._activations = None if options.low_bit_activations is LowBitActivations.OFF else PromptSteps()
         self._fp8_head = options.fp8_head
@@ -38,7 +40,10 @@ class CpuBackend:
         pass
 
     def open_group(self, size: int) -> tuple[bytes, Communicator]:
-        return SocketCommunicator.open(size)
+        nodes = self._placement.nodes
+        # Within one machine the sockets are in a folder that only their user can enter.
+        address = self._placement.places[0].address if self._placement.spans_nodes else None
+        return SocketCommunicator.open(size, nodes=nodes, address=address)
 
     def join_group(self, ticket: bytes, *, rank: int, size: int) -> Communicator:
         return SocketCommunicator.join(ticket, rank=rank, size=size)

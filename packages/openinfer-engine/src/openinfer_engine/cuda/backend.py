@@ -11,7 +11,9 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.nccl_communicator import NcclCommunicator
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.model import Model, WeightSource
-from openinfer_engine.options import EngineOptions, LowBitActivations, RankHost
+from openinfer_engine.options import THREAD_RANKS, EngineOptions, LowBitActivations
+from openinfer_engine.ranks.interfaces import interface_of
+from openinfer_engine.ranks.placement import Placement
 from openinfer_engine.tracing.trace import Tracer
 from openinfer_engine.weights.dummy import DeviceDummyWeights
 from openinfer_engine.weights.stored_tensor import TensorSpec
@@ -20,7 +22,7 @@ from openinfer_engine.worker.runner import Worker
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.cuda.batch_invariant import BatchInvariantCudaOps
 from openinfer_kernels.cuda.comm.nccl import library as nccl_library
-from openinfer_kernels.cuda.comm.nccl import unique_id
+from openinfer_kernels.cuda.comm.nccl import unique_id, use_interface
 from openinfer_kernels.cuda.comm.nccl import version as nccl_version
 from openinfer_kernels.cuda.common.device import Device, gpu_count
 from openinfer_kernels.cuda.ops import CudaOps
@@ -31,21 +33,22 @@ from openinfer_kv_cache import KvLayout
 class CudaBackend(PlannedGpu):
     """One GPU for one engine."""
 
-    def __init__(self, device: Device, options: EngineOptions) -> None:
+    def __init__(self, device: Device, options: EngineOptions, *, placement: Placement) -> None:
         super().__init__(device, options)
         self._device = device
+        self._placement = placement
 
     @classmethod
-    def open(cls, options: EngineOptions, *, rank: int = 0) -> Self:
-        """The GPU of one rank: rank 0 has the first that the process sees, rank 1 the second.
+    def open(cls, options: EngineOptions, *, rank: int = 0, placement: Placement) -> Self:
+        """The GPU that the placement gives a rank, among those that the process sees.
 
         Raises:
             Refused: too few GPUs, an old driver, missing packages, or what cannot be done on GPUs.
         """
         try:
             if options.tensor_parallel_size > 1:
-                _check_ranks(options)
-            return cls(Device.open(rank), options)
+                _check_ranks(options, rank=rank, placement=placement)
+            return cls(Device.open(placement.places[rank].gpu), options, placement=placement)
         except KernelsError as error:
             raise Refused(f"--device cuda: {error}") from error
 
@@ -58,11 +61,13 @@ class CudaBackend(PlannedGpu):
         return ticket, self.join_group(ticket, rank=0, size=size)
 
     def join_group(self, ticket: bytes, *, rank: int, size: int) -> Communicator:
-        return NcclCommunicator(ticket, rank=rank, size=size, device=self._device)
+        nodes = self._placement.nodes
+        return NcclCommunicator(ticket, rank=rank, size=size, device=self._device, nodes=nodes)
 
     @property
     def collectives(self) -> str:
-        return f"NCCL {nccl_version()}, sums in float32 in order of ranks"
+        order = "ranks within a node, and of nodes" if self._placement.spans_nodes else "ranks"
+        return f"NCCL {nccl_version()}, sums in float32 in order of {order}"
 
     def make_ops(self) -> Ops:
         options = self._options
@@ -106,18 +111,21 @@ class CudaBackend(PlannedGpu):
         return rank
 
 
-def _check_ranks(options: EngineOptions) -> None:
+def _check_ranks(options: EngineOptions, *, rank: int, placement: Placement) -> None:
     """Raises:
-    Refused: this machine cannot run so many ranks.
+    Refused: this machine cannot run those ranks that the placement has here.
     DeviceUnavailableError: NCCL is not installed, or there is no GPU at all.
     """
     size = options.tensor_parallel_size
-    if options.rank_host is RankHost.THREAD:
+    if options.rank_host == THREAD_RANKS:
         raise Refused("--rank-host thread: on GPUs each rank needs a process of its own; leave the option out")
-    count = gpu_count()
-    if count < size:
+    count, gpus = gpu_count(), placement.gpus_of_node(rank)
+    if count <= max(gpus):
         raise Refused(
-            f"tensor_parallel_size is {size}, and this machine has {count} GPUs that the process can see "
-            "(CUDA_VISIBLE_DEVICES): each rank needs one"
+            f"tensor_parallel_size is {size}, of which {len(gpus)} ranks are on this machine and take GPUs {gpus}, and "
+            f"it has {count} GPUs that the process can see (CUDA_VISIBLE_DEVICES): each rank needs one"
         )
+    if placement.spans_nodes:
+        address = placement.places[rank].address
+        use_interface(interface_of(address))
     nccl_library()

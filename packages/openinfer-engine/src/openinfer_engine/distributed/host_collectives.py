@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from openinfer_engine.errors import GroupBroken
+from openinfer_engine.ranks.placement import nodes_in_order
 from openinfer_kernels import HostArray
 
 # all ranks' arrays, in order, and a rank -> that rank's result, a new array
@@ -28,7 +29,6 @@ class Offer:
     array: HostArray
 
 
-ALL_REDUCE = HostCollective("all_reduce", lambda arrays, rank: rank_sum(arrays))
 ALL_TO_ALL = HostCollective("all_to_all", lambda arrays, rank: np.stack([each[rank] for each in arrays]))
 BARRIER = HostCollective("barrier", lambda arrays, rank: arrays[rank].copy())
 
@@ -37,9 +37,13 @@ def all_gather(axis: int) -> HostCollective:
     return HostCollective(f"all_gather(axis={axis})", lambda arrays, rank: np.concatenate(arrays, axis))
 
 
-def reduce_scatter(axis: int) -> HostCollective:
+def all_reduce(nodes: Sequence[int]) -> HostCollective:
+    return HostCollective("all_reduce", lambda arrays, rank: rank_sum(arrays, nodes))
+
+
+def reduce_scatter(axis: int, nodes: Sequence[int]) -> HostCollective:
     def combine(arrays: Sequence[HostArray], rank: int) -> HostArray:
-        return rank_sum([np.split(each, len(arrays), axis)[rank] for each in arrays])
+        return rank_sum([np.split(each, len(arrays), axis)[rank] for each in arrays], nodes)
 
     return HostCollective(f"reduce_scatter(axis={axis})", combine)
 
@@ -55,10 +59,23 @@ def check_alike(offers: Sequence[Offer]) -> None:
         raise GroupBroken(f"the ranks called different collectives: {listed}")
 
 
-def rank_sum(arrays: Sequence[HostArray]) -> HostArray:
-    """The sum in order of ranks, a new array of the same dtype; float16 is accumulated in float32."""
+def rank_sum(arrays: Sequence[HostArray], nodes: Sequence[int]) -> HostArray:
+    """The sum of each node's arrays in order of ranks, and of these sums in order of nodes; a new array of one dtype.
+
+    Float16 is accumulated in float32 and rounded once.
+
+    Args:
+        arrays: of all ranks.
+        nodes: the node of each; those of one node follow each other.
+    """
     dtype = arrays[0].dtype
-    total = arrays[0].astype(np.float32 if dtype == np.float16 else dtype)
-    for each in arrays[1:]:
-        total += each
-    return total.astype(dtype, copy=False)
+    wide = np.float32 if dtype == np.float16 else dtype
+    sums: list[HostArray] = []
+    for begin, end in nodes_in_order(tuple(nodes)):
+        total = arrays[begin].astype(wide)
+        for each in arrays[begin + 1 : end]:
+            total += each
+        sums.append(total)
+    for total in sums[1:]:
+        sums[0] += total
+    return sums[0].astype(dtype, copy=False)

@@ -1,6 +1,7 @@
 """`HostCommunicator`: the collectives over NumPy arrays, each as one exchange; how the arrays meet is a subclass's."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,9 +14,10 @@ from openinfer_kernels import HostArray
 class HostCommunicator(ABC):
     """A `Communicator` but for `abort` and `close`. Float16 is summed in float32, integers in their own dtype."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, *, nodes: Sequence[int] | None = None) -> None:
         self._rank = rank
         self._size = size
+        self._nodes = tuple(nodes or [0] * size)  # of each rank, where this one computes for others
 
     @property
     def rank(self) -> int:
@@ -26,7 +28,7 @@ class HostCommunicator(ABC):
         return self._size
 
     def all_reduce(self, array: HostArray) -> HostArray:
-        return self._exchange(host_collectives.ALL_REDUCE, array)
+        return self._exchange(host_collectives.all_reduce(self._nodes), array)
 
     def all_gather(self, array: HostArray, *, axis: int) -> HostArray:
         check_axis(array, axis)
@@ -34,7 +36,7 @@ class HostCommunicator(ABC):
 
     def reduce_scatter(self, array: HostArray, *, axis: int) -> HostArray:
         check_axis(array, axis, pieces=self._size)
-        return self._exchange(host_collectives.reduce_scatter(axis), array)
+        return self._exchange(host_collectives.reduce_scatter(axis, self._nodes), array)
 
     def all_to_all(self, array: HostArray) -> HostArray:
         check_pieces(array, self._size)

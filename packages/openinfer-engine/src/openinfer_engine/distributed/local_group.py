@@ -25,11 +25,12 @@ Result = TypeVar("Result")
 class LocalGroup:
     """Ranks that share this process, each called from a thread of its own."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, nodes: Sequence[int] | None = None) -> None:
+        """With `nodes`, sums are those of ranks on these nodes."""
         if size < 1:
             raise ValueError(f"a group needs at least one rank, not {size}")
         self._meeting = _Meeting(size)
-        self._members = tuple(LocalCommunicator(rank, self._meeting) for rank in range(size))
+        self._members = tuple(LocalCommunicator(rank, self._meeting, nodes=nodes) for rank in range(size))
 
     @property
     def communicators(self) -> "Sequence[LocalCommunicator]":
@@ -57,8 +58,8 @@ class LocalGroup:
 class LocalCommunicator(HostCommunicator):
     """One rank of a `LocalGroup`."""
 
-    def __init__(self, rank: int, meeting: "_Meeting") -> None:
-        super().__init__(rank, meeting.size)
+    def __init__(self, rank: int, meeting: "_Meeting", *, nodes: Sequence[int] | None = None) -> None:
+        super().__init__(rank, meeting.size, nodes=nodes)
         self._meeting = meeting
 
     def abort(self, error: BaseException) -> None:

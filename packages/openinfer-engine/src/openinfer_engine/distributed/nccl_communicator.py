@@ -8,7 +8,7 @@ waits for the device: what runs there is ended. Sums: `nccl_sums.py`.
 import contextlib
 import logging
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +42,8 @@ class _Joined:
 class NcclCommunicator:
     """One rank of a group."""
 
-    def __init__(self, group_id: bytes, *, rank: int, size: int, device: Device) -> None:
+    def __init__(self, group_id: bytes, *, rank: int, size: int, device: Device, nodes: Sequence[int]) -> None:
+        self._nodes = tuple(nodes)  # of each rank
         self._rank = rank
         self._size = size
         self._device = device
@@ -95,7 +96,7 @@ class NcclCommunicator:
         out = cupy.empty((*before, *after), array.dtype)
         with self._collective() as joined:
             joined.group.exchange(pieces, received)
-            self._arrays.sum(received, out)
+            joined.sums.sum(received, out)
         return out
 
     def all_to_all(self, array: Array) -> Array:
@@ -138,12 +139,14 @@ class NcclCommunicator:
             self._device.use()
             group = NcclGroup(group_id, rank=self._rank, size=self._size)
             self._warm_up(group)
-            one_shot = open_one_shot(group, self._device, rank=self._rank, size=self._size)
+            # Memory of another machine cannot be mapped.
+            is_one_node = len(set(self._nodes)) == 1
+            one_shot = open_one_shot(group, self._device, rank=self._rank, size=self._size) if is_one_node else None
         except Exception as error:  # a thread that waits for this one must hear of it, whatever it is
             logger.exception("rank %d cannot join", self._rank)
             self._break(GroupBroken(f"rank {self._rank} cannot join: {type(error).__name__}: {error}"))
             return
-        sums = ExactSums(group, self._arrays, rank=self._rank, size=self._size)
+        sums = ExactSums(group, self._arrays, rank=self._rank, size=self._size, nodes=self._nodes)
         with self._changed:
             self._joined = _Joined(group, sums, one_shot)
             is_broken = self._broken is not None

@@ -1,5 +1,8 @@
 """Sums over ranks on GPUs: accumulated in float32 in order of ranks, rounded once, whatever the way.
 
+Over several nodes each node's ranks are added up first, and then the nodes' sums, in order: the bits follow from which
+rank is where, and one rank per node gives those of as many ranks on one node.
+
     few rows          one kernel: each rank writes into the others' memory          `open_one_shot`
     two ranks         NCCL's own, one addition
     more, short       gathered whole, then added up                                 `ExactSums.gather`
@@ -9,9 +12,11 @@ NCCL adds up in the array's dtype and in an order of its own, which of more than
 """
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 
+from openinfer_engine.ranks.placement import nodes_in_order
 from openinfer_kernels import Array, KernelsError
 from openinfer_kernels.cuda.comm.nccl import NcclGroup
 from openinfer_kernels.cuda.comm.one_shot import HANDLE_BYTES, MAX_RANKS, OneShot
@@ -33,7 +38,10 @@ _PIECE_VALUES = 8  # pieces of a sum begin at multiples of so many values, hence
 class ExactSums:
     """Sums of BF16 or float32 arrays of any number of ranks, in place, over NCCL."""
 
-    def __init__(self, group: NcclGroup, arrays: RankArrays, *, rank: int, size: int) -> None:
+    def __init__(self, group: NcclGroup, arrays: RankArrays, *, rank: int, size: int, nodes: Sequence[int]) -> None:
+        # None: the order of ranks and that of nodes are one
+        counts = [end - begin for begin, end in nodes_in_order(tuple(nodes))]
+        self._node_counts = counts if len(counts) > 1 and max(counts) > 1 else None
         self._group = group
         self._arrays = arrays
         self._rank = rank
@@ -50,7 +58,7 @@ class ExactSums:
     def gather(self, array: Array) -> None:
         gathered = cupy.empty((self._size, *array.shape), array.dtype)
         self._group.all_gather(array, gathered)
-        self._arrays.sum(gathered, array)
+        self.sum(gathered, array)
 
     def exchange_pieces(self, array: Array) -> None:
         """Every rank adds up one piece of all arrays, and all gather the sums; the size divides by the ranks."""
@@ -58,8 +66,15 @@ class ExactSums:
         received = cupy.empty_like(pieces)
         self._group.exchange(pieces, received)
         mine = pieces[self._rank]
-        self._arrays.sum(received, mine)
+        self.sum(received, mine)
         self._group.all_gather(mine, pieces)
+
+    def sum(self, ranks: Array, out: Array) -> None:
+        """`out [...]` of all ranks' `ranks [size, ...]`, in order of ranks within a node, and of nodes."""
+        if self._node_counts is None:
+            self._arrays.sum(ranks, out)
+        else:
+            self._arrays.sum_nodes(ranks, out, node_counts=self._node_counts)
 
 
 def open_one_shot(

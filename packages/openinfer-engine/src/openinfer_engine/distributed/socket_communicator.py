@@ -1,4 +1,4 @@
-"""Ranks as processes of one machine, over NumPy arrays: each of them has a link to rank 0, which computes for all.
+"""Ranks as processes, over NumPy arrays: each of them has a link to rank 0, which computes for all.
 
     rank 1 ──my array──►┐
     rank 2 ──my array──►├─ rank 0: waits for all, computes each rank's result ──► each its own
@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -35,6 +36,7 @@ _READ_BYTES = 1 << 20
 class _Ticket(msgspec.Struct, frozen=True):
     address: Address
     token: str
+    host: str | None = None  # of rank 0, where ranks are on several machines
 
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -65,8 +67,16 @@ _array_decoder = msgspec.msgpack.Decoder(_Array)
 class SocketCommunicator(HostCommunicator):
     """One rank of a group of processes; `open` makes rank 0, `join` another one."""
 
-    def __init__(self, rank: int, size: int, *, links: "dict[int, _Link]", door: "_Door | None" = None) -> None:
-        super().__init__(rank, size)
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        links: "dict[int, _Link]",
+        door: "_Door | None" = None,
+        nodes: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(rank, size, nodes=nodes)
         self._links = links
         self._changed = threading.Condition()
         self._broken: GroupBroken | None = None
@@ -76,13 +86,20 @@ class SocketCommunicator(HostCommunicator):
             self._admitting.start()
 
     @classmethod
-    def open(cls, size: int) -> "tuple[bytes, SocketCommunicator]":
+    def open(
+        cls, size: int, *, nodes: Sequence[int] | None = None, address: str | None = None
+    ) -> "tuple[bytes, SocketCommunicator]":
         """Rank 0 of a group, which waits for the others at its first collective, and the ticket that they join by.
 
         The ticket is a secret: a process that has it can take part.
+
+        Args:
+            size: ranks of the group.
+            nodes: the node of each rank; by default all are on one.
+            address: of this machine, where ranks of others are to join.
         """
-        door = _Door()
-        return msgspec.json.encode(door.ticket), cls(0, size, links={}, door=door)
+        door = _Door(address)
+        return msgspec.json.encode(door.ticket), cls(0, size, links={}, door=door, nodes=nodes)
 
     @classmethod
     def join(cls, ticket: bytes, *, rank: int, size: int) -> "SocketCommunicator":
@@ -93,7 +110,7 @@ class SocketCommunicator(HostCommunicator):
         """
         decoded = msgspec.json.decode(ticket, type=_Ticket)
         try:
-            link = _Link(connect_to(decoded.address))
+            link = _Link(_connect(decoded))
             link.send(_Hello(decoded.token, rank))
         except (OSError, OpenInferError) as error:
             raise GroupBroken(f"rank {rank} cannot join: {error}") from error
@@ -178,13 +195,26 @@ class SocketCommunicator(HostCommunicator):
             link.close()
 
 
+def _connect(ticket: _Ticket) -> socket.socket:
+    if ticket.host is None:
+        return connect_to(ticket.address)
+    connection = socket.create_connection((ticket.host, ticket.address.tcp_port or 0), timeout=_HELLO_DEADLINE_S)
+    connection.settimeout(None)
+    return connection
+
+
 class _Door:
     """Where rank 0 waits for the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str | None) -> None:
         self._closing = contextlib.ExitStack()
-        self._listener, address = self._closing.enter_context(listening(default_link()))
-        self.ticket = _Ticket(address, secrets.token_hex(32))
+        if host is None:
+            self._listener, address = self._closing.enter_context(listening(default_link()))
+        else:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = self._closing.enter_context(socket.create_server((host, 0), family=family))
+            address = Address(tcp_port=self._listener.getsockname()[1])
+        self.ticket = _Ticket(address, secrets.token_hex(32), host)
 
     def wait(self, timeout_s: float) -> "tuple[int, _Link] | None":
         """A rank that has come within so many seconds; who does not show the token is sent away."""
@@ -209,6 +239,8 @@ class _Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._frames = FrameBuffer()
         self._arrived: deque[bytes] = deque()
 

@@ -16,6 +16,7 @@ from openinfer_engine.testing.golden import Golden
 from openinfer_engine.testing.launched import ask_launched, check_launched
 from openinfer_engine.testing.quantised_family import check_quantised
 from openinfer_engine.testing.random_weights import bf16_exact, random_weights
+from openinfer_engine.testing.rank_hosts import check_rank_host
 from openinfer_engine.testing.recorded import RecordedModel
 from openinfer_engine.testing.rounding import (
     Distance,
@@ -48,6 +49,7 @@ __all__ = [
     "check_family",
     "check_launched",
     "check_quantised",
+    "check_rank_host",
     "check_steps",
     "computed_logprobs",
     "drafted_requests",

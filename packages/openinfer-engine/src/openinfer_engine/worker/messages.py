@@ -1,12 +1,13 @@
-"""What the engine and the processes of its other ranks say to each other, over two pipes each; no pickle.
+"""What the engine and the processes of its other ranks say to each other, over pipes or a socket; no pickle.
 
-    engine ─► Build · Agree · RunStep … · Leave          (the child's standard input)
+    engine ─► Build · Agree · RunStep … · Leave
               LoadShare, SaveShare, CancelTransfer between the steps, with KV tiers
-    rank   ─► Resolved · WorkerReady · Fault                   (its standard output)
+    rank   ─► Resolved · WorkerReady · Fault
               TransferEnded, once for each load and save
+    both   ─► Heartbeat, whatever else is said
 
 Frames are those of `openinfer_core.process.wire`. End of file means that the other side is gone. Only the two ends
-have the pipes, so no token is needed.
+have the pipes, so no token is needed there; over a socket a token was shown before: `ranks.handshake`.
 """
 
 import os
@@ -23,6 +24,7 @@ from openinfer_core.engine import KvTierStats
 from openinfer_core.errors import ContractViolation
 from openinfer_core.process.wire import FrameBuffer, encode_frame
 from openinfer_core.scheduling import SlotStart, StateCopy, StepPlan
+from openinfer_engine.ranks.placement import Placement
 
 _READ_BYTES = 1 << 18
 Column = TypeVar("Column", bound=np.generic)
@@ -33,6 +35,9 @@ class Build(msgspec.Struct, frozen=True, array_like=True, tag="build"):
 
     spec: bytes  # an `EngineSpec`, as JSON
     rank: int
+    placement: Placement
+    timeout_s: float  # of silence, once the rank is ready: `ranks.silence`
+    wants_composition: bool  # whether its packages and files may be others than the engine's
 
 
 class Agree(msgspec.Struct, frozen=True, array_like=True, tag="agree"):
@@ -149,6 +154,11 @@ class Resolved(msgspec.Struct, frozen=True, array_like=True, tag="resolved"):
     """The rank's device is open, and what it can hold is known."""
 
     num_blocks: int  # of its own pool
+    composition: dict[str, str]  # what it computes with, if that was wanted: `ranks.composition`
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+    """The sender lives."""
 
 
 class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -179,27 +189,32 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag="fault"):
     message: str
 
 
-ToRank: TypeAlias = Build | Agree | RunStep | LoadShare | SaveShare | CancelTransfer | Leave
-FromRank: TypeAlias = Resolved | WorkerReady | TransferEnded | Fault
+ToRank: TypeAlias = Build | Agree | RunStep | LoadShare | SaveShare | CancelTransfer | Heartbeat | Leave
+FromRank: TypeAlias = Resolved | WorkerReady | TransferEnded | Heartbeat | Fault
 
 to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 from_rank_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 def send(descriptor: int, message: ToRank | FromRank) -> None:
-    """Writes one message to a pipe, whole; `BrokenPipeError` if the other side is gone."""
-    frame = memoryview(encode_frame(message))
-    while frame:
-        frame = frame[os.write(descriptor, frame) :]
+    """Writes one message, whole; `BrokenPipeError` if the other side is gone."""
+    write_all(descriptor, encode_frame(message))
+
+
+def write_all(descriptor: int, frame: bytes | bytearray) -> None:
+    """Writes one frame, whole; raises as `send`."""
+    left = memoryview(frame)
+    while left:
+        left = left[os.write(descriptor, left) :]
 
 
 def bodies(descriptor: int) -> Generator[bytes]:
-    """The frames that come through a pipe until it is closed; `ContractViolation` if that is within a frame."""
+    """The frames that come until the other side closes its end; `ContractViolation` if that is within a frame."""
     frames = FrameBuffer()
     while data := os.read(descriptor, _READ_BYTES):
         yield from frames.feed(data)
     if len(frames):
-        raise ContractViolation("the pipe between the engine and a rank ended within a message")
+        raise ContractViolation("the link between the engine and a rank ended within a message")
 
 
 def _packed(column: NDArray[Column], dtype: type[Column]) -> bytes:

@@ -1,13 +1,18 @@
-"""The process of one rank other than the first: what `ProcessGroup` starts and tells what to run.
+"""The process of one rank other than the first: what a `RankHost` starts and `ProcessGroup` tells what to run.
 
-It takes its orders from standard input and answers on standard output; whatever it prints goes to standard error. When
-its input ends without a `Leave`, the engine is gone, and so is the process, whatever it was waiting for; on Linux also
-if it cannot notice, because it is stopped. As the engine process does, it ignores SIGINT and SIGTERM.
+    python -m openinfer_engine.worker.process                         orders from standard input, answers on its output
+    python -m openinfer_engine.worker.process --link FD [--model DIR] both through a socket that it inherits
+
+Whatever it prints goes to standard error. When its orders end without a `Leave`, or nothing comes for too long, the
+engine is gone, and so is the process, whatever it was waiting for; on Linux also if it cannot notice, because it is
+stopped and what started it has ended. As the engine process does, it ignores SIGINT and SIGTERM.
 """
 
+import argparse
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import io
 import logging
 import os
@@ -15,7 +20,8 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +38,8 @@ from openinfer_engine.errors import GroupBroken
 from openinfer_engine.kv_tiers import MemoryPrefault, begin_prefault, open_port
 from openinfer_engine.kv_tiers.share_service import ShareOrder, ShareService
 from openinfer_engine.options import DeviceKind
+from openinfer_engine.ranks.composition import composition_of
+from openinfer_engine.ranks.silence import STARTING_LIMIT_S, Silence, Ticker
 from openinfer_engine.tracing.trace import NoTrace
 from openinfer_engine.weights.loading import load_workers
 from openinfer_engine.worker.messages import (
@@ -40,6 +48,7 @@ from openinfer_engine.worker.messages import (
     Fault,
     FaultKind,
     FromRank,
+    Heartbeat,
     Leave,
     Resolved,
     RunStep,
@@ -57,16 +66,21 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 Message = TypeVar("Message", bound=ToRank)
 
 
-def main() -> int:
+def main(argv: Sequence[str] = ()) -> int:
     """Serves one engine; returns the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--link", type=int)
+    parser.add_argument("--model", type=Path)
+    arguments = parser.parse_args(argv)
     faulthandler.enable()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _end_with_engine()
+    _end_with_parent()
     # Standard output is the pipe to the engine: what a library prints must not get into it.
     said = os.dup(1)
     os.dup2(2, 1)
-    return serve_engine(0, said, _load)
+    heard, said = (0, said) if arguments.link is None else (arguments.link, arguments.link)
+    return serve_engine(heard, said, functools.partial(_load, model_dir=arguments.model))
 
 
 def serve_engine(heard: int, said: int, load: "Callable[[Orders, Answers], tuple[Worker, ShareService | None]]") -> int:
@@ -77,10 +91,12 @@ def serve_engine(heard: int, said: int, load: "Callable[[Orders, Answers], tuple
         said: the descriptor that answers go to.
         load: takes the orders up to `Agree`, and gives the answers up to `WorkerReady`.
     """
-    answers, orders = Answers(said), Orders(heard)
+    answers = Answers(said)
+    orders = Orders(heard, answers)
     try:
         set_up_logs(os.environ)
         worker, share = load(orders, answers)
+        orders.expect_heartbeats()
         settle_memory()
         _serve(worker, share, orders)
         if share is not None:
@@ -95,19 +111,21 @@ def serve_engine(heard: int, said: int, load: "Callable[[Orders, Answers], tuple
     return 0
 
 
-def _end_with_engine() -> None:
+def _end_with_parent() -> None:
     """Linux kills this process when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _load(orders: "Orders", answers: "Answers") -> "tuple[Worker, ShareService | None]":
+def _load(orders: "Orders", answers: "Answers", *, model_dir: Path | None) -> "tuple[Worker, ShareService | None]":
     build = orders.take(Build)
     label_logs(f"rank {build.rank}")
     spec = msgspec.json.decode(build.spec, type=EngineSpec)
     definition, options = spec.read()
-    engine_plan = resolve(definition, Path(spec.model_dir), options, rank=build.rank)
-    answers.send(Resolved(engine_plan.num_blocks))
+    engine_plan = resolve(
+        definition, model_dir or Path(spec.model_dir), options, rank=build.rank, placement=build.placement
+    )
+    answers.send(Resolved(engine_plan.num_blocks, composition_of(engine_plan) if build.wants_composition else {}))
     agreed = orders.take(Agree)
     engine_plan = engine_plan.with_num_blocks(agreed.num_blocks)
     size = engine_plan.options.tensor_parallel_size
@@ -156,11 +174,20 @@ def _said(error: BaseException) -> str:
 
 
 class Answers:
-    """What goes through the other pipe, from any thread."""
+    """What goes to the engine, from any thread."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lock = threading.Lock()
+
+    def send_heartbeats(self, *, interval_s: float) -> None:
+        """Says that this rank lives, so often, until the process ends."""
+        Ticker(self._beat, interval_s=interval_s, clock=time.monotonic, name="openinfer-beat")
+
+    def _beat(self, elapsed_s: float) -> None:
+        del elapsed_s
+        with contextlib.suppress(OSError):  # the orders end, too
+            self.send(Heartbeat())
 
     def send(self, message: FromRank) -> None:
         with self._lock:
@@ -168,11 +195,18 @@ class Answers:
 
 
 class Orders:
-    """What comes through the pipe, read by a thread of its own, so that the engine's end is noticed at any time."""
+    """What the engine says, read by a thread of its own, so that the engine's end is noticed at any time."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, answers: Answers) -> None:
+        self._answers = answers
+        self._silence = Silence(limit_s=STARTING_LIMIT_S)
+        self._timeout_s = STARTING_LIMIT_S
         self._received: queue.SimpleQueue[ToRank | BaseException] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(descriptor,), name="openinfer-orders", daemon=True).start()
+
+    def expect_heartbeats(self) -> None:
+        """From here on the engine that is silent for as long as `Build` says counts as gone."""
+        self._silence.set_limit(self._timeout_s)
 
     def next(self) -> ToRank:
         """Raises what another thread of the rank has failed with."""
@@ -194,17 +228,33 @@ class Orders:
         has_left = False
         try:
             for body in bodies(descriptor):
+                self._silence.heard()
                 order = to_rank_decoder.decode(body)
-                self._received.put(order)
+                if isinstance(order, Build):
+                    self._begin(order)
+                if not isinstance(order, Heartbeat):
+                    self._received.put(order)
                 has_left = has_left or isinstance(order, Leave)
         finally:
             if not has_left:
                 logging.shutdown()
                 os._exit(1)
 
+    def _begin(self, build: Build) -> None:
+        self._timeout_s = build.timeout_s
+        interval_s = Silence(limit_s=build.timeout_s).interval_s
+        self._answers.send_heartbeats(interval_s=interval_s)
+        Ticker(self._look, interval_s=interval_s, clock=time.monotonic, name="openinfer-silence")
+
+    def _look(self, elapsed_s: float) -> None:
+        if self._silence.look(elapsed_s):
+            logger.error("the engine has said nothing for %g s: this rank ends", self._silence.limit_s)
+            logging.shutdown()
+            os._exit(1)
+
 
 if __name__ == "__main__":
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    exit_code = main()
+    exit_code = main(sys.argv[1:])
     logging.shutdown()
     os._exit(exit_code)  # a rank that failed may hold threads that wait for ranks that are gone

@@ -1,81 +1,122 @@
-"""`ProcessGroup`: the ranks of an engine after the first, each a process of its own with a device of its own.
+"""`ProcessGroup`: the ranks of an engine after the first, each a process with a device of its own, on any machine.
 
     started ─► resolved ─► agreed on the smallest pool, joining ─► ready ─► steps … ─► left
        └──────────┴──────────────────┴───────────────────────────────┴──────┴──► failed: the engine ends
 
-A thread per process reads what it says and notices its end. The first failure counts: it aborts rank 0's end of the
-group, so that rank 0 waits for none, and the other processes are killed.
+A thread per rank reads what it says and notices its end. A rank that says nothing for too long counts as one that has
+died (`ranks.silence`). The first failure counts: it aborts rank 0's end of the group, so that rank 0 waits for none,
+and the other ranks are killed.
 """
 
 import contextlib
 import logging
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import IO
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from openinfer_core import OpenInferError, Refused
+from openinfer_core.process.wire import encode_frame
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.kv_tiers.remote_share import RemoteShare
-from openinfer_engine.options import EngineOptions
+from openinfer_engine.options import DeviceKind, EngineOptions
+from openinfer_engine.ranks.contract import RankHost, RankLink, RankSpec
+from openinfer_engine.ranks.placement import Placement
+from openinfer_engine.ranks.process_host import CHILD_MODULE, ProcessRankHost
+from openinfer_engine.ranks.silence import STARTING_LIMIT_S, Silence, Ticker
 from openinfer_engine.worker.messages import (
     Agree,
     Build,
     Fault,
     FaultKind,
     FromRank,
+    Heartbeat,
     Leave,
     Resolved,
     RunStep,
     ToRank,
     TransferEnded,
-    bodies,
     from_rank_decoder,
-    send,
 )
+
+__all__ = ["CHILD_MODULE", "CLOSE_DEADLINE_S", "DEFAULT_TIMEOUT_S", "ProcessGroup", "start_workers"]
 
 logger = logging.getLogger("openinfer.engine")
 
-CHILD_MODULE = "openinfer_engine.worker.process"
 # what ranks may take to leave before they are killed: less than an engine's process may take to close
 CLOSE_DEADLINE_S = 5.0
 # how long a failure that another one has caused waits for that one, which is what a user should read
 CAUSE_DEADLINE_S = 3.0
+DEFAULT_TIMEOUT_S = 8.0
+_BEAT = bytes(encode_frame(Heartbeat()))
 
 
 class ProcessGroup:
-    """Starts the processes; `smallest_pool`, `agree` and `wait_ready` follow in this order, then `run` per step."""
+    """Starts the ranks; `smallest_pool`, `agree` and `wait_ready` follow in this order, then `run` per step.
 
-    def __init__(self, spec: EngineSpec, count: int) -> None:
+    Args:
+        spec: what each rank is told to build.
+        count: of ranks after the first.
+        host: where they run, closed with the group; by default processes of this machine.
+        timeout_s: the silence of a rank that ends the group, once all are ready.
+        on_gpu: whether each rank needs a GPU.
+        clock: seconds, for the silence of ranks.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        count: int,
+        *,
+        host: RankHost | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        on_gpu: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._changed = threading.Condition()
-        self._pools: list[int] = []
         self._num_ready = 0
         self._failure: BaseException | None = None
         self._is_leaving = False
         self._communicator: Communicator | None = None
-        self._workers: list[_WorkerProcess] = []
+        self._host = host or ProcessRankHost()
+        self._timeout_s = timeout_s
+        self._workers: list[_Worker] = []
         self._watching: list[threading.Thread] = []
-        self._starting = ThreadPoolExecutor(1, thread_name_prefix="openinfer-start-ranks")
+        self._tickers: list[Ticker] = []
         try:
-            # Started by a thread that lives as long as they do: PR_SET_PDEATHSIG kills a child when that thread ends.
+            rank_spec = RankSpec(num_ranks=count + 1, on_gpu=on_gpu)
             for rank in range(1, count + 1):
-                self._workers.append(self._starting.submit(_WorkerProcess, rank).result())
+                self._workers.append(_Worker(rank, self._host.start(rank, rank_spec)))
+            self._placement = self._host.placement() if count else Placement.on_one_node(1)
             for worker in self._workers:
                 name = f"openinfer-watch-{worker.rank}"
                 self._watching.append(threading.Thread(target=self._watch, args=(worker,), name=name, daemon=True))
                 self._watching[-1].start()
-                worker.tell(Build(msgspec.json.encode(spec), worker.rank))
+                worker.tell(
+                    Build(
+                        spec=msgspec.json.encode(spec),
+                        rank=worker.rank,
+                        placement=self._placement,
+                        timeout_s=timeout_s,
+                        wants_composition=not worker.link.shares_environment,
+                    )
+                )
+            if self._workers:
+                # Two threads: the one that says so may wait for the pipe of a rank that hangs.
+                self._tickers.append(self._ticker(self._beat, clock, name="openinfer-beat"))
+                self._tickers.append(self._ticker(self._look, clock, name="openinfer-silence"))
         except BaseException:
             self.close(deadline_s=0)
             raise
+
+    @property
+    def placement(self) -> Placement:
+        """Where all ranks are."""
+        return self._placement
 
     @property
     def failure(self) -> BaseException | None:
@@ -83,7 +124,8 @@ class ProcessGroup:
 
     @property
     def process_ids(self) -> list[int]:
-        return [worker.process_id for worker in self._workers]
+        """Those of this machine."""
+        return [worker.link.process_id for worker in self._workers if worker.link.process_id is not None]
 
     # --- start ------------------------------------------------------------------------------------------
 
@@ -94,8 +136,24 @@ class ProcessGroup:
             Refused: a rank has no device, or what was asked does not fit into it.
             GroupBroken: a rank's process died.
         """
-        self._wait_for(lambda: len(self._pools) == len(self._workers))
-        return min(num_blocks, *self._pools)
+        self._wait_for(lambda: all(worker.resolved is not None for worker in self._workers))
+        return min(num_blocks, *(worker.resolved.num_blocks for worker in self._workers if worker.resolved is not None))
+
+    def require_composition(self, composition: Callable[[], Mapping[str, str]]) -> None:
+        """Compares what rank 0 computes with, if ranks may have something else; after `smallest_pool`.
+
+        Raises:
+            Refused: a rank does; the message names what.
+        """
+        from openinfer_engine.ranks.composition import require_same  # needs the whole plan
+
+        others = [worker for worker in self._workers if not worker.link.shares_environment]
+        if not others:
+            return
+        here = composition()
+        for worker in others:
+            if worker.resolved is not None:
+                require_same(here, worker.resolved.composition, rank=worker.rank, place=worker.link.name)
 
     def agree(self, num_blocks: int, ticket: bytes, communicator: Communicator) -> None:
         with self._changed:
@@ -105,6 +163,8 @@ class ProcessGroup:
     def wait_ready(self) -> None:
         """Returns once all ranks are loaded and warm; raises as `smallest_pool`."""
         self._wait_for(lambda: self._num_ready == len(self._workers))
+        for worker in self._workers:
+            worker.silence.set_limit(self._timeout_s)
 
     @property
     def shares(self) -> list[RemoteShare]:
@@ -145,7 +205,7 @@ class ProcessGroup:
         if communicator is not None:
             communicator.abort(error)
         for worker in self._workers:
-            worker.kill()
+            worker.link.kill()
 
     def leave(self) -> None:
         """Asks all ranks to leave; their ends are no failures from here on."""
@@ -159,40 +219,63 @@ class ProcessGroup:
             self._is_leaving = True
         # After a failure the processes were killed already: there is nothing to wait for.
         end_s = time.monotonic() + (0 if self._failure is not None else deadline_s)
+        for ticker in self._tickers:
+            ticker.end()
         for worker in self._workers:
-            worker.end(deadline_s=max(0.0, end_s - time.monotonic()))
+            worker.link.end(deadline_s=max(0.0, end_s - time.monotonic()))
         for thread in self._watching:
             thread.join()
-        # Last: the processes are killed when the thread that started them ends.
-        self._starting.shutdown()
+        for ticker in self._tickers:
+            ticker.join()
+        self._host.close()
 
     # --- watching ---------------------------------------------------------------------------------------
 
-    def _watch(self, worker: "_WorkerProcess") -> None:
+    def _watch(self, worker: "_Worker") -> None:
         try:
-            for body in bodies(worker.says.fileno()):
+            for body in worker.link.frames():
+                worker.silence.heard()
                 self._hear(worker, from_rank_decoder.decode(body))
         except (OSError, ValueError, OpenInferError, msgspec.MsgspecError) as error:
             logger.error("rank %d: %s", worker.rank, error)
-        worker.says.close()
         worker.share.end_all()
-        self.fail(GroupBroken(f"rank {worker.rank} has died: its process ended with {worker.how_it_ended()}"))
+        self.fail(GroupBroken(f"rank {worker.rank} has died: {worker.link.how_it_ended()}"))
 
-    def _hear(self, worker: "_WorkerProcess", message: FromRank) -> None:
+    def _ticker(self, call: Callable[[float], None], clock: Callable[[], float], *, name: str) -> Ticker:
+        return Ticker(call, interval_s=Silence(limit_s=self._timeout_s).interval_s, clock=clock, name=name)
+
+    def _beat(self, elapsed_s: float) -> None:
+        del elapsed_s
+        for worker in self._workers:
+            worker.send(_BEAT)
+
+    def _look(self, elapsed_s: float) -> None:
+        for worker in self._workers:
+            if worker.silence.look(elapsed_s):
+                self.fail(
+                    GroupBroken(
+                        f"rank {worker.rank} ({worker.link.name}) has said nothing for {worker.silence.limit_s:g} s: "
+                        "its process hangs, or the network drops what it says"
+                    )
+                )
+
+    def _hear(self, worker: "_Worker", message: FromRank) -> None:
         if isinstance(message, Fault):
             self._fail_with(worker, message)
             return
         if isinstance(message, TransferEnded):
             worker.share.hear(message)
             return
+        if isinstance(message, Heartbeat):
+            return
         with self._changed:
             if isinstance(message, Resolved):
-                self._pools.append(message.num_blocks)
+                worker.resolved = message
             else:
                 self._num_ready += 1
             self._changed.notify_all()
 
-    def _fail_with(self, worker: "_WorkerProcess", fault: Fault) -> None:
+    def _fail_with(self, worker: "_Worker", fault: Fault) -> None:
         if fault.kind is FaultKind.REFUSED:
             self.fail(Refused(f"rank {worker.rank}: {fault.message}"))
             return
@@ -208,53 +291,44 @@ class ProcessGroup:
             raise self._failure
 
     def _tell_all(self, message: ToRank) -> None:
+        frame = bytes(encode_frame(message))
         for worker in self._workers:
-            worker.tell(message)
+            worker.send(frame)
 
 
 def start_workers(spec: EngineSpec, options: EngineOptions) -> ProcessGroup | None:
-    return ProcessGroup(spec, options.num_rank_processes) if options.num_rank_processes else None
+    """The ranks that are processes, at the host that the options name; None if there are none.
+
+    Raises:
+        InvalidRequest, Refused, PluginError: as `open_rank_host` and `RankHost.start`.
+    """
+    if not options.num_rank_processes:
+        return None
+    from openinfer_engine.ranks.choice import open_rank_host
+
+    return ProcessGroup(
+        spec,
+        options.num_rank_processes,
+        host=open_rank_host(options),
+        timeout_s=options.rank_timeout_s,
+        on_gpu=options.device is DeviceKind.CUDA,
+    )
 
 
-class _WorkerProcess:
-    """The process of one worker."""
+class _Worker:
+    """A rank, as the group knows it."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, link: RankLink) -> None:
         self.rank = rank
+        self.link = link
         self.share = RemoteShare(self.tell)
-        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            [sys.executable, "-P", "-m", CHILD_MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("a process was started without pipes")
-        self._hears: IO[bytes] = self._process.stdin
-        self.says: IO[bytes] = self._process.stdout
-
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
+        self.silence = Silence(limit_s=STARTING_LIMIT_S)
+        self.resolved: Resolved | None = None
 
     def tell(self, message: ToRank) -> None:
-        """Sends a message; the watching thread finds out if the process is gone."""
-        with contextlib.suppress(OSError, ValueError):
-            send(self._hears.fileno(), message)
+        self.send(bytes(encode_frame(message)))
 
-    def how_it_ended(self) -> str:
-        """Its exit code or signal, for a process that has closed its output."""
-        try:
-            code = self._process.wait(CAUSE_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            return "its output closed, though it still runs"
-        return f"exit code {code}" if code >= 0 else f"signal {-code}"
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def end(self, *, deadline_s: float) -> None:
+    def send(self, frame: bytes) -> None:
+        """Sends a frame; the watching thread finds out if the rank is gone."""
         with contextlib.suppress(OSError):
-            self._hears.close()
-        try:
-            self._process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.link.send(frame)

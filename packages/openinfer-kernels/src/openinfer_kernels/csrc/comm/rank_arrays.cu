@@ -1,6 +1,7 @@
 // What collectives do to arrays besides moving them: sums over ranks, and two axes exchanged.
 //
 //     sum_over_ranks_T   out[i] = T(((x[0][i] + x[1][i]) + x[2][i]) + ...)     in float32, rounded once, in order of ranks
+//     sum_over_nodes_T   out[i] = T((x[0][i] + x[1][i] + ...) + (x[n][i] + ...) + ...)   each node's ranks, then the nodes
 //     exchange_axes      out[b][a] = in[a][b], of chunks of so many 16-byte, 4-byte or single elements
 #include "common/pdl.cuh"
 #include "common/vectors.cuh"
@@ -22,6 +23,28 @@ __device__ void sum_bfloat16(const bf16* ranks, bf16* out, int64_t count, int si
     for (int i = 0; i < kWidth; i++) total[i] += values[i];
   }
   store(out + at, pack(total));
+}
+
+// Bit r of `starts` says that rank r is the first of its node; bit 0 is set.
+template <typename T>
+__device__ void sum_nodes(const T* ranks, T* out, int64_t count, int size, unsigned long long starts) {
+  const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  wait_for_previous_kernel();
+  launch_dependents();
+  if (at >= count) return;
+  float total = 0.0f, node = float(ranks[at]);
+  bool is_first = true;
+  for (int rank = 1; rank < size; rank++) {
+    const float value = float(ranks[rank * count + at]);
+    if (starts >> rank & 1) {
+      total = is_first ? node : total + node;  // not 0 + node, which would lose the sign of -0
+      is_first = false;
+      node = value;
+    } else {
+      node += value;
+    }
+  }
+  out[at] = T(is_first ? node : total + node);
 }
 
 template <typename Element>
@@ -53,6 +76,16 @@ extern "C" __global__ void sum_over_ranks_float32(const float* ranks, float* out
   float total = ranks[at];
   for (int rank = 1; rank < size; rank++) total += ranks[rank * count + at];
   out[at] = total;
+}
+
+extern "C" __global__ void sum_over_nodes_bfloat16(const bf16* ranks, bf16* out, int64_t count, int size,
+                                                   unsigned long long starts) {
+  sum_nodes(ranks, out, count, size, starts);
+}
+
+extern "C" __global__ void sum_over_nodes_float32(const float* ranks, float* out, int64_t count, int size,
+                                                  unsigned long long starts) {
+  sum_nodes(ranks, out, count, size, starts);
 }
 
 extern "C" __global__ void exchange_axes_16(const uint4* in, uint4* out, int first, int second, int elements) {

@@ -5,7 +5,7 @@ numbers and structures are those of NVIDIA's `nccl.h`. All calls but the first t
 
 Two settings are made before the library reads them, unless the environment has them already: `NCCL_NVLS_ENABLE=0`, as
 NVLink multicast is not used; and `NCCL_SOCKET_IFNAME=lo`, as all ranks are on this machine, so that nothing listens
-where others could reach it.
+where others could reach it. Ranks of several machines choose another one: `use_interface`.
 """
 
 import ctypes
@@ -69,6 +69,14 @@ _DATA_TYPES: dict[np.dtype[Any], _DataType] = {
 
 class _UniqueId(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_char * UNIQUE_ID_BYTES)]
+
+
+def use_interface(name: str) -> None:
+    """Has NCCL talk to the ranks of other machines through a network interface; before `library` is first called.
+
+    An interface that the environment names (`NCCL_SOCKET_IFNAME`) is left.
+    """
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 @functools.cache

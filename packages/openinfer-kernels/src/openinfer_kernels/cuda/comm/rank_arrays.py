@@ -1,6 +1,8 @@
 """Sums over ranks and exchanged axes: what NCCL does not do. `csrc/comm/rank_arrays.cu` has the formulas."""
 
 import ctypes
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from openinfer_kernels.ops import Array
 
 _THREADS = 256
 _VECTOR = 8
+MAX_NODES = 64
 
 
 class RankArrays:
@@ -21,6 +24,8 @@ class RankArrays:
         self._sum_vectors = device.kernel("rank_arrays", "sum_over_ranks_bfloat16_vectors")
         self._sum_singles = device.kernel("rank_arrays", "sum_over_ranks_bfloat16_singles")
         self._sum_float32 = device.kernel("rank_arrays", "sum_over_ranks_float32")
+        self._sum_nodes_bfloat16 = device.kernel("rank_arrays", "sum_over_nodes_bfloat16")
+        self._sum_nodes_float32 = device.kernel("rank_arrays", "sum_over_nodes_float32")
         self._exchange = {width: device.kernel("rank_arrays", f"exchange_axes_{width}") for width in (16, 4, 1)}
 
     def sum(self, ranks: Array, out: Array) -> None:
@@ -33,6 +38,26 @@ class RankArrays:
             raise ArrayMismatchError(f"sums over ranks are of bfloat16 or float32, not of {ranks.dtype}")
         grid = (max(1, -(-out.size // width // _THREADS)), 1, 1)
         arguments = [ranks, out, ctypes.c_int64(out.size), ctypes.c_int(len(ranks))]
+        kernel(grid, (_THREADS, 1, 1), arguments, overlap=True)
+
+    def sum_nodes(self, ranks: Array, out: Array, *, node_counts: Sequence[int]) -> None:
+        """`out [...]` of `ranks [size, ...]`, BF16 or float32: sums of each node's ranks, added up in order of nodes.
+
+        Args:
+            ranks: those of one node follow each other.
+            out: summed in float32, rounded once.
+            node_counts: ranks of each node, 64 nodes at most.
+        """
+        if not 0 < len(node_counts) <= MAX_NODES or sum(node_counts) != len(ranks) or min(node_counts) < 1:
+            raise ArrayMismatchError(f"sums over nodes of {list(node_counts)} ranks, and the arrays are {len(ranks)}")
+        kernel = {bfloat16: self._sum_nodes_bfloat16, np.dtype(np.float32): self._sum_nodes_float32}.get(ranks.dtype)
+        if kernel is None:
+            raise ArrayMismatchError(f"sums over nodes are of bfloat16 or float32, not of {ranks.dtype}")
+        # Each bit marks a node's first rank: a number goes with the launch, and is kept by a graph.
+        ends = list(itertools.accumulate(node_counts))
+        starts = sum(1 << begin for begin in (0, *ends[:-1]))
+        grid = (max(1, -(-out.size // _THREADS)), 1, 1)
+        arguments = [ranks, out, ctypes.c_int64(out.size), ctypes.c_int(len(ranks)), ctypes.c_uint64(starts)]
         kernel(grid, (_THREADS, 1, 1), arguments, overlap=True)
 
     def exchange_axes(self, array: Array) -> Array:
