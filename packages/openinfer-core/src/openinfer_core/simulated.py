@@ -365,9 +365,11 @@ def _unknown_ids(request: GenerateRequest, num_token_ids: int) -> str | None:
     return None if field is None else f"{field} names a token id beyond the model's {num_token_ids} tokens"
 
 
-def spawn_simulated(options: SimulatedOptions, *, link: LinkKind | None = None) -> RemoteEngine:
-    """Runs the simulated engine in a process of its own; `link` as for `spawn_engine`."""
-    return spawn_engine("openinfer_core.simulated", options, link=link)
+def spawn_simulated(
+    options: SimulatedOptions, *, link: LinkKind | None = None, host: str | None = None
+) -> RemoteEngine:
+    """Runs the simulated engine in a process of its own; `link` and `host` as for `spawn_engine`."""
+    return spawn_engine("openinfer_core.simulated", options, link=link, host=host)
 
 
 def _build(spec: msgspec.Raw) -> SimulatedLoop:

@@ -19,9 +19,11 @@ _LAST_WORDS_S = 2.0
 class EngineChild:
     """A process that runs `run_engine_process` with `spec`; a client must show `token`."""
 
-    def __init__(self, module: str, spec: msgspec.Struct, *, token: str, link: LinkKind) -> None:
+    def __init__(
+        self, module: str, spec: msgspec.Struct, *, token: str, link: LinkKind, host: str = "127.0.0.1"
+    ) -> None:
         self._address: Address | None = None
-        self._launch = Launch(token=token, spec=msgspec.Raw(msgspec.json.encode(spec)), link=link)
+        self._launch = Launch(token=token, spec=msgspec.Raw(msgspec.json.encode(spec)), link=link, host=host)
         # -P: the working directory is not on the child's import path
         with _without_ctrl_c():
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
@@ -120,7 +122,7 @@ def connect_to(address: Address) -> socket.socket:
 
 def _connect(address: Address) -> socket.socket:
     if address.tcp_port is not None:
-        return socket.create_connection(("127.0.0.1", address.tcp_port))
+        return socket.create_connection((address.tcp_host, address.tcp_port))
     if address.unix_path is None:
         raise ContractViolation("the engine process announced an empty address")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -57,7 +57,8 @@ class LinkKind(StrEnum):
     UNIX = "unix"
     """A Unix stream socket in a folder only its owner can enter."""
     TCP = "tcp"
-    """A port of 127.0.0.1; where there are no Unix sockets, or the temporary folder's path is too long for one."""
+    """A port of 127.0.0.1, unless another address is asked for; where there are no Unix sockets, or the temporary
+    folder's path is too long for one."""
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,13 +67,15 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     token: str  # what a client must show
     spec: msgspec.Raw  # what to build; the module knows its type
     link: LinkKind
+    host: str = "127.0.0.1"  # what a TCP link listens at: others' machines reach any other address
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """First line on the child's standard output."""
 
     unix_path: str | None = None
-    tcp_port: int | None = None  # on 127.0.0.1
+    tcp_port: int | None = None
+    tcp_host: str = "127.0.0.1"
 
 
 def default_link() -> LinkKind:
@@ -80,7 +83,7 @@ def default_link() -> LinkKind:
 
 
 @contextlib.contextmanager
-def listening(kind: LinkKind) -> Generator[tuple[socket.socket, Address]]:
+def listening(kind: LinkKind, host: str = "127.0.0.1") -> Generator[tuple[socket.socket, Address]]:
     if kind is LinkKind.UNIX:
         folder = tempfile.mkdtemp(prefix="openinfer-")  # mode 0700
         path = str(Path(folder) / "engine")
@@ -95,8 +98,9 @@ def listening(kind: LinkKind) -> Generator[tuple[socket.socket, Address]]:
                     remove_socket_file(address)
             return
         Path(folder).rmdir()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener, Address(tcp_port=listener.getsockname()[1])
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        yield listener, Address(tcp_port=listener.getsockname()[1], tcp_host=host)
 
 
 def remove_socket_file(address: Address) -> None:
@@ -163,7 +167,7 @@ def serve_parent(build: Callable[[msgspec.Raw], EngineLoop], streams: ParentStre
         return 1
     launch = msgspec.json.decode(line, type=Launch)
     raise_descriptor_limit()  # segments of disk tiers, pipes and sockets to ranks and clients
-    with listening(launch.link) as (listener, address):
+    with listening(launch.link, launch.host) as (listener, address):
         try:
             streams.say(msgspec.json.encode(address) + b"\n")
         except BrokenPipeError:

@@ -47,18 +47,26 @@ CLOSE_DEADLINE_S = 10.0  # for an engine process to end before it is killed
 
 
 def spawn_engine(
-    module: str, spec: msgspec.Struct, *, link: LinkKind | None = None, close_deadline_s: float = CLOSE_DEADLINE_S
+    module: str,
+    spec: msgspec.Struct,
+    *,
+    link: LinkKind | None = None,
+    host: str | None = None,
+    close_deadline_s: float = CLOSE_DEADLINE_S,
 ) -> "RemoteEngine":
     """Starts `python -m module`, which calls `run_engine_process`, and waits until its engine is loaded.
 
-    None as `link` takes the platform's best; `close` waits `close_deadline_s` for the process before it kills it.
+    None as `link` takes the platform's best; `close` waits `close_deadline_s` for the process before it kills it. With
+    a `host`, an address of this machine, the link is TCP, and other machines that have `access` may join: neither its
+    token nor what follows is encrypted, so the network must be private.
 
     Raises:
         Refused: the child could not build the engine; its message.
         EngineClosed: the child died.
     """
     token = secrets.token_hex(32)
-    child = EngineChild(module, spec, token=token, link=link or default_link())
+    kind = link or (default_link() if host is None else LinkKind.TCP)
+    child = EngineChild(module, spec, token=token, link=kind, host=host or "127.0.0.1")
     try:
         connection = child.connect()
         try:
@@ -77,7 +85,7 @@ def spawn_engine(
 
 
 class EngineAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What another process on this machine needs to join an engine. It has the token: hand it over a private pipe."""
+    """What another process needs to join an engine. It has the token: hand it over a private pipe."""
 
     address: Address
     token: str

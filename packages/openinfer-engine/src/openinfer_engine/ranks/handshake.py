@@ -26,7 +26,7 @@ from openinfer_core.process.wire import FrameBuffer, encode_frame
 HANDSHAKE_DEADLINE_S = 10.0
 MIN_TOKEN_BYTES = 16
 MAX_TOKEN_BYTES = 4096
-_MOST_BYTES = 16 << 10  # of one message: whoever connects may send one
+_MOST_BYTES = 16 << 10  # of one message: any process that connects may send one
 _NONCE_BYTES = 32
 _COMPARED = ("openinfer-core", "openinfer-engine", "openinfer-kernels", "openinfer-kv-cache")
 _MAX_GPU = 1023

@@ -25,8 +25,8 @@ __device__ void sum_bfloat16(const bf16* ranks, bf16* out, int64_t count, int si
   store(out + at, pack(total));
 }
 
-__device__ __forceinline__ float widened(float value) { return value; }
-__device__ __forceinline__ float widened(bf16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float as_float(float value) { return value; }
+__device__ __forceinline__ float as_float(bf16 value) { return __bfloat162float(value); }
 __device__ __forceinline__ void put(float* out, float value) { *out = value; }
 __device__ __forceinline__ void put(bf16* out, float value) { *out = __float2bfloat16_rn(value); }
 
@@ -37,10 +37,10 @@ __device__ void sum_nodes(const T* ranks, T* out, int64_t count, int size, unsig
   wait_for_previous_kernel();
   launch_dependents();
   if (at >= count) return;
-  float total = 0.0f, node = widened(ranks[at]);
+  float total = 0.0f, node = as_float(ranks[at]);
   bool is_first = true;
   for (int rank = 1; rank < size; rank++) {
-    const float value = widened(ranks[rank * count + at]);
+    const float value = as_float(ranks[rank * count + at]);
     if (starts >> rank & 1) {
       total = is_first ? node : total + node;  // not 0 + node, which would lose the sign of -0
       is_first = false;

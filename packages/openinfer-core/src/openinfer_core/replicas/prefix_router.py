@@ -1,0 +1,150 @@
+"""`PrefixRouter`: sends a request to the replica that holds most of its prefix, as long as work is spread.
+
+    prompt ─► digests of its blocks ─► replicas within the bound of load ─► longest prefix held
+                                                                      └─► none holds any: the lesser load of two
+
+What a replica holds is what was sent there, the least recently used first forgotten, up to its pool's blocks. The bound
+is that of consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2018): a replica takes no request that
+would give it more than `1 + slack` times the mean. Work is counted in tokens to compute, and old work weighs less and
+less as new comes, so no clock is needed: two runs of one sequence of requests agree.
+"""
+
+import itertools
+import math
+import random
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from openinfer_core.request import GenerateRequest
+
+_DIGEST_BYTES = 16
+_MEMORY_TOKENS = 1 << 20  # of work per replica, after which work before it weighs 1/e
+
+
+class PrefixRouter:
+    """Chooses among replicas by name. Not for several threads.
+
+    Args:
+        block_size_tokens: of the replicas' pools.
+        key: 16 to 64 secret bytes: digests of prompts cannot be told from outside.
+        slack: how much more than the mean a replica may have to do.
+        memory_tokens: of work per replica, after which work before it weighs 1/e.
+        seed: of the two replicas that are compared.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size_tokens: int,
+        key: bytes,
+        slack: float = 0.25,
+        memory_tokens: int = _MEMORY_TOKENS,
+        seed: int = 0,
+    ) -> None:
+        if block_size_tokens < 1 or slack < 0 or memory_tokens < 1:
+            raise ValueError("a block has a token at least, and slack and memory are not negative")
+        self._block_size_tokens = block_size_tokens
+        self._key = key
+        self._slack = slack
+        self._memory_tokens = memory_tokens
+        self._random = random.Random(seed)  # noqa: S311 - of two replicas, the lesser load wins; nothing is secret
+        self._replicas: dict[str, _Replica] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._replicas)
+
+    @property
+    def loads(self) -> dict[str, float]:
+        """Tokens of work of each replica, the older the less."""
+        return {name: replica.load for name, replica in sorted(self._replicas.items())}
+
+    def add(self, name: str, *, num_blocks: int) -> None:
+        """A replica, which holds nothing yet; it begins with the mean of the loads, or all would go to it."""
+        loads = [replica.load for replica in self._replicas.values()]
+        self._replicas[name] = _Replica(num_blocks, sum(loads) / len(loads) if loads else 0.0)
+
+    def remove(self, name: str) -> None:
+        """Does nothing for one that is not there."""
+        self._replicas.pop(name, None)
+
+    def choose(self, request: GenerateRequest) -> str:
+        """The replica for a request, which is counted as its work and remembered as what it holds.
+
+        Raises:
+            LookupError: there is none.
+        """
+        if not self._replicas:
+            raise LookupError("there is no replica")
+        digests = prefix_digests(request, block_size_tokens=self._block_size_tokens, key=self._key)
+        held = {name: replica.held_blocks(digests) for name, replica in self._replicas.items()}
+        costs = {name: self._cost(request, blocks) for name, blocks in held.items()}
+        name = self._best(held, self._within_bound(costs))
+        self._take(self._replicas[name], digests, costs[name])
+        return name
+
+    def _within_bound(self, costs: dict[str, int]) -> list[str]:
+        total, size = sum(replica.load for replica in self._replicas.values()), len(self._replicas)
+        least = min(self._replicas, key=lambda name: (self._replicas[name].load, name))
+        return [
+            name
+            for name, replica in sorted(self._replicas.items())
+            if name == least or replica.load + costs[name] <= (1 + self._slack) * (total + costs[name]) / size
+        ]
+
+    def _best(self, held: dict[str, int], names: Sequence[str]) -> str:
+        most = max(held[name] for name in names)
+        candidates = [name for name in names if held[name] == most]
+        if len(candidates) > 2:
+            candidates = self._random.sample(candidates, 2)
+        return min(candidates, key=lambda name: (self._replicas[name].load, name))
+
+    def _cost(self, request: GenerateRequest, held_blocks: int) -> int:
+        """Tokens to compute: a prompt's last token is always computed, and how many follow is not known."""
+        return max(1, len(request.prompt_token_ids) - held_blocks * self._block_size_tokens)
+
+    def _take(self, replica: "_Replica", digests: list[bytes], cost: int) -> None:
+        replica.load += cost
+        replica.note(digests)
+        kept = math.exp(-cost / (self._memory_tokens * len(self._replicas)))
+        for each in self._replicas.values():
+            each.load *= kept
+
+
+def prefix_digests(request: GenerateRequest, *, block_size_tokens: int, key: bytes) -> list[bytes]:
+    """One per whole block of a prompt, each over all tokens up to its end; salts and adapters share none."""
+    tokens = array("I", request.prompt_token_ids)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    parts = ((request.lora or "").encode(), (request.cache_salt or "").encode())
+    parent = blake2b(b"\0".join(part.hex().encode() for part in parts), digest_size=_DIGEST_BYTES, key=key)
+    chain, digests = parent.digest(), list[bytes]()
+    for begin in range(0, len(tokens) - block_size_tokens + 1, block_size_tokens):
+        block = tokens[begin : begin + block_size_tokens].tobytes()
+        chain = blake2b(chain + block, digest_size=_DIGEST_BYTES, key=key).digest()
+        digests.append(chain)
+    return digests
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What a replica is believed to hold, the least recently used first."""
+
+    num_blocks: int
+    load: float
+    held: OrderedDict[bytes, None] = field(default_factory=OrderedDict[bytes, None])
+
+    def held_blocks(self, digests: Sequence[bytes]) -> int:
+        return sum(1 for _ in itertools.takewhile(self.held.__contains__, digests))
+
+    def note(self, digests: Sequence[bytes]) -> None:
+        # Last blocks first: of a chain the end is forgotten before its beginning, without which it is of no use.
+        for digest in reversed(digests):
+            self.held[digest] = None
+            self.held.move_to_end(digest)
+        while len(self.held) > self.num_blocks:
+            self.held.popitem(last=False)

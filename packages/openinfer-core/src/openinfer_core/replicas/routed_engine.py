@@ -1,0 +1,262 @@
+"""`RoutedEngine`: engines of one model, here or on other machines, as one `EngineHandle`.
+
+    submit ─► router ─► a replica ─► its events ─► the one reader
+                 ▲                        │
+                 └── once more, elsewhere ┴── the replica died before the request had shown a token
+
+A request keeps its id and its seed when it is sent again. One that has shown tokens ends with the replica,
+`Failed(SHUTDOWN)`: what another replica would say may differ from what the client has read.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from openinfer_core.engine import EngineHandle, EngineInfo, EngineStats
+from openinfer_core.errors import ContractViolation, EngineClosed, InvalidRequest, Refused
+from openinfer_core.events import Failed, FailureKind, Finished, Scheduled, TokenEvent, Tokens
+from openinfer_core.process.mailbox import Mailbox
+from openinfer_core.replicas.prefix_router import PrefixRouter
+from openinfer_core.request import GenerateRequest, RequestId
+
+if TYPE_CHECKING:
+    from openinfer_core.control import ControlCommand
+
+logger = logging.getLogger("openinfer.engine")
+
+# what all replicas must have alike: a request is checked, and its answer read, by these
+_ALIKE = ("family", "max_model_tokens", "num_token_ids", "eos_token_ids", "block_size_tokens", "capabilities")
+_SUMMED = ("num_blocks", "max_num_seqs", "max_waiting")
+_NO_REPLICA = "no replica can take the request at the moment"
+
+
+class RoutedEngine:
+    """Implements `EngineHandle`; it belongs to one event loop, and closes its replicas.
+
+    Args:
+        replicas: the first ones, by name; `add` brings others.
+        key: of the router's digests.
+        router: chooses among them; by default a `PrefixRouter`.
+
+    Raises:
+        Refused: two replicas are not of one model.
+    """
+
+    def __init__(self, replicas: Mapping[str, EngineHandle], *, key: bytes, router: PrefixRouter | None = None) -> None:
+        if not replicas:
+            raise ValueError("at least one replica is needed")
+        first = next(iter(replicas.values())).info
+        self._info = _info_of(first, [engine.info for engine in replicas.values()])
+        self._router = router or PrefixRouter(block_size_tokens=first.block_size_tokens, key=key)
+        self._replicas: dict[str, EngineHandle] = {}
+        self._flights: dict[RequestId, _Flight] = {}
+        self._mailbox = Mailbox()
+        self._listening: dict[str, asyncio.Task[None]] = {}
+        self._is_read = False
+        self._is_closing = False
+        self._ended_flight = asyncio.Event()
+        for name, engine in replicas.items():
+            self.add(name, engine)
+
+    # --- replicas ---------------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> list[str]:
+        """Those that get requests."""
+        return self._router.names
+
+    def add(self, name: str, engine: EngineHandle) -> None:
+        """Brings a replica, which gets requests from now on.
+
+        Raises:
+            Refused: it is not of this model.
+            InvalidRequest: another one has its name.
+        """
+        if name in self._replicas:
+            raise InvalidRequest(f"there is a replica {name} already")
+        _require_alike(self._info, engine.info, name)
+        self._replicas[name] = engine
+        self._router.add(name, num_blocks=engine.info.num_blocks)
+        if self._is_read:
+            self._listen_to(name)
+
+    async def drain(self, name: str) -> None:
+        """Sends a replica no more requests, waits for the end of those that it has, and closes it."""
+        self._router.remove(name)
+        while any(flight.replica == name for flight in self._flights.values()):
+            self._ended_flight.clear()
+            await self._ended_flight.wait()
+        engine = self._replicas.get(name)
+        if engine is not None:
+            await engine.close()
+
+    # --- the handle -------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def submit(self, request: GenerateRequest) -> None:
+        self._mailbox.open(request.request_id)
+        flight = self._flights[request.request_id] = _Flight(request)
+        self._send(flight)
+
+    def abort(self, request_id: RequestId) -> None:
+        flight = self._flights.get(request_id)
+        engine = None if flight is None else self._replicas.get(flight.replica)
+        if engine is not None:
+            engine.abort(request_id)
+
+    async def events(self) -> AsyncIterator[list[TokenEvent]]:
+        if not self._is_read:
+            self._is_read = True
+            for name in self._replicas:
+                self._listen_to(name)
+        async for events in self._mailbox.read():
+            yield events
+
+    async def stats(self) -> EngineStats:
+        """The sum over all replicas that live; see the fields for what else."""
+        self._mailbox.require_open()
+        answers = await asyncio.gather(*(engine.stats() for engine in self._replicas.values()), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineClosed):
+                raise answer
+        return _sum_of([answer for answer in answers if isinstance(answer, EngineStats)])
+
+    async def control(self, command: "ControlCommand") -> None:
+        """Commands all replicas."""
+        self._mailbox.require_open()
+        await asyncio.gather(*(engine.control(command) for engine in self._replicas.values()))
+
+    async def close(self) -> None:
+        self._is_closing = True
+        for engine in [*self._replicas.values()]:
+            await engine.close()
+        for task in [*self._listening.values()]:
+            await asyncio.wait((task,))
+        self._flights.clear()
+        self._mailbox.end()
+
+    # --- requests ---------------------------------------------------------------------------------------
+
+    def _send(self, flight: "_Flight") -> None:
+        """Sends a request to the first replica that takes it; without any it fails, and the client may try later."""
+        request = flight.request
+        with contextlib.suppress(LookupError):
+            while True:
+                flight.replica = self._router.choose(request)
+                try:
+                    self._replicas[flight.replica].submit(request)
+                except EngineClosed:
+                    self._router.remove(flight.replica)
+                else:
+                    return
+        self._end(request.request_id)
+        self._mailbox.put([Failed(request.request_id, FailureKind.UNAVAILABLE, _NO_REPLICA)])
+
+    def _listen_to(self, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._listen(name), name=f"openinfer-replica-{name}")
+        task.add_done_callback(functools.partial(self._has_ended, name))
+        self._listening[name] = task
+
+    async def _listen(self, name: str) -> None:
+        try:
+            async for events in self._replicas[name].events():
+                self._hear(name, events)
+        except (EngineClosed, ContractViolation) as error:
+            logger.error("replica %s is gone: %s", name, error)
+
+    def _has_ended(self, name: str, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("replica %s failed", name, exc_info=task.exception())
+        self._router.remove(name)
+        self._replicas.pop(name, None)
+        self._listening.pop(name, None)
+        left = [flight for flight in self._flights.values() if flight.replica == name]
+        for flight in [] if self._is_closing else left:
+            self._lose(flight)
+
+    def _hear(self, name: str, events: Iterable[TokenEvent]) -> None:
+        passed: list[TokenEvent] = []
+        for event in events:
+            flight = self._flights.get(event.request_id)
+            if flight is None or flight.replica != name:
+                continue
+            if isinstance(event, Failed) and event.kind is FailureKind.SHUTDOWN and not self._is_closing:
+                self._router.remove(name)
+                self._lose(flight)
+                continue
+            if isinstance(event, Scheduled) and flight.was_scheduled:
+                continue
+            flight.was_scheduled = flight.was_scheduled or isinstance(event, Scheduled)
+            flight.has_shown = flight.has_shown or isinstance(event, Tokens)
+            if isinstance(event, Finished | Failed):
+                self._end(event.request_id)
+            passed.append(event)
+        if passed:
+            self._mailbox.put(passed)
+
+    def _lose(self, flight: "_Flight") -> None:
+        """The replica of a request is gone."""
+        if not flight.has_shown and not flight.was_sent_again:
+            flight.was_sent_again = True
+            self._send(flight)
+            return
+        request_id = flight.request.request_id
+        self._end(request_id)
+        self._mailbox.put([Failed(request_id, FailureKind.SHUTDOWN, "the replica that served the request has ended")])
+
+    def _end(self, request_id: RequestId) -> None:
+        self._flights.pop(request_id, None)
+        self._ended_flight.set()
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A request that has not ended."""
+
+    request: GenerateRequest
+    replica: str = ""
+    was_scheduled: bool = False
+    has_shown: bool = False
+    was_sent_again: bool = False
+
+
+def _info_of(first: EngineInfo, infos: list[EngineInfo]) -> EngineInfo:
+    sums = {name: sum(getattr(info, name) for info in infos) for name in _SUMMED}
+    return msgspec.structs.replace(first, composition=first.composition | {"replicas": str(len(infos))}, **sums)
+
+
+def _require_alike(info: EngineInfo, other: EngineInfo, name: str) -> None:
+    for field in _ALIKE:
+        here, there = getattr(info, field), getattr(other, field)
+        if here != there:
+            raise Refused(f"replica {name} is not of this model: its {field} is {there!r}, and the others' {here!r}")
+
+
+def _sum_of(stats: list[EngineStats]) -> EngineStats:
+    """Numbers added up, lists joined; the age is that of the oldest step, grammars and slow call the first one's."""
+    if not stats:
+        raise EngineClosed("no replica is left")
+    totals: dict[str, Any] = {}
+    for field in msgspec.structs.fields(EngineStats):
+        values = [getattr(each, field.name) for each in stats]
+        if field.name == "step_age_s":
+            totals[field.name] = max(values)
+        elif field.name == "spec_decode_num_accepted_tokens_per_pos":
+            longest = max(map(len, values))
+            totals[field.name] = tuple(sum(each[at] for each in values if at < len(each)) for at in range(longest))
+        elif isinstance(values[0], tuple):
+            totals[field.name] = tuple(item for each in values for item in each)
+        elif isinstance(values[0], int | float):
+            totals[field.name] = sum(values)
+        else:
+            totals[field.name] = next((each for each in values if each is not None), None)
+    return EngineStats(**totals)

@@ -1,0 +1,263 @@
+"""Several engines as one handle: the contract of every handle, replicas that die, and requests that are sent again."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+import pytest
+
+from openinfer_core import (
+    EngineClosed,
+    EngineHandle,
+    Failed,
+    FailureKind,
+    Finished,
+    GenerateRequest,
+    InvalidRequest,
+    Refused,
+    RequestId,
+    SamplingParams,
+    Scheduled,
+    TokenEvent,
+    Tokens,
+)
+from openinfer_core.process.engine_process import LinkKind
+from openinfer_core.process.local import InProcessEngine
+from openinfer_core.process.remote import RemoteEngine, join_engine
+from openinfer_core.replicas import RoutedEngine
+from openinfer_core.simulated import SimulatedLoop, SimulatedOptions, simulated_token, spawn_simulated
+from openinfer_core.testing.engine import ENGINE_CHECKS, EngineCheck
+
+KEY = b"k" * 16
+OPTIONS = SimulatedOptions()
+SLOW = SimulatedOptions(ttft_s=3000.0)
+ENDLESS = SimulatedOptions(tpot_s=0.001)
+
+
+def simulated(options: SimulatedOptions = OPTIONS) -> InProcessEngine:
+    return InProcessEngine(SimulatedLoop(options))
+
+
+def routed(*engines: EngineHandle) -> RoutedEngine:
+    return RoutedEngine({f"replica {number}": engine for number, engine in enumerate(engines)}, key=KEY)
+
+
+@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=attrgetter("__name__"))
+def test_two_replicas_keep_the_contract_of_one_engine(check: EngineCheck) -> None:
+    check(lambda: routed(simulated(), simulated()))
+
+
+def ask(request_id: int, *prompt: int, **sampling: Any) -> GenerateRequest:
+    params = SamplingParams(**{"max_tokens": 4, **sampling})
+    return GenerateRequest(request_id=RequestId(request_id), prompt_token_ids=prompt or (request_id,), sampling=params)
+
+
+class Reader:
+    """Reads a handle's events in a task of its own."""
+
+    def __init__(self, handle: EngineHandle) -> None:
+        self.seen: list[TokenEvent] = []
+        self._changed = asyncio.Event()
+        self._task = asyncio.create_task(self._read(handle.events()))
+
+    async def _read(self, events: AsyncIterator[list[TokenEvent]]) -> None:
+        async for batch in events:
+            self.seen += batch
+            self._changed.set()
+
+    async def wait_for(self, count: int, kind: type | tuple[type, ...]) -> list[Any]:
+        while len(found := [event for event in self.seen if isinstance(event, kind)]) < count:
+            self._changed.clear()
+            await self._changed.wait()
+        return found
+
+    async def end(self) -> None:
+        await self._task
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+def kill(engine: RemoteEngine) -> None:
+    """As the death of its machine would look."""
+    import os
+    import signal
+
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+
+
+def of(engine: RoutedEngine, names: list[str]) -> None:
+    assert engine.replicas == names
+
+
+def test_a_request_that_has_shown_nothing_is_sent_again_once_with_its_seed() -> None:
+    async def scenario() -> None:
+        dying = spawn_simulated(SLOW, link=LinkKind.TCP)
+        engine = routed(dying)
+        reader = Reader(engine)
+        request = ask(1, 5, 6, 7, seed=42)
+        engine.submit(request)
+        await dying.stats()  # it has it
+        engine.add("other", simulated())
+        kill(dying)
+        (finished,) = await reader.wait_for(1, (Finished, Failed))
+        assert isinstance(finished, Finished)
+        tokens = [token for event in reader.seen if isinstance(event, Tokens) for token in event.token_ids]
+        assert tokens == [simulated_token(request, at, OPTIONS) for at in range(4)]
+        assert len([event for event in reader.seen if isinstance(event, Scheduled)]) == 1
+        of(engine, ["other"])
+        await engine.close()
+        await reader.end()
+        await dying.close()
+
+    run(scenario())
+
+
+def test_a_request_that_has_shown_tokens_ends_with_its_replica() -> None:
+    async def scenario() -> None:
+        dying = spawn_simulated(ENDLESS, link=LinkKind.TCP)
+        engine = routed(dying)
+        reader = Reader(engine)
+        engine.submit(ask(1, max_tokens=100_000))
+        await reader.wait_for(1, Tokens)
+        engine.add("other", simulated())
+        kill(dying)
+        (failed,) = await reader.wait_for(1, (Finished, Failed))
+        assert failed == Failed(RequestId(1), FailureKind.SHUTDOWN, "the replica that served the request has ended")
+        await engine.close()
+        await reader.end()
+        await dying.close()
+
+    run(scenario())
+
+
+def test_the_last_replicas_death_leaves_none_that_hangs() -> None:
+    async def scenario() -> None:
+        dying = spawn_simulated(SLOW, link=LinkKind.TCP)
+        engine = routed(dying)
+        reader = Reader(engine)
+        for number in range(5):
+            engine.submit(ask(number))
+        await dying.stats()
+        kill(dying)
+        failures = await reader.wait_for(5, Failed)
+        assert {failure.kind for failure in failures} == {FailureKind.UNAVAILABLE}
+        with pytest.raises(EngineClosed):
+            await engine.stats()
+        engine.submit(ask(9))
+        assert (await reader.wait_for(6, Failed))[-1].request_id == 9
+        engine.add("new", simulated())
+        engine.submit(ask(10))
+        await reader.wait_for(1, Finished)
+        await engine.close()
+        await reader.end()
+        await dying.close()
+
+    run(scenario())
+
+
+def test_a_request_is_sent_again_once_only() -> None:
+    async def scenario() -> None:
+        dying = [spawn_simulated(SLOW, link=LinkKind.TCP) for _ in range(2)]
+        engine = routed(dying[0])
+        reader = Reader(engine)
+        engine.submit(ask(1))
+        await dying[0].stats()
+        engine.add("second", dying[1])
+        kill(dying[0])
+        while (await dying[1].stats()).waiting + (await dying[1].stats()).running == 0:  # noqa: ASYNC110 - it asks another process
+            await asyncio.sleep(0)
+        engine.add("third", simulated())
+        kill(dying[1])
+        (failed,) = await reader.wait_for(1, (Finished, Failed))
+        assert failed.kind is FailureKind.SHUTDOWN
+        await engine.close()
+        await reader.end()
+        for each in dying:
+            await each.close()
+
+    run(scenario())
+
+
+def test_draining_ends_what_runs_and_sends_the_rest_elsewhere() -> None:
+    async def scenario() -> None:
+        engine = routed(simulated(ENDLESS))
+        reader = Reader(engine)
+        engine.submit(ask(1, max_tokens=50))
+        engine.add("other", simulated())
+        draining = asyncio.create_task(engine.drain("replica 0"))
+        await asyncio.sleep(0)
+        of(engine, ["other"])
+        engine.submit(ask(2))
+        finished = await reader.wait_for(2, (Finished, Failed))
+        assert {type(each) for each in finished} == {Finished}
+        assert next(each for each in finished if each.request_id == 1).completion_tokens == 50
+        await draining
+        await engine.close()
+        await reader.end()
+
+    run(scenario())
+
+
+def test_replicas_of_another_model_or_name_are_refused() -> None:
+    async def scenario() -> None:
+        engine, other = routed(simulated()), simulated(SimulatedOptions(num_token_ids=77))
+        with pytest.raises(Refused, match="replica b is not of this model: its num_token_ids is 77"):
+            engine.add("b", other)
+        with pytest.raises(InvalidRequest, match="there is a replica replica 0 already"):
+            engine.add("replica 0", other)
+        await other.close()
+        await engine.close()
+
+    run(scenario())
+    with pytest.raises(ValueError, match="at least one replica"):
+        RoutedEngine({}, key=KEY)
+
+
+def test_stats_and_bounds_are_those_of_all_replicas() -> None:
+    async def scenario() -> None:
+        one = simulated()
+        alone, engine = one.info, routed(one, simulated())
+        assert engine.info.num_blocks == 2 * alone.num_blocks
+        assert engine.info.max_waiting == 2 * alone.max_waiting
+        reader = Reader(engine)
+        for number in range(10):
+            engine.submit(ask(number, *range(number, number + 20)))
+        await reader.wait_for(10, Finished)
+        stats = await engine.stats()
+        assert stats.prompt_tokens == 200
+        assert stats.generated_tokens == 40
+        await engine.close()
+        await reader.end()
+
+    run(scenario())
+
+
+def test_an_engine_that_listens_at_an_address_is_joined_by_whom_has_the_token() -> None:
+    async def scenario() -> None:
+        host = "127.0.0.2"  # another address of this machine than the one that is taken by default
+        owner = spawn_simulated(OPTIONS, host=host)
+        assert owner.access is not None
+        assert owner.access.address.tcp_host == host
+        engine = RoutedEngine({"far": join_engine(owner.access)}, key=KEY)
+        reader = Reader(engine)
+        engine.submit(ask(1))
+        await reader.wait_for(1, Finished)
+        stranger = msgspec.structs.replace(owner.access, token="another")
+        with pytest.raises(EngineClosed):
+            join_engine(stranger)
+        await engine.close()  # ends the link, not the engine
+        await reader.end()
+        assert (await owner.stats()).generated_tokens == 4
+        await owner.close()
+
+    with contextlib.suppress(OSError):
+        import socket
+
+        socket.create_server(("127.0.0.2", 0)).close()
+        run(scenario())
