@@ -80,8 +80,10 @@ class PipeLink:
 
     def frames(self) -> Iterator[bytes]:
         self._is_read = True
-        with self._says:
+        try:
             yield from bodies(self._says.fileno())
+        finally:
+            self._says.close()
 
     def how_it_ended(self) -> str:
         """Its exit code or signal."""
