@@ -9,6 +9,7 @@ from openinfer_kv_cache import (
     KvCacheOptions,
     KvConfigError,
     PrefixHasher,
+    SequenceStateError,
 )
 
 
@@ -76,6 +77,36 @@ def test_clear_refuses_while_a_slot_copy_is_in_flight():
     cache.clear()
     assert cache.sequence(range(5)).count_cached_tokens() == 0
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("table_windows", [(None,), (None, 4)])
+def test_renewed_cache_finds_no_kv_of_another_version_and_that_of_the_same(table_windows):
+    key, options = b"k" * 16, KvCacheOptions(num_blocks=16, block_size_tokens=2, table_windows=table_windows)
+    cache, restarted = KvCache(options, digest_key=key), KvCache(options, digest_key=key)
+    sequence, waiting = cache.sequence(range(9)), cache.sequence(range(9))
+    first = list(sequence.prefix_digests())
+    assert sequence.reserve(9) is not None
+    sequence.seal(8)
+    assert waiting.count_cached_tokens() == 8
+    with pytest.raises(SequenceStateError, match="hold blocks"):
+        cache.renew("a")
+    assert waiting.count_cached_tokens() == 8
+    sequence.shrink(0)
+    versions = [first]
+    for version in ("a", "b"):
+        cache.renew(version)
+        assert waiting.count_cached_tokens() == 0
+        assert sequence.reserve(9) is not None
+        sequence.seal(8)
+        assert cache.sequence(range(9)).count_cached_tokens() == 8
+        cache.check_integrity()
+        versions.append(list(sequence.prefix_digests()))
+        sequence.shrink(0)
+    assert len({digest for digests in versions for digest in digests}) == 3 * len(first)
+    restarted.renew("b")
+    assert list(restarted.sequence(range(9)).prefix_digests()) == versions[2]
+    restarted.renew("")
+    assert list(restarted.sequence(range(9)).prefix_digests()) == first
 
 
 def test_live_sequences_are_counted_until_released(cache):

@@ -282,6 +282,17 @@ def test_clear_with_a_copy_in_flight_raises_and_changes_nothing(pool):
     assert pool.find(A) == 8
 
 
+def test_restart_drops_snapshots_and_trusts_slots_that_sequences_begin_anew_in(pool):
+    live = pool.allocate()
+    kept(pool, live, A)
+    pool.clear()
+    pool.restart()
+    assert pool.find(A) is None
+    assert pool.begin_snapshot(live, B, num_tokens=16) is not None
+    with pytest.raises(BlockStateError, match="1 copies"):
+        pool.restart()
+
+
 @pytest.mark.parametrize(("num_state_slots", "max_snapshots"), [(0, 0), (2, 2), (2, -1), (2**31, 0)])
 def test_construction_out_of_range_is_refused(num_state_slots, max_snapshots):
     with pytest.raises(KvConfigError):

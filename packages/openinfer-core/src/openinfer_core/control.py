@@ -5,6 +5,7 @@ refuses every other one by name.
 """
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -14,6 +15,9 @@ from openinfer_core.errors import Refused
 
 MAX_PATH_LENGTH = 4096
 """Bound of a path, in characters."""
+MAX_SEGMENTS = 1024
+_SegmentName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}$")]
+_ContentHash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32,128}$")]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Path = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_LENGTH)]
 
@@ -39,30 +43,79 @@ class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="unload_ad
     name: _Name
 
 
+class InFlight(StrEnum):
+    """What becomes of the requests in flight when an engine stops to serve."""
+
+    KEEP = "keep"
+    """They stop, and go on afterwards. After an update or a sleep, what they had computed is computed anew, with the
+    weights that are there then; tokens that they have stay."""
+    ABORT = "abort"
+    """They end with `Finished(ABORT)` and the tokens that they have."""
+
+
+class Pause(msgspec.Struct, frozen=True, array_like=True, tag="pause"):
+    """No step runs before `Resume`; requests that come meanwhile wait in the queue. Nothing to do if it is paused."""
+
+    requests: InFlight = InFlight.KEEP
+
+
+class Resume(msgspec.Struct, frozen=True, array_like=True, tag="resume"):
+    """Ends a pause; nothing to do without one. A sleep goes on."""
+
+
 class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
-    """Gives the device's memory back; no request is served before `Wake`."""
+    """Gives the memory of weights and KV back; requests that come before `Wake` fail with `UNAVAILABLE`.
+
+    The prefix cache is empty afterwards; KV tiers keep what they hold. Nothing to do if it is asleep.
+    """
 
     keeps_weights: bool = True
-    """In host memory; otherwise they are read again."""
+    """Their files are held open, so that the same weights come back though the folder is removed; refused if they have
+    changed, or are in no file. Otherwise they are read again from where they came from, whatever is there then, and
+    where that is no folder, `Wake` leaves the engine without weights."""
+    requests: InFlight = InFlight.KEEP
 
 
 class Wake(msgspec.Struct, frozen=True, array_like=True, tag="wake"):
-    """Ends a sleep."""
+    """Ends a sleep; nothing to do without one. Refused if the weights cannot be read: then it is asleep still."""
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_weights"):
-    """Reads the weights anew, and voids what was computed with the old ones."""
+    """Replaces all weights between two steps, and voids what was computed with the old ones.
 
-    path: _Path
-    """A folder on the engine's machine with a checkpoint of the same shapes."""
+    Names, shapes and dtypes are checked on all ranks first; a refusal has changed nothing, and requests in flight go
+    on. A failure after that leaves the engine without weights: requests fail with `UNAVAILABLE` until a complete
+    update.
+
+    Raises:
+        ValueError: not exactly one of `path` and `segments` is given, or a segment is named twice.
+    """
+
+    path: _Path | None = None
+    """A folder on the engine's machine with a checkpoint of the same shapes, below the root that the engine allows."""
+    segments: Annotated[tuple[_SegmentName, ...], msgspec.Meta(max_length=MAX_SEGMENTS)] = ()
+    """Shared memory on the engine's machine, by name, each the bytes of a safetensors file:
+    `openinfer_core.shared_weights`."""
+    content_hash: _ContentHash | None = None
+    """A hash of every byte of the new weights, in hexadecimal: KV is told apart by it, also in tiers and after a
+    restart. Without one the engine draws a number that it never uses again."""
+    requests: InFlight = InFlight.KEEP
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (not self.segments):
+            raise ValueError("an update comes from a path or from segments; give one of the two")
+        if len(set(self.segments)) != len(self.segments):
+            raise ValueError("a segment is named twice")
 
 
-ControlCommand: TypeAlias = FlushCache | LoadAdapter | UnloadAdapter | Sleep | Wake | UpdateWeights
+ControlCommand: TypeAlias = FlushCache | LoadAdapter | UnloadAdapter | Pause | Resume | Sleep | Wake | UpdateWeights
 
 CAPABILITY_OF: Mapping[type[msgspec.Struct], EngineCapability] = {
     FlushCache: EngineCapability.FLUSH_CACHE,
     LoadAdapter: EngineCapability.LOAD_ADAPTER,
     UnloadAdapter: EngineCapability.LOAD_ADAPTER,
+    Pause: EngineCapability.PAUSE,
+    Resume: EngineCapability.PAUSE,
     Sleep: EngineCapability.SLEEP,
     Wake: EngineCapability.SLEEP,
     UpdateWeights: EngineCapability.UPDATE_WEIGHTS,

@@ -21,10 +21,24 @@ class EngineCapability(StrEnum):
     """`GenerateRequest.transfer`."""
     FLUSH_CACHE = "flush_cache"
     LOAD_ADAPTER = "load_adapter"
+    PAUSE = "pause"
     SLEEP = "sleep"
     UPDATE_WEIGHTS = "update_weights"
     PREDICTIONS = "predictions"
     """`GenerateRequest.prediction_token_ids`."""
+
+
+class EngineState(StrEnum):
+    """Whether an engine serves, and if not, what has to happen first."""
+
+    SERVING = "serving"
+    PAUSED = "paused"
+    """Until `Resume`; requests wait."""
+    ASLEEP = "asleep"
+    """Until `Wake`; requests fail with `UNAVAILABLE`."""
+    WITHOUT_WEIGHTS = "without_weights"
+    """Until a complete `UpdateWeights`, because the last one failed or nothing could be read after a sleep; requests
+    fail with `UNAVAILABLE`."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -200,6 +214,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     plugin_faults: tuple[PluginFaults, ...] = ()
     """One for each plug-in that is guarded."""
     slow_call: SlowCall | None = None
+    state: EngineState = EngineState.SERVING
+    weights_version: str = ""
+    """What KV is told apart by since the weights were changed; empty for those that the engine began with."""
+    weight_updates: int = 0
+    """Complete ones."""
+    failed_weight_updates: int = 0
+    """Those that left the engine without weights."""
+    sleeps: int = 0
     step_age_s: float = 0.0
     """Seconds since the loop last completed an iteration while there was work; 0 when idle. Health is this number."""
 

@@ -36,6 +36,8 @@ from openinfer_engine.kv_tiers import (
     require_tiered,
 )
 from openinfer_engine.kv_transfer import Handovers, KvTransfer, require_pins
+from openinfer_engine.lifecycle.lifecycle import WeightsInUse
+from openinfer_engine.lifecycle.orders import WeightsSource
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat, LoopHost
@@ -134,6 +136,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         compiler = engine_plan.make_grammar_compiler()  # before the weights: it reads the tokenizer while they load
         if compiler is not None:
             undo.callback(compiler.close)
+        weights = _weights_in_use(engine_plan)  # before they are read: what is written later counts as a change
         pages = _prepare_tiers(engine_plan, tiers, scheduler)
         undo.callback(pages.close)
         # Gigabytes of pages take seconds: they are taken while the weights are loaded, and waited for afterwards.
@@ -160,7 +163,18 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         drafter_faults=None if engine_plan.drafter is None else engine_plan.drafter.faults,
         tracer=tracer,
         step_trace=step_trace,
+        weights=weights,
     )
+
+
+def _weights_in_use(engine_plan: EnginePlan) -> WeightsInUse | None:
+    """None where they cannot change: on a GPU graphs hold their addresses, and a step trace could not be repeated."""
+    options = engine_plan.options
+    if options.device is DeviceKind.CUDA or options.step_trace is not None:
+        return None
+    is_dummy = options.load_format is LoadFormat.DUMMY
+    folder = None if is_dummy else str(engine_plan.model_dir.resolve())
+    return WeightsInUse(WeightsSource(folder=folder), root=options.weights_root)
 
 
 def _prepare_tiers(engine_plan: EnginePlan, tiers: OpenTiers | None, scheduler: Scheduler) -> MemoryPrefault:

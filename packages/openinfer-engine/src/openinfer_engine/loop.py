@@ -28,7 +28,8 @@ from openinfer_core import (
     RequestId,
     TokenEvent,
 )
-from openinfer_core.control import ControlCommand, FlushCache, refusal_of
+from openinfer_core.control import CAPABILITY_OF, ControlCommand, FlushCache, refusal_of
+from openinfer_core.engine import EngineState
 from openinfer_core.grammars import GrammarCompiler
 from openinfer_core.scheduling import FlushesCache, Scheduler, StepPlan
 from openinfer_core.scheduling.draft_counter import DraftCounter
@@ -39,6 +40,8 @@ from openinfer_engine.guard import GuardOptions, SchedulerGuard
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_tiers.port import PoolTierPort
 from openinfer_engine.kv_transfer import KvTransfer
+from openinfer_engine.lifecycle.lifecycle import Lifecycle, WeightsInUse
+from openinfer_engine.lifecycle.orders import ObeysOrders
 from openinfer_engine.tracing.step_trace import StepTrace
 from openinfer_engine.tracing.trace import LOOP, NoTrace, Tracer
 from openinfer_engine.worker.runner import PendingStep, Runner
@@ -60,6 +63,7 @@ class StepLoop:
     the port, the grammar compiler, the recorder of KV events, the tracer and the step trace are closed with it.
 
     Args:
+        weights: where the runner's come from; None: they cannot change, and the engine neither sleeps nor pauses.
         mask_wait_s: that a step waits for masks at most, before it goes on without the rows that need them.
     """
 
@@ -76,6 +80,7 @@ class StepLoop:
         port: PoolTierPort | None = None,
         kv_transfer: KvTransfer | None = None,
         adapters: AdapterTable | None = None,
+        weights: WeightsInUse | None = None,
         max_drafts: int = 0,
         drafter_faults: DrafterFaults | None = None,
         tracer: Tracer | None = None,
@@ -103,7 +108,13 @@ class StepLoop:
         self._drafter_faults = drafter_faults or DrafterFaults()
         self._tracer = tracer or NoTrace()
         self._in_flight: _InFlight | None = None
+        self._unsaid: list[TokenEvent] = []  # of a command, whose refusal has no place for them
         self._masked = MaskedRequests(grammar_compiler, num_token_ids=info.num_token_ids, wait_s=mask_wait_s)
+        self._lifecycle: Lifecycle | None = None
+        if weights is not None and isinstance(runner, ObeysOrders) and self._guard.changes_weights:
+            self._lifecycle = Lifecycle(runner, self, weights, clock=clock)
+            can = (*self._info.capabilities, *self._lifecycle.capabilities)
+            self._info = msgspec.structs.replace(self._info, capabilities=can)
 
     @property
     def info(self) -> EngineInfo:
@@ -121,14 +132,22 @@ class StepLoop:
     def busy(self) -> bool:
         """Whether there is work: requests, a step in flight, blocks on their way from or to tiers, or a dead rank."""
         is_moving = self._port is not None and self._port.is_moving
+        if not self._runs:
+            return bool(self._unsaid) or is_moving or self._runner.failure is not None
         return (
             self._guard.num_unfinished > 0
+            or bool(self._unsaid)
             or self._in_flight is not None
             or self._masked.num_compiling > 0
             or is_moving
             or (self._transfer is not None and self._transfer.is_busy)
             or self._runner.failure is not None
         )
+
+    @property
+    def _runs(self) -> bool:
+        """Whether steps are planned."""
+        return self._lifecycle is None or self._lifecycle.state is EngineState.SERVING
 
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
         self._tracer.submitted(request)
@@ -137,6 +156,8 @@ class StepLoop:
         return events
 
     def _take(self, request: GenerateRequest) -> list[TokenEvent]:
+        if self._lifecycle is not None and (reason := self._lifecycle.refusal) is not None:
+            return [Failed(request.request_id, FailureKind.UNAVAILABLE, reason)]
         refusal = self._refusal(request)
         if refusal is not None:
             return [Failed(request.request_id, FailureKind.INVALID, refusal)]
@@ -190,9 +211,12 @@ class StepLoop:
         """
         if self._runner.failure is not None:
             raise self._runner.failure
+        events, self._unsaid = self._unsaid, []
+        if not self._runs:
+            return events + self._stand_still()
         with self._tracer.span(LOOP, "masks"):
             failures = self._masked.settle()
-        events = self._ended(failures)
+        events += self._ended(failures)
         events += self._add_compiled()
         events += self._take_looked_up()
         # Before the plan, which uses what has come from tiers.
@@ -238,20 +262,67 @@ class StepLoop:
         return events
 
     def control(self, command: ControlCommand) -> list[TokenEvent]:
-        """Takes the result of the step in flight first, so that nothing is under way."""
-        if not (isinstance(command, FlushCache) and isinstance(self._scheduler, FlushesCache)):
+        """Takes the result of the step in flight first, so that nothing is under way.
+
+        What that and the command mean for requests is said by the next step if the command is refused.
+        """
+        if CAPABILITY_OF[type(command)] not in self._info.capabilities:
             raise refusal_of(command, self._info.capabilities)
         before, self._in_flight = self._in_flight, None
-        events = [] if before is None else self._follow(self._finish(before), [])
-        self._scheduler.flush_cache()
-        if self._step_trace is not None:
-            self._step_trace.flushed()
+        if before is not None:
+            self._unsaid += self._follow(self._finish(before), [])
+        if isinstance(command, FlushCache) and isinstance(self._scheduler, FlushesCache):
+            self._flush_cache(self._scheduler)
+        elif self._lifecycle is not None:
+            self._lifecycle.obey(command)
+        else:
+            raise refusal_of(command, self._info.capabilities)
         if self._kv_events is not None:
             self._kv_events.flush()
+        events, self._unsaid = self._unsaid, []
         return events
+
+    def _flush_cache(self, scheduler: FlushesCache) -> None:
+        scheduler.flush_cache()
+        if self._step_trace is not None:
+            self._step_trace.flushed()
+
+    def _stand_still(self) -> list[TokenEvent]:
+        """Of a loop that plans no steps: copies between pool and tiers end all the same."""
+        if self._port is not None:
+            self._port.settle()
+            if self._port.is_moving:
+                self._port.wait(_TIER_WAIT_S)
+        return []
+
+    # --- what a `Lifecycle` asks, with no step in flight ------------------------------------------------
+
+    def park(self) -> bool:
+        """Takes the slots and blocks of all requests; whether nothing has any, and no copy is under way."""
+        if self._port is not None:
+            self._port.settle()
+        return self._guard.park() and not (self._port is not None and self._port.is_moving)
+
+    def renew_cache(self, kv_version: str) -> None:
+        self._guard.renew_cache(kv_version)
+
+    def wait_for_copies(self, timeout_s: float) -> None:
+        if self._port is not None:
+            self._port.wait(timeout_s)
+
+    def end_all(self, failure: str | None) -> None:
+        """Ends all requests, as aborted, or with `UNAVAILABLE` and a reason. No step is in flight."""
+        for request_id in sorted(self._guard.unfinished_ids | self._masked.compiling_ids):
+            ended = self._end(request_id)
+            if failure is not None:
+                ended = [Failed(request_id, FailureKind.UNAVAILABLE, failure)]
+            self._tracer.told(ended)
+            self._unsaid += ended
 
     def reconcile(self, open_ids: AbstractSet[RequestId]) -> list[TokenEvent]:
         """Ends what the scheduler has lost or starves; requests that wait for a grammar are the loop's own."""
+        if not self._runs:
+            return []
         open_ids = open_ids - self._masked.compiling_ids
         if self._transfer is not None:
             open_ids -= self._transfer.open_ids
@@ -283,6 +354,8 @@ class StepLoop:
             stats = msgspec.structs.replace(stats, waiting=waiting, kv_transfer=self._transfer.stats())
         if self._drafts is not None:
             stats = self._drafts.told_in(stats)
+        if self._lifecycle is not None:
+            stats = self._lifecycle.told_in(stats)
         if self._port is None:
             return stats
         # What the tiers did is told here, so that no scheduler has to.

@@ -1,6 +1,7 @@
 """`EngineOptions`: everything a user may set about an engine. Field names are the command's flags."""
 
 from enum import StrEnum
+from pathlib import Path
 
 import msgspec
 
@@ -168,6 +169,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Whether the output head is quantised to FP8 when it is loaded: half of its bytes are read for each token."""
     load_format: LoadFormat = LoadFormat.SAFETENSORS
     """Where weights come from."""
+    weights_root: str | None = None
+    """Folder below which those lie that weights may be updated from while the engine runs (POST /update_weights), links
+    resolved; without one, none may be named. See docs/reference/weight-updates.md."""
     gguf_weights: GgufWeights = GgufWeights.AUTO
     """Whether matrices of a GGUF file in Q8_0, Q4_0 and Q4_1 stay quantised (stored), which takes a half to an eighth
     of the memory, or are dequantised when they are loaded; auto is stored on a GPU and dequantised on a CPU."""
@@ -243,6 +247,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise InvalidRequest("kv_cache_bytes and num_blocks say the same thing; give one", field="num_blocks")
         _check_speculative(self.speculative)
         parse_scheduler_options(self.scheduler_option, field="scheduler_option")
+        _check_folder("weights_root", self.weights_root)
         if self.kv_events is not None:
             _check_kv_events(self.kv_events, prefix_cache=self.prefix_cache)
         if self.step_trace is not None and (self.kv_tier or self.speculation is not None):
@@ -277,6 +282,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def _check(name: str, value: int | None, low: int, high: int) -> None:
     if value is not None and not low <= value <= high:
         raise InvalidRequest(f"{name} is {value}; it must be between {low} and {high}", field=name)
+
+
+def _check_folder(name: str, path: str | None) -> None:
+    if path is not None and not Path(path).is_dir():
+        raise InvalidRequest(f"{name} {path} is no folder", field=name)
 
 
 def _check_kv_events(setting: str, *, prefix_cache: bool) -> None:

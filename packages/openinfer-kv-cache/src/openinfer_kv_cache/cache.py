@@ -12,7 +12,7 @@ from openinfer_core.windows import MAX_TABLES, blocks_for_context
 from openinfer_kv_cache.blocks import BlockPool, BlockState
 from openinfer_kv_cache.checks import check_count
 from openinfer_kv_cache.digest import PrefixHasher, table_digests
-from openinfer_kv_cache.errors import IntegrityError, KvConfigError
+from openinfer_kv_cache.errors import IntegrityError, KvConfigError, SequenceStateError
 from openinfer_kv_cache.eviction import EvictionPolicy
 from openinfer_kv_cache.listener import BlockListener
 from openinfer_kv_cache.sequence import BlockSequence
@@ -157,6 +157,25 @@ class KvCache:
         if self.slots is not None:
             self.slots.clear()  # first: it refuses while copies are under way, and then nothing has changed
         self.pool.clear()
+
+    def renew(self, weights_version: str) -> None:
+        """Voids all content, and has digests bind a version of the weights; sequences begin anew.
+
+        The same version gives the same digests, in tiers and after a restart, too; an empty one is that of the weights
+        that the layout's digest names.
+
+        Raises:
+            SequenceStateError: a sequence holds blocks; nothing has changed.
+            BlockStateError: copies of states are under way; nothing has changed.
+        """
+        if any(table.held for sequence in self._live for table in sequence.tables):
+            raise SequenceStateError("weights cannot change while sequences hold blocks; shrink all to 0 first")
+        if self.slots is not None:
+            self.slots.restart()
+        self.pool.clear()
+        self.hasher.weights_version = weights_version
+        for sequence in self._live:
+            sequence.forget_digests()
 
     def check_integrity(self) -> None:
         """Compares pool, slots, sequences and pins with each other, O(blocks + tokens); raises `IntegrityError`."""

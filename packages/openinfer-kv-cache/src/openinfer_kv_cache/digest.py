@@ -1,7 +1,8 @@
 """Identity of prefixes: chained, keyed 128-bit digests.
 
     root      = H("openinfer-root",  version, block size, layout digest, LoRA name, cache salt)
-    digest[i] = H("openinfer-block", digest[i - 1], or root for i = 0, token ids of block i as uint32 LE)
+    start     = root, or H("openinfer-weight", root, version of the weights), once they have changed
+    digest[i] = H("openinfer-block", digest[i - 1], or start for i = 0, token ids of block i as uint32 LE)
     state[p]  = H("openinfer-state", digest[i], p as uint32 LE): chunk p of the recurrent states after block i
     table t's block = digest[i], its first byte XOR t: what the layers of block table t keep of the same tokens
     H(person, message) = BLAKE2b-128 with the key and the personalisation `person`
@@ -45,7 +46,7 @@ class PrefixHasher:
         KvConfigError: the key's length or the block size is out of range.
     """
 
-    __slots__ = ("_block", "_group", "_key", "_known", "_layout_digest", "block_size_tokens")
+    __slots__ = ("_block", "_group", "_key", "_known", "_layout_digest", "_weights_version", "block_size_tokens")
 
     def __init__(self, block_size_tokens: int, *, key: bytes | None = None, layout_digest: str = "") -> None:
         if block_size_tokens < 1:
@@ -55,6 +56,7 @@ class PrefixHasher:
         self.block_size_tokens = block_size_tokens
         self._key = secrets.token_bytes(32) if key is None else key
         self._layout_digest = layout_digest
+        self._weights_version = ""
         self._block = hashlib.blake2b(digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-block")
         # Digests of groups of blocks that were computed before, by a digest of the group and what it follows: a
         # conversation's next turn needs those of all turns before it again.
@@ -76,6 +78,18 @@ class PrefixHasher:
         root = hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-root")
         return Digest(root.digest())
 
+    @property
+    def weights_version(self) -> str:
+        """What chains begin with besides their root; empty for the weights that the layout's digest names.
+
+        Chains that were computed before it was set stay what they are: their owner forgets them.
+        """
+        return self._weights_version
+
+    @weights_version.setter
+    def weights_version(self, version: str) -> None:
+        self._weights_version = version
+
     def chain(self, root: Digest, token_ids: Iterable[int]) -> list[Digest]:
         """The digests of all full blocks of `token_ids`, each a uint32 (else `OverflowError`)."""
         ids = array("I", token_ids)
@@ -91,7 +105,7 @@ class PrefixHasher:
         while begin < len(encoded):
             end = begin + 4 * size * _to_next_group(len(digests))
             is_whole = end - begin == group_bytes and end <= len(encoded)
-            parent: bytes = digests[-1] if digests else root
+            parent: bytes = digests[-1] if digests else self._start(root)
             digests += (self._group_digests if is_whole else self._digests)(parent, encoded[begin:end])
             begin = end
 
@@ -118,6 +132,12 @@ class PrefixHasher:
             parent = block.digest()
             made.append(Digest(parent))
         return made
+
+    def _start(self, root: Digest) -> bytes:
+        if not self._weights_version:
+            return root
+        message = root + _encode_field(self._weights_version.encode())
+        return hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-weight").digest()
 
     def state_digests(self, digest: Digest, num_chunks: int) -> list[Digest]:
         """Identities of the recurrent states at the end of the prefix that `digest` names, in chunks; no block's."""

@@ -305,6 +305,17 @@ class BlockSequence:
         if self._on_release is not None:
             self._on_release(self)
 
+    def forget_digests(self) -> None:
+        """Its digests are computed again when they are next asked for: the hasher's version of the weights has changed.
+
+        Raises:
+            SequenceStateError: it holds blocks, which have digests of the old version.
+        """
+        if self.capacity_tokens:
+            raise SequenceStateError("a sequence that holds blocks cannot begin anew; shrink it to 0 first")
+        self._digests.clear()
+        self._generation = self._pool.generation
+
     # Integrity.
 
     def check_integrity(self) -> None:

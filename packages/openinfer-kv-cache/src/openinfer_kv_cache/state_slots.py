@@ -282,6 +282,15 @@ class StateSlotPool:
         self._stale = {slot for slot in range(self.num_state_slots) if self._states.is_in(slot, StateSlotStatus.LIVE)}
         return dropped
 
+    def restart(self) -> None:
+        """As `clear`, where no state that a live slot holds is read again: sequences begin anew in them.
+
+        Raises:
+            BlockStateError: copies have not completed; nothing has changed.
+        """
+        self.clear()
+        self._stale.clear()
+
     # Private.
 
     def _require_owned(self, slot: int, *, verb: str) -> None:

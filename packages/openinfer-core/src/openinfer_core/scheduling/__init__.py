@@ -15,6 +15,7 @@ draft_counter.py    drafts and accepted ones, counted from results
 from openinfer_core.scheduling.scheduler import (
     MAX_ADAPTERS,
     MAX_DRAFTS,
+    ChangesWeights,
     ChoosesVictim,
     CountsTokens,
     FlushesCache,
@@ -35,6 +36,7 @@ __all__ = [
     "MAX_DRAFTS",
     "MAX_TABLES",
     "BoolColumn",
+    "ChangesWeights",
     "ChoosesVictim",
     "CountsTokens",
     "FlushesCache",

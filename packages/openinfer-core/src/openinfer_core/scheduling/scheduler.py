@@ -263,6 +263,26 @@ class FlushesCache(Protocol):
 
 
 @runtime_checkable
+class ChangesWeights(Protocol):
+    """A `Scheduler` whose requests can leave the device, and begin anew on other weights."""
+
+    def park(self) -> bool:
+        """Takes the slots and KV blocks of all requests; whether nothing has any, and no copy of KV is under way.
+
+        They stay unfinished and start again, with the tokens that they have, when steps are planned again. No step is
+        in flight, and none is planned before this was true once; it is called until it is.
+        """
+        ...
+
+    def renew_cache(self, kv_version: str) -> None:
+        """Forgets all KV, and names what is computed from now on by that version as well. After `park`.
+
+        The same version gives the same names, so that KV tiers find what was computed with the same weights.
+        """
+        ...
+
+
+@runtime_checkable
 class HoldsRows(Protocol):
     """A `Scheduler` that plans around requests whose next mask is not computed yet.
 

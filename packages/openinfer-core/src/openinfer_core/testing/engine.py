@@ -23,6 +23,8 @@ from openinfer_core.control import (
     ControlCommand,
     FlushCache,
     LoadAdapter,
+    Pause,
+    Resume,
     Sleep,
     UnloadAdapter,
     UpdateWeights,
@@ -281,6 +283,8 @@ async def check_control(driver: EngineDriver) -> None:
     commands: tuple[ControlCommand, ...] = (
         LoadAdapter("kit", "/nowhere"),
         UnloadAdapter("kit"),
+        Pause(),
+        Resume(),
         Sleep(),
         Wake(),
         UpdateWeights("/nowhere"),

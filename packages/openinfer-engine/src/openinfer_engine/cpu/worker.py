@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from openinfer_core import TokenLogprobs
+from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import Int32Column, StepPlan, StepResult
 from openinfer_engine.cpu.draft_rows import InputIds, SequenceLengths, SlotDrafts, indices_of
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.kv_tiers.pool import HostPool
-from openinfer_engine.model import Model
+from openinfer_engine.lifecycle.memory import give_back
+from openinfer_engine.model import KvLayers, Model
 from openinfer_engine.tracing.trace import DEVICE, NoTrace, Tracer
 from openinfer_engine.worker.block_tables import BlockTables
 from openinfer_engine.worker.logprobs import HostLogprobs
@@ -23,7 +25,7 @@ from openinfer_engine.worker.paged_tensors import KvPool
 from openinfer_engine.worker.runner import DoneStep
 from openinfer_engine.worker.sampling_state import SamplingState
 from openinfer_engine.worker.state_slots import StateSlots
-from openinfer_kernels import Array, HostArray, Ops
+from openinfer_kernels import Array, AttentionBatch, HostArray, Ops
 from openinfer_kv_cache import KvLayout
 
 # positions whose whole-vocabulary logits exist at a time when prompt log-probabilities are computed
@@ -128,6 +130,21 @@ class CpuWorker:
 
     def pool_memory(self) -> HostPool:
         return HostPool(self._kv_pool.blocks, None if self._states is None else self._states.memory)
+
+    def drop_model(self) -> None:
+        self._model = _NoModel()
+        self._drafts = None
+        self._prompts.clear()
+
+    def put_model(self, model: Model, drafter: SharedDrafter | None) -> None:
+        self._model = model
+        max_num_seqs = self._limits.max_num_seqs
+        self._drafts = None if drafter is None else SlotDrafts(drafter, max_num_seqs=max_num_seqs, ops=self._ops)
+
+    def drop_kv(self) -> None:
+        give_back(self._kv_pool.blocks)
+        if self._states is not None:
+            give_back(self._states.memory)
 
     def fence(self) -> Callable[[], None]:
         return _nothing
@@ -276,6 +293,16 @@ class CpuWorker:
         result = self._ops.logprobs(logits, token_ids, top=max(tops))
         columns = (result.chosen, result.ranks, result.top_ids, result.top)
         return HostLogprobs(*map(self._ops.download, columns)).of_rows(range(len(tops)), tops)
+
+
+class _NoModel:
+    """Stands where a model was: the engine plans no step before another one is there."""
+
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
+        raise ContractViolation("a step was launched while no weights are loaded")
+
+    def logits(self, hidden: Array) -> Array:
+        raise ContractViolation("a step was launched while no weights are loaded")
 
 
 def _nothing() -> None:

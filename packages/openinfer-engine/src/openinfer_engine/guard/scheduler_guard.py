@@ -38,7 +38,7 @@ from openinfer_core import (
     Tokens,
 )
 from openinfer_core.plugins import PLUGIN_ERRORS, SCHEDULERS
-from openinfer_core.scheduling import HoldsRows, Scheduler, SchedulerConfig, StepPlan, StepResult
+from openinfer_core.scheduling import ChangesWeights, HoldsRows, Scheduler, SchedulerConfig, StepPlan, StepResult
 from openinfer_engine.guard.errors import BadPlan
 from openinfer_engine.guard.plan_check import PlanCheck
 from openinfer_engine.guard.row_watch import RowWatch
@@ -79,6 +79,7 @@ class SchedulerGuard:
     ) -> None:
         self._scheduler = scheduler
         self._holds_rows = scheduler if isinstance(scheduler, HoldsRows) else None
+        self._changes_weights = scheduler if isinstance(scheduler, ChangesWeights) else None
         self._options = options
         self._clock = clock
         self._counts = dict.fromkeys(FaultKind, 0)
@@ -97,8 +98,12 @@ class SchedulerGuard:
 
     @property
     def num_unfinished(self) -> int:
+        return len(self.unfinished_ids)
+
+    @property
+    def unfinished_ids(self) -> AbstractSet[RequestId]:
         try:
-            return len(self._scheduler.unfinished_ids)
+            return self._scheduler.unfinished_ids
         except PLUGIN_ERRORS as error:
             raise self._raised("unfinished_ids", error) from error
 
@@ -137,6 +142,26 @@ class SchedulerGuard:
             raise self._raised("hold", error) from error
         finally:
             self._leave(call)
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether `park` and `renew_cache` may be called."""
+        return self._changes_weights is not None
+
+    def park(self) -> bool:
+        """As `ChangesWeights.park`; `PluginFault` if it raises."""
+        try:
+            return self._changes_weights is not None and self._changes_weights.park()
+        except PLUGIN_ERRORS as error:
+            raise self._raised("park", error) from error
+
+    def renew_cache(self, kv_version: str) -> None:
+        """As `ChangesWeights.renew_cache`; `PluginFault` if it raises."""
+        try:
+            if self._changes_weights is not None:
+                self._changes_weights.renew_cache(kv_version)
+        except PLUGIN_ERRORS as error:
+            raise self._raised("renew_cache", error) from error
 
     def plan(self) -> StepPlan | None:
         """The scheduler's next plan; `PluginFault` if it raises, or the plan breaks the contract."""

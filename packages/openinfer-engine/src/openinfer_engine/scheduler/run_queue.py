@@ -48,6 +48,9 @@ from openinfer_engine.scheduler.step_builder import StepInFlight
 from openinfer_engine.scheduler.windows import Windows
 from openinfer_kv_cache import BlockSaves, KvCache, KvCacheOptions, StateSlotCopy, TierPort
 
+PARK_PATIENCE_S = 1.0
+"""What copies into KV tiers may take before they are cancelled, when all is to leave the device."""
+
 
 @dataclass(slots=True, eq=False)
 class Admission:
@@ -453,6 +456,19 @@ class RunQueue:
     def take_released(self) -> tuple[int, ...]:
         released, self.released = self.released, []
         return tuple(released)
+
+    def park(self) -> bool:
+        """Preempts all that run or load; whether nothing has slots or blocks any more, and no copy is under way."""
+        while self.running:
+            self._preempt(self.running[-1])
+        while self._give_up_load():
+            pass
+        for saves in (self.saves, self._state_saves):
+            if saves is not None:
+                saves.hurry(PARK_PATIENCE_S)
+        self.settle()
+        moving = any(saves.is_moving for saves in (self.saves, self._state_saves) if saves is not None)
+        return not (moving or self.given_up)
 
     # --- out --------------------------------------------------------------------------------------------
 

@@ -51,8 +51,12 @@ class StateSaves:
                 still.append((transfer, hold))
         self._in_flight = still
 
-    def hurry(self) -> None:
-        latest_s = self._port.clock() - PATIENCE_S
+    @property
+    def is_moving(self) -> bool:
+        return bool(self._in_flight)
+
+    def hurry(self, patience_s: float = PATIENCE_S) -> None:
+        latest_s = self._port.clock() - patience_s
         for transfer, _ in self._in_flight:
             if transfer.begin_s < latest_s:
                 transfer.cancel()

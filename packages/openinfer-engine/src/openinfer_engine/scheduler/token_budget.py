@@ -86,6 +86,15 @@ class TokenBudgetScheduler:
         except BlockStateError as error:
             raise Refused(f"the cache cannot be flushed now: {error}; try again") from error
 
+    def park(self) -> bool:
+        """Raises `ContractViolation`: a step is in flight."""
+        if self._in_flight:
+            raise ContractViolation(f"{len(self._in_flight)} steps in flight write to what would be given back")
+        return self._queue.park()
+
+    def renew_cache(self, kv_version: str) -> None:
+        self._queue.kv.renew(kv_version)
+
     # --- requests ---------------------------------------------------------------------------------------
 
     def add(self, request: GenerateRequest, *, now_s: float) -> list[TokenEvent]:

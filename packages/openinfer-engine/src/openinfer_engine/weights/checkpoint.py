@@ -7,7 +7,7 @@ for each rank `R` of `N`, which have pieces of tensors under the same names (`ra
 (`openinfer_engine.gguf`). No other format is read, and nothing from outside the folder that an index names.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import MappingProxyType
 from typing import Self
@@ -54,10 +54,17 @@ class Checkpoint:
                     raise InvalidCheckpoint(f"tensor {name!r} is in {first.path.name} and in {file.path.name}")
 
     @classmethod
-    def open(cls, model_dir: Path, *, keeps_gguf: bool = False) -> "Checkpoint":
+    def open(
+        cls,
+        model_dir: Path,
+        *,
+        keeps_gguf: bool = False,
+        open_file: Callable[[Path], TensorFile] = SafetensorsFile,
+    ) -> "Checkpoint":
         """Opens a folder's files and checks that they are whole.
 
-        `keeps_gguf`: matrices of a GGUF file stay quantised where they are in formats that products read.
+        `keeps_gguf`: matrices of a GGUF file stay quantised where they are in formats that products read. `open_file`
+        opens each of safetensors.
 
         Raises:
             InvalidCheckpoint: files are missing or damaged, or the index contradicts them.
@@ -68,17 +75,17 @@ class Checkpoint:
         if len(found) > 1:
             raise InvalidCheckpoint(f"{model_dir} has both {found[0]} and {found[1]}; remove the one that is stale")
         if single.exists():
-            return cls([SafetensorsFile(single)])
+            return cls([open_file(single)])
         if index.exists():
-            return _open_shards(index)
+            return _open_shards(index, open_file)
         if gguf.exists():
             return cls([GgufFile(gguf, keeps_quantised=keeps_gguf)])
         if of_ranks:
-            return cls._of_ranks([SafetensorsFile(path) for path in of_ranks])
+            return cls._of_ranks([open_file(path) for path in of_ranks])
         raise InvalidCheckpoint(_no_weights(model_dir))
 
     @classmethod
-    def _of_ranks(cls, files: Sequence[SafetensorsFile]) -> "Checkpoint":
+    def _of_ranks(cls, files: Sequence[TensorFile]) -> "Checkpoint":
         checkpoint = cls([])
         for name in dict.fromkeys(name for file in files for name in file.tensors):
             checkpoint._pieces_of[name] = Pieces([file for file in files if name in file.tensors], name)
@@ -180,7 +187,7 @@ def share_of_rank(shape: tuple[int, ...], name: str, shard: Shard, *, rank: int,
     return rank * piece, (rank + 1) * piece
 
 
-def _open_shards(index: Path) -> Checkpoint:
+def _open_shards(index: Path, open_file: Callable[[Path], TensorFile]) -> Checkpoint:
     try:
         check_model_file(index)
         decoded = decode_unique_json(index.read_bytes(), what=str(index))
@@ -196,7 +203,7 @@ def _open_shards(index: Path) -> Checkpoint:
     if missing:
         listed = ", ".join(missing[:3])
         raise InvalidCheckpoint(f"{index.parent} lacks {len(missing)} of the {len(names)} files of its index: {listed}")
-    files = {name: SafetensorsFile(index.parent / name) for name in names}
+    files = {name: open_file(index.parent / name) for name in names}
     for tensor, name in weight_map.items():
         if tensor not in files[name].tensors:
             raise InvalidCheckpoint(f"{index.name} places tensor {tensor!r} in {name}, which does not have it")

@@ -1,9 +1,11 @@
 """Loading one rank, or all ranks of a process: weights, then memory and warm-up."""
 
+import io
 import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
 from openinfer_core import InvalidCheckpoint, read_config
@@ -11,6 +13,7 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafting import DrafterContext, SharedDrafter
 from openinfer_engine.engine_plan import EnginePlan
 from openinfer_engine.kernel_providers import with_providers
+from openinfer_engine.lifecycle.rank import HoldsModel, ReloadableWorker
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import LoadFormat
 from openinfer_engine.tracing.trace import NoTrace, Tracer
@@ -48,7 +51,6 @@ def _weights(engine_plan: EnginePlan) -> Generator[Checkpoint | None]:
         yield None
         return
     checkpoint = Checkpoint.open(engine_plan.model_dir, keeps_gguf=engine_plan.options.keeps_gguf)
-    checkpoint.join_pieces(engine_plan.definition.tensors(engine_plan.config))
     try:
         yield checkpoint
     finally:
@@ -58,18 +60,29 @@ def _weights(engine_plan: EnginePlan) -> Generator[Checkpoint | None]:
 def _load_model(
     engine_plan: EnginePlan, checkpoint: Checkpoint | None, communicator: Communicator, progress: LoadProgress
 ) -> tuple[Model, Ops]:
-    definition, config, rank = engine_plan.definition, engine_plan.config, communicator.rank
     ops = engine_plan.backend.make_ops()
-    if rank == 0:
+    if communicator.rank == 0:
         engine_plan.mark("operators")
+    return _read_model(engine_plan, checkpoint, communicator, ops, progress), ops
+
+
+def _read_model(
+    engine_plan: EnginePlan,
+    checkpoint: Checkpoint | None,
+    communicator: Communicator,
+    ops: Ops,
+    progress: LoadProgress,
+) -> Model:
+    definition, config, rank = engine_plan.definition, engine_plan.config, communicator.rank
     weights: WeightSource
     if checkpoint is None:
         weights = engine_plan.backend.dummy_weights(definition.tensors(config), rank=rank, size=communicator.size)
     else:
+        checkpoint.join_pieces(definition.tensors(config))
         weights = RankWeights(checkpoint, rank=rank, size=communicator.size)
     try:
         with ops.loading(progress.advance):
-            model = definition.load(
+            return definition.load(
                 config,
                 weights,
                 ops=with_providers(ops, engine_plan.kernel_providers),
@@ -78,15 +91,14 @@ def _load_model(
             )
     except WeightValueError as error:  # of codes that were looked at on their way to a GPU
         raise InvalidCheckpoint(str(error)) from error
-    return model, ops
 
 
 def _make_worker(
     engine_plan: EnginePlan, loaded: tuple[Model, Ops], communicator: Communicator, tracer: Tracer
 ) -> Worker:
     model, ops = loaded
-    drafter = _make_drafter(engine_plan, model, ops, communicator)
-    return engine_plan.backend.make_worker(
+    drafter = _make_drafter(engine_plan, model, ops, communicator, engine_plan.model_dir)
+    worker = engine_plan.backend.make_worker(
         model,
         ops=ops,
         num_blocks=engine_plan.num_blocks,
@@ -97,14 +109,27 @@ def _make_worker(
         mark=engine_plan.mark if communicator.rank == 0 else _no_mark,
         tracer=tracer if communicator.rank == 0 else NoTrace(),
     )
+    if not isinstance(worker, HoldsModel):
+        return worker
+
+    def read(checkpoint: Checkpoint | None, folder: Path | None) -> tuple[Model, SharedDrafter | None]:
+        progress = LoadProgress(engine_plan.weights_bytes, stream=io.StringIO())
+        with progress:
+            model = _read_model(engine_plan, checkpoint, communicator, ops, progress)
+        # A drafter is told by being made anew: what it has read of the model, or keeps of sequences, is void.
+        return model, _make_drafter(engine_plan, model, ops, communicator, folder or engine_plan.model_dir)
+
+    return ReloadableWorker(worker, worker, engine_plan, read)
 
 
-def _make_drafter(engine_plan: EnginePlan, model: Model, ops: Ops, communicator: Communicator) -> SharedDrafter | None:
+def _make_drafter(
+    engine_plan: EnginePlan, model: Model, ops: Ops, communicator: Communicator, model_dir: Path
+) -> SharedDrafter | None:
     if engine_plan.drafter is None:
         return None
     limits = engine_plan.worker_limits
     context = DrafterContext(
-        model_dir=engine_plan.model_dir,
+        model_dir=model_dir,
         config=read_config(engine_plan.model_dir),
         model=model,
         ops=with_providers(ops, engine_plan.kernel_providers),

@@ -1,4 +1,4 @@
-"""Reading one safetensors file through a memory map.
+"""Reading one safetensors file through a memory map; `copied_file.py` reads one that may change meanwhile.
 
     u64 little endian: N │ N bytes of JSON: name → dtype, shape, [begin, end) │ data
 
@@ -9,7 +9,7 @@ https://github.com/huggingface/safetensors#format
 
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -82,13 +82,10 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._map = _map_file(path)
-        header_bytes = _header_bytes(self._map, path)
-        self._data_start = _LENGTH_BYTES + header_bytes
-        # name -> dtype, shape and place of every tensor
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
-            _tensors(self._map[_LENGTH_BYTES : self._data_start], path)
+        # tensors: name -> dtype, shape and place of every tensor
+        self._data_start, self.tensors = read_header(
+            lambda begin, end: self._map[begin:end], num_bytes=len(self._map), path=path
         )
-        _check_cover(self.tensors, data_bytes=len(self._map) - self._data_start, path=path)
 
     def read(self, name: str) -> HostArray:
         """A whole tensor, read-only, without a copy (with one, if its data are not aligned to its dtype).
@@ -106,6 +103,27 @@ class SafetensorsFile:
         return np.require(array, requirements="A").reshape(info.array_shape)
 
 
+def read_header(
+    read: Callable[[int, int], bytes], *, num_bytes: int, path: Path
+) -> tuple[int, Mapping[str, TensorInfo]]:
+    """Where the data of a safetensors file begin, and the dtype, shape and place of every tensor by name.
+
+    Args:
+        read: the bytes from one place of the file to another.
+        num_bytes: of the file.
+        path: for messages.
+
+    Raises:
+        InvalidCheckpoint: it is not a valid safetensors file.
+    """
+    if num_bytes < _LENGTH_BYTES:
+        raise InvalidCheckpoint(f"{path} is too short to be a safetensors file; was the download interrupted?")
+    data_start = _LENGTH_BYTES + _header_bytes(read(0, _LENGTH_BYTES), num_bytes, path)
+    tensors = _tensors(read(_LENGTH_BYTES, data_start), path)
+    _check_cover(tensors, data_bytes=num_bytes - data_start, path=path)
+    return data_start, MappingProxyType(tensors)
+
+
 def _map_file(path: Path) -> mmap.mmap:
     try:
         check_model_file(path)
@@ -117,16 +135,16 @@ def _map_file(path: Path) -> mmap.mmap:
         raise InvalidCheckpoint(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _header_bytes(data: mmap.mmap, path: Path) -> int:
-    header_bytes = int.from_bytes(data[:_LENGTH_BYTES], "little")
+def _header_bytes(length: bytes, num_bytes: int, path: Path) -> int:
+    header_bytes = int.from_bytes(length, "little")
     if header_bytes > MAX_HEADER_BYTES:
         raise InvalidCheckpoint(
             f"{path} announces a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are read. "
             "It is no safetensors file, or a Git LFS pointer in place of one"
         )
-    if _LENGTH_BYTES + header_bytes > len(data):
+    if _LENGTH_BYTES + header_bytes > num_bytes:
         raise InvalidCheckpoint(
-            f"{path} announces a header of {header_bytes} bytes but has {len(data)} bytes in all; "
+            f"{path} announces a header of {header_bytes} bytes but has {num_bytes} bytes in all; "
             "was the download interrupted?"
         )
     return header_bytes

@@ -2,7 +2,9 @@
 
     engine ─► Build · Agree · RunStep … · Leave
               LoadShare, SaveShare, CancelTransfer between the steps, with KV tiers
+              Obey between the steps, when weights change
     rank   ─► Resolved · WorkerReady · Fault
+              Obeyed, once for each Obey
               TransferEnded, once for each load and save
     both   ─► Heartbeat, whatever else is said
 
@@ -24,6 +26,7 @@ from openinfer_core.engine import KvTierStats
 from openinfer_core.errors import ContractViolation
 from openinfer_core.process.wire import FrameBuffer, encode_frame
 from openinfer_core.scheduling import SlotStart, StateCopy, StepPlan
+from openinfer_engine.lifecycle.orders import WeightsOrder
 from openinfer_engine.ranks.placement import Placement
 
 _READ_BYTES = 1 << 18
@@ -146,6 +149,20 @@ class CancelTransfer(msgspec.Struct, frozen=True, array_like=True, tag="cancel")
     number: int
 
 
+class Obey(msgspec.Struct, frozen=True, array_like=True, tag="obey"):
+    """The rank changes its weights, or its memory, after the steps that came before."""
+
+    number: int  # of the order, in this engine
+    order: WeightsOrder
+
+
+class Obeyed(msgspec.Struct, frozen=True, array_like=True, tag="obeyed"):
+    """The rank has done what an order asked, or could not, and lives on."""
+
+    number: int
+    failure: str | None
+
+
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
     """The engine closes: no step follows."""
 
@@ -189,8 +206,8 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag="fault"):
     message: str
 
 
-ToRank: TypeAlias = Build | Agree | RunStep | LoadShare | SaveShare | CancelTransfer | Heartbeat | Leave
-FromRank: TypeAlias = Resolved | WorkerReady | TransferEnded | Heartbeat | Fault
+ToRank: TypeAlias = Build | Agree | RunStep | LoadShare | SaveShare | CancelTransfer | Obey | Heartbeat | Leave
+FromRank: TypeAlias = Resolved | WorkerReady | TransferEnded | Obeyed | Heartbeat | Fault
 
 to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 from_rank_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

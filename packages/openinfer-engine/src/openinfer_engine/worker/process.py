@@ -37,6 +37,7 @@ from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.kv_tiers import MemoryPrefault, begin_prefault, open_port
 from openinfer_engine.kv_tiers.share_service import ShareOrder, ShareService
+from openinfer_engine.lifecycle.orders import ObeysOrders
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.ranks.composition import composition_of
 from openinfer_engine.ranks.silence import STARTING_LIMIT_S, Silence, Ticker
@@ -50,6 +51,8 @@ from openinfer_engine.worker.messages import (
     FromRank,
     Heartbeat,
     Leave,
+    Obey,
+    Obeyed,
     Resolved,
     RunStep,
     ToRank,
@@ -98,7 +101,7 @@ def serve_engine(heard: int, said: int, load: "Callable[[Orders, Answers], tuple
         worker, share = load(orders, answers)
         orders.expect_heartbeats()
         settle_memory()
-        _serve(worker, share, orders)
+        _serve(worker, share, orders, answers)
         if share is not None:
             share.close()
         worker.close()
@@ -153,14 +156,31 @@ def _load(orders: "Orders", answers: "Answers", *, model_dir: Path | None) -> "t
     return worker, share
 
 
-def _serve(worker: Worker, share: ShareService | None, orders: "Orders") -> None:
+def _serve(worker: Worker, share: ShareService | None, orders: "Orders", answers: "Answers") -> None:
     while not isinstance(order := orders.next(), Leave):
         if isinstance(order, RunStep):
             worker.launch(order.plan())
+        elif isinstance(order, Obey):
+            answers.send(Obeyed(order.number, _obey(worker, order)))
         elif share is not None and isinstance(order, ShareOrder):
             share.take(order, worker.fence())
         else:
             raise ContractViolation(f"{type(order).__name__} came where a step was due")
+
+
+def _obey(worker: Worker, order: Obey) -> str | None:
+    """Why the rank could not: it lives on, without weights maybe."""
+    if not isinstance(worker, ObeysOrders):
+        return "this device cannot change its weights while it runs"
+    try:
+        worker.obey(order.order)
+    except GroupBroken:
+        raise
+    except Exception as error:
+        if not isinstance(error, OpenInferError):
+            logger.exception("the order %s failed", type(order.order).__name__)
+        return _said(error)
+    return None
 
 
 def _kind_of(error: BaseException) -> FaultKind:

@@ -23,6 +23,7 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.kv_tiers.remote_share import RemoteShare
+from openinfer_engine.lifecycle.orders import WeightsOrder
 from openinfer_engine.options import DeviceKind, EngineOptions
 from openinfer_engine.ranks.contract import RankHost, RankLink, RankSpec
 from openinfer_engine.ranks.placement import Placement
@@ -36,6 +37,8 @@ from openinfer_engine.worker.messages import (
     FromRank,
     Heartbeat,
     Leave,
+    Obey,
+    Obeyed,
     Resolved,
     RunStep,
     ToRank,
@@ -79,6 +82,8 @@ class ProcessGroup:
     ) -> None:
         self._changed = threading.Condition()
         self._num_ready = 0
+        self._num_orders = 0
+        self._obeyed: list[tuple[int, Obeyed]] = []  # answers to the last order, with the rank that gave them
         self._failure: BaseException | None = None
         self._is_leaving = False
         self._communicator: Communicator | None = None
@@ -174,6 +179,25 @@ class ProcessGroup:
 
     def run(self, plan: StepPlan) -> None:
         self._tell_all(RunStep.of(plan))
+
+    def begin_order(self, order: WeightsOrder) -> None:
+        """Tells all ranks what to do between two steps; `wait_obeyed` follows."""
+        with self._changed:
+            self._num_orders += 1
+            self._obeyed.clear()
+        self._tell_all(Obey(self._num_orders, order))
+
+    def wait_obeyed(self) -> None:
+        """Returns once all ranks have done it.
+
+        Raises:
+            Refused: one could not; the message says which and why.
+            GroupBroken: a rank's process died.
+        """
+        self._wait_for(lambda: len(self._obeyed) == len(self._workers))
+        for rank, answer in sorted(self._obeyed, key=lambda each: each[0]):
+            if answer.failure is not None:
+                raise Refused(f"rank {rank}: {answer.failure}")
 
     def cause_of(self, error: BaseException) -> BaseException:
         """What to raise for an error of rank 0: what broke the group, if the error may be its effect."""
@@ -271,6 +295,9 @@ class ProcessGroup:
         with self._changed:
             if isinstance(message, Resolved):
                 worker.resolved = message
+            elif isinstance(message, Obeyed):
+                if message.number == self._num_orders:
+                    self._obeyed.append((worker.rank, message))
             else:
                 self._num_ready += 1
             self._changed.notify_all()

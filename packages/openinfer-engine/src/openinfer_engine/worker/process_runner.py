@@ -3,10 +3,12 @@
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from openinfer_core import Refused
 from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.engine_plan import EnginePlan
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.kv_tiers.pool import PoolMemory
+from openinfer_engine.lifecycle.orders import ObeysOrders, WeightsOrder
 from openinfer_engine.tracing.trace import NoTrace, Tracer
 from openinfer_engine.weights.loading import load_workers
 from openinfer_engine.worker.process_group import CLOSE_DEADLINE_S, ProcessGroup
@@ -70,6 +72,17 @@ class ProcessRunner:
     def launch(self, plan: StepPlan) -> "_PendingStep":
         self._processes.run(plan)  # before rank 0 launches, since the others are reached through pipes and take longer
         return _PendingStep(self._thread.submit(self._launch, plan), self._processes)
+
+    def obey(self, order: WeightsOrder) -> None:
+        """Has all ranks obey, rank 0 among them; raises `Refused` or `GroupBroken` once all have answered."""
+        worker = self._worker
+        if not isinstance(worker, ObeysOrders):
+            raise Refused("this device cannot change its weights while it runs")
+        self._processes.begin_order(order)
+        error = self._thread.submit(worker.obey, order).exception()
+        self._processes.wait_obeyed()
+        if error is not None:
+            raise error
 
     def _launch(self, plan: StepPlan) -> PendingStep:
         if self._worker is None:

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from openinfer_core import Refused
 from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.kv_tiers.pool import PoolMemory
+from openinfer_engine.lifecycle.orders import ObeysOrders, WeightsOrder
 from openinfer_engine.tracing.trace import NoTrace, Tracer
 
 
@@ -86,6 +88,14 @@ class ThreadRunner:
     def launch(self, plan: StepPlan) -> "_PendingStep":
         return _PendingStep([thread.submit(self._launch, index, plan) for index, thread in enumerate(self._threads)])
 
+    def obey(self, order: WeightsOrder) -> None:
+        """Has all ranks obey; raises what the first of them raised, the cause before what it broke."""
+        ranks = [rank for rank in self._ranks if isinstance(rank, ObeysOrders)]
+        if len(ranks) != len(self._ranks):
+            raise Refused("this device cannot change its weights while it runs")
+        futures = [thread.submit(rank.obey, order) for thread, rank in zip(self._threads, ranks, strict=True)]
+        _raise_first(futures)
+
     def _launch(self, index: int, plan: StepPlan) -> PendingStep:
         with self._tracer.span(f"rank {index}", "launch", step=plan.step):
             return self._ranks[index].launch(plan)
@@ -103,7 +113,12 @@ class _PendingStep:
         self._futures = futures
 
     def result(self) -> StepResult:
-        errors = [error for error in (future.exception() for future in self._futures) if error is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, GroupBroken)):  # the cause before what it broke
-            raise error
+        _raise_first(self._futures)
         return self._futures[0].result().result()
+
+
+def _raise_first(futures: "Sequence[Future[Any]]") -> None:
+    """Waits for all, and raises an error of one, the cause before what it broke."""
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, GroupBroken)):
+        raise error

@@ -65,14 +65,23 @@ class BlockSaves:
                 still.append((transfer, pins))
         self._in_flight = still
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether a copy was under way when it was last looked at."""
+        return bool(self._in_flight)
+
+    def hurry(self, patience_s: float) -> None:
+        """Cancels copies that take longer."""
+        latest_s = self._port.clock() - patience_s
+        for transfer, _ in self._in_flight:
+            if transfer.begin_s < latest_s:
+                transfer.cancel()
+
     def are_blocks_coming(self) -> bool:
         """Whether blocks come back that only copies hold; asked when blocks are short, so cancels the slow ones."""
         if not self._in_flight:
             return False
-        latest_s = self._port.clock() - PATIENCE_S
-        for transfer, _ in self._in_flight:
-            if transfer.begin_s < latest_s:
-                transfer.cancel()
+        self.hurry(PATIENCE_S)
         # Blocks that pins alone hold come back with them; others stay with their sequences.
         pool = self._pool
         return any(

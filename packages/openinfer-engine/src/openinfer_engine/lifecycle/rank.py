@@ -1,0 +1,190 @@
+"""`ReloadableWorker`: a rank whose model can be dropped and read again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from openinfer_core import InvalidCheckpoint, OpenInferError, read_config
+from openinfer_core.scheduling import StepPlan
+from openinfer_engine.drafting import SharedDrafter
+from openinfer_engine.engine_plan import EnginePlan
+from openinfer_engine.gguf.file import GGUF_FILE
+from openinfer_engine.kv_tiers.pool import PoolMemory
+from openinfer_engine.lifecycle.folders import file_below
+from openinfer_engine.lifecycle.memory import settle
+from openinfer_engine.lifecycle.orders import (
+    CloseWeights,
+    DropKv,
+    DropWeights,
+    LoadWeights,
+    OpenWeights,
+    WeightsOrder,
+    WeightsSource,
+)
+from openinfer_engine.model import Model
+from openinfer_engine.weights.checkpoint import Checkpoint
+from openinfer_engine.weights.copied_file import CopiedSafetensorsFile
+from openinfer_engine.weights.stored_config import check_stored
+from openinfer_engine.worker.runner import PendingStep, Worker
+
+
+@runtime_checkable
+class HoldsModel(Protocol):
+    """A `Worker` whose model can be taken out between two steps."""
+
+    def drop_model(self) -> None:
+        """Lets go of the model and of the drafter; no step before `put_model`."""
+        ...
+
+    def put_model(self, model: Model, drafter: SharedDrafter | None) -> None:
+        """Steps use these from now on; sequences begin anew."""
+        ...
+
+    def drop_kv(self) -> None:
+        """Gives back the memory of KV and states, which are zero from then on."""
+        ...
+
+
+class ReloadableWorker:
+    """A rank, and how its weights are read again.
+
+    Args:
+        worker: the rank, which is asked for everything else.
+        engine_plan: of the engine.
+        read: makes the model and the drafter of this rank of a checkpoint, or of random numbers, and of the folder that
+            it is in, if it is in one.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        holder: HoldsModel,
+        engine_plan: EnginePlan,
+        read: Callable[[Checkpoint | None, Path | None], tuple[Model, SharedDrafter | None]],
+    ) -> None:
+        self._worker = worker
+        self._holder = holder
+        self._plan = engine_plan
+        self._read = read
+        self._open: OpenedWeights | None = None
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        return self._worker.launch(plan)
+
+    def pool_memory(self) -> PoolMemory:
+        return self._worker.pool_memory()
+
+    def fence(self) -> Callable[[], None]:
+        return self._worker.fence()
+
+    def close(self) -> None:
+        self._close_weights()
+        self._worker.close()
+
+    def obey(self, order: WeightsOrder) -> None:
+        match order:
+            case OpenWeights(source=source):
+                self._close_weights()
+                self._open = open_weights(self._plan, source)
+            case DropWeights():
+                self._holder.drop_model()
+                settle()
+            case DropKv():
+                self._holder.drop_kv()
+                settle()
+            case LoadWeights():
+                self._load()
+            case CloseWeights():
+                self._close_weights()
+
+    def _load(self) -> None:
+        if self._open is None:
+            raise InvalidCheckpoint("no weights are open")
+        model, drafter = self._read(self._open.checkpoint, self._open.folder)
+        self._open.check_unwritten()
+        self._holder.put_model(model, drafter)
+        settle()
+
+    def _close_weights(self) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.close()
+
+
+@dataclass(slots=True)
+class OpenedWeights:
+    """Weights that fit an engine, not read yet."""
+
+    checkpoint: Checkpoint | None  # None for random numbers
+    folder: Path | None
+    files: list[CopiedSafetensorsFile] = field(default_factory=list[CopiedSafetensorsFile])
+
+    def check_unwritten(self) -> None:
+        """Raises `InvalidCheckpoint` if a file was written to since it was opened: what was read may be of two."""
+        for file in self.files:
+            file.check_unwritten()
+
+    def close(self) -> None:
+        if self.checkpoint is not None:
+            self.checkpoint.close()
+        for file in self.files:
+            file.close()
+
+
+def open_weights(engine_plan: EnginePlan, source: WeightsSource) -> OpenedWeights:
+    """Opens weights and checks them against the model that runs; no byte of a tensor is read.
+
+    Raises:
+        InvalidCheckpoint: files are missing or damaged, or tensors are, or have other names, shapes or dtypes.
+        Refused: the folder's `config.json` is that of another model, or a file is out of bounds.
+    """
+    opened = OpenedWeights(None, None if source.folder is None else Path(source.folder))
+    try:
+        if source.segments:
+            opened.files += map(CopiedSafetensorsFile.open_segment, source.segments)
+            opened.checkpoint = Checkpoint(opened.files)
+        elif opened.folder is not None:
+            opened.checkpoint = _open_folder(engine_plan, source, opened)
+        if opened.checkpoint is not None:
+            _check(engine_plan, source, opened.checkpoint)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _open_folder(engine_plan: EnginePlan, source: WeightsSource, opened: OpenedWeights) -> Checkpoint:
+    folder = Path(str(source.folder))
+    if source.root is not None and (folder / GGUF_FILE).exists():
+        raise InvalidCheckpoint(f"{folder} has a GGUF file; weights are replaced by those of safetensors alone")
+
+    def open_file(path: Path) -> CopiedSafetensorsFile:
+        opened.files.append(CopiedSafetensorsFile.open(file_below(source.root, path)))
+        return opened.files[-1]
+
+    return Checkpoint.open(folder, keeps_gguf=engine_plan.options.keeps_gguf, open_file=open_file)
+
+
+def _check(engine_plan: EnginePlan, source: WeightsSource, checkpoint: Checkpoint) -> None:
+    """Tensors against the model's, and all that shapes the model against what runs."""
+    definition = engine_plan.definition
+    config = definition.parse(read_config(_config_folder(engine_plan, source)))
+    if check_stored(definition, config, checkpoint) != engine_plan.config:
+        raise InvalidCheckpoint(
+            f"{source.described}: config.json, or the formats that tensors are stored in, are not those of the model "
+            "that runs; start an engine with it"
+        )
+
+
+def _config_folder(engine_plan: EnginePlan, source: WeightsSource) -> Path:
+    """The folder's own `config.json` counts, where it has one."""
+    if source.folder is not None and (own := Path(source.folder, "config.json")).exists():
+        file_below(source.root, own)
+        return own.parent
+    return engine_plan.model_dir
+
+
+def said(error: BaseException) -> str:
+    """What a rank says of an error, to people."""
+    return str(error) if isinstance(error, OpenInferError) else f"{type(error).__name__}: {error}"
