@@ -6,6 +6,7 @@ from openinfer_server.anthropic.handlers import message_routes
 from openinfer_server.http.api_errors import ErrorResponse
 from openinfer_server.http.page import page_routes
 from openinfer_server.http.routes import Endpoints, Route, RouteDoc
+from openinfer_server.observability.engine_commands import engine_command_routes
 from openinfer_server.observability.operations import operation_routes
 from openinfer_server.openai.adapters import adapter_routes
 from openinfer_server.openai.chat import ChatCompletions
@@ -91,5 +92,6 @@ BUILTIN: Sequence[Endpoints] = (
     model_routes,
     adapter_routes,
     operation_routes,
+    engine_command_routes,
     page_routes,
 )

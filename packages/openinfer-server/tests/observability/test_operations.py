@@ -13,6 +13,7 @@ import pytest
 from openinfer_core.engine import (
     MASK_OUTCOMES,
     EngineCapability,
+    EngineState,
     EngineStats,
     GrammarStats,
     KvTierStats,
@@ -205,7 +206,7 @@ def test_metrics_count_what_happened(start, info, call):
 def test_metrics_show_every_number_of_the_engine(info):
     """A number the engine offers is on the page under some name."""
     per_pos = "spec_decode_num_accepted_tokens_per_pos"
-    others = ("kv_tiers", "grammars", "plugin_faults", "slow_call", per_pos)
+    others = ("kv_tiers", "grammars", "plugin_faults", "slow_call", per_pos, "state", "weights_version")
     names = [name for name in EngineStats.__struct_fields__ if name not in others]
     of_tier = [name for name in KvTierStats.__struct_fields__ if name not in ("tier", "failures", "condition")]
     numbers = {name: 1000 + i for i, name in enumerate(names)}
@@ -221,6 +222,8 @@ def test_metrics_show_every_number_of_the_engine(info):
         grammars=msgspec.convert(grammar_numbers | {"mask_s": mask_s}, GrammarStats, strict=False),
         plugin_faults=(faults,),
         slow_call=SlowCall(plugin="mine (my-package 1.0)", call="plan", age_s=5000.0),
+        state=EngineState.PAUSED,
+        weights_version="drawn 9000",
         **{per_pos: (6000, 6001)},
     )
     metrics = ServerMetrics(max_model_tokens=info.max_model_tokens)
@@ -231,6 +234,9 @@ def test_metrics_show_every_number_of_the_engine(info):
     for position in (0, 1):
         labels = f'{{model_name="parrot",position="{position}"}}'
         assert f"openinfer_{per_pos}_total{labels} {6000 + position}" in page
+    for state in EngineState:
+        assert f'openinfer_engine_state{{state="{state}"}} {int(state is EngineState.PAUSED)}' in page
+    assert 'openinfer_weights_info{version="drawn 9000"} 1' in page
 
 
 def test_metrics_are_in_prometheus_format(shared, call):

@@ -8,7 +8,7 @@ Every name begins with `openinfer_`; where vLLM has a metric of the same meaning
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 
-from openinfer_core.engine import MASK_OUTCOMES, EngineInfo, EngineStats, GrammarStats, KvTransferStats
+from openinfer_core.engine import MASK_OUTCOMES, EngineInfo, EngineState, EngineStats, GrammarStats, KvTransferStats
 from openinfer_server.observability.exposition import Sample, render_family, render_histogram
 from openinfer_server.observability.metric_names import MetricsNames, renamed
 from openinfer_server.observability.metrics import ServerMetrics
@@ -142,8 +142,20 @@ def _of_engine(stats: EngineStats, model: Labels) -> Iterator[str]:
         ("openinfer_engine_policy_faults_total", "counter", "Faults of the queue policy.", stats.policy_faults),
         ("openinfer_engine_drafter_faults_total", "counter", "Faults of the drafter.", stats.drafter_faults),
         ("openinfer_engine_failed_requests_total", "counter", "Requests that failed.", stats.failed_requests),
+        ("openinfer_weight_updates_total", "counter", "Times the weights were replaced.", stats.weight_updates),
+        (
+            "openinfer_failed_weight_updates_total",
+            "counter",
+            "Times that left the engine without weights.",
+            stats.failed_weight_updates,
+        ),
+        ("openinfer_engine_sleeps_total", "counter", "Times the engine gave its memory back.", stats.sleeps),
     ):
         yield from render_family(name, kind, text, [((), value)])
+    states: list[Sample] = [((("state", state),), int(state is stats.state)) for state in EngineState]
+    yield from render_family("openinfer_engine_state", "gauge", "Whether it serves; 1 is the state it is in.", states)
+    version: list[Sample] = [((("version", stats.weights_version),), 1)]
+    yield from render_family("openinfer_weights_info", "gauge", "What KV is told apart by; empty at first.", version)
     yield from _grammar_lines(stats.grammars or GrammarStats())
     yield from _plugin_lines(stats)
     yield from _of_drafts(stats, model)

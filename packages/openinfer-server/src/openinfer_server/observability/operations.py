@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from openinfer_core.control import FlushCache
-from openinfer_core.engine import EngineCapability, EngineStats
+from openinfer_core.engine import EngineCapability, EngineState, EngineStats
 from openinfer_core.errors import EngineClosed, Refused
 from openinfer_server.http.access import Level
 from openinfer_server.http.api_errors import ApiError, busy, shutting_down
@@ -31,6 +31,7 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     status: str  # `ok`, or what is wrong
     step_age_s: float | None  # seconds since the last step, while there is work; None if the engine did not say
     plugin_faults: tuple[str, ...] = ()  # plug-ins that broke their contract since the engine began
+    state: EngineState = EngineState.SERVING  # an engine that is paused or asleep is well
 
 
 class VersionInfo(msgspec.Struct, frozen=True):
@@ -76,13 +77,17 @@ class Operations:
         await http_request.send(200 if is_well else 503, msgspec.json.encode(health))
 
     async def ready(self, http_request: HttpRequest) -> None:
-        """200 while new requests are taken and the engine is well; else what is wrong, as `/health` says it."""
+        """200 while new requests are served and the engine is well; else what is wrong, as `/health` says it.
+
+        That is also 503 while the engine is paused, asleep or without weights: `/health` is 200 then.
+        """
         if self._service.draining:
             await http_request.send(503, msgspec.json.encode(Readiness("ending")))
             return
         is_well, health = await self._judge()
-        status = "ready" if is_well else health.status
-        await http_request.send(200 if is_well else 503, msgspec.json.encode(Readiness(status)))
+        serves = is_well and health.state is EngineState.SERVING
+        status = "ready" if serves else (health.status if not is_well else health.state.replace("_", " "))
+        await http_request.send(200 if serves else 503, msgspec.json.encode(Readiness(status)))
 
     async def _judge(self) -> tuple[bool, Health]:
         stats, lost, link = await self._stats(), self._service.peers.lost, self._service.link
@@ -161,7 +166,7 @@ def _health(stats: EngineStats, *, hangs: bool) -> Health:
         for kind, count in faults.counts.items()
         if count
     )
-    return Health(status, stats.step_age_s, faults)
+    return Health(status, stats.step_age_s, faults, stats.state)
 
 
 def operation_routes(service: Service) -> list[Route]:
