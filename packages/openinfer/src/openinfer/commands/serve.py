@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from openinfer.commands import serve_models
 from openinfer.commands.model_arguments import ModelArguments, parse
 from openinfer.commands.plan import check_lock, check_writable, resolve
 from openinfer.flags import add_flags, read_flags
@@ -20,6 +21,8 @@ logger = logging.getLogger("openinfer")
 
 def run(argv: Sequence[str]) -> int:
     """Loads the model and serves it until SIGTERM or Ctrl-C; returns 1 if the engine died."""
+    if serve_models.is_asked(argv):
+        return serve_models.run(argv)
     timeline = Timeline()
     arguments = parse(argv, command="serve", description=__doc__ or "", configure=configure)
     options = read_flags(arguments.namespace, ServerOptions, preset={"model_name": [arguments.model_name]})
@@ -55,6 +58,9 @@ def _serve(engine: EarlyLaunch, arguments: ModelArguments, options: ServerOption
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the command itself."""
+    parser.add_argument(
+        serve_models.FLAG, metavar="FILE", help="several models that take turns, in the place of all other flags"
+    )
     parser.add_argument("--start-report", metavar="FILE", help="write the phases of the start to FILE, as JSON")
     parser.add_argument("--locked", metavar="FILE", help="refuse to start unless the composition is the one in FILE")
     parser.add_argument(

@@ -13,6 +13,7 @@ OF_VLLM = {
     "--dtype": "BF16 on a GPU, float32 on the CPU; quantised weights stay as they are stored",
     "--enable-auto-tool-choice": "it is not needed: tool calls of every known format are found (--tool-parser)",
     "--enable-prefix-caching": "it is on by default; --prefix-cache false switches it off",
+    "--enable-sleep-mode": "an engine on the CPU can always sleep: POST /sleep (docs/reference/weight-updates.md)",
     "--enforce-eager": "here it is --cuda-graph false",
     "--generation-config": "here it is --sampling-defaults model or none",
     "--gpu-memory-utilization": "here it is --gpu-memory-fraction",
@@ -40,6 +41,7 @@ OF_VLLM = {
     "--tool-call-parser": "here it is --tool-parser",
     "--trust-remote-code": "no code from model folders is run; a family is a package (docs/reference/add-a-model.md)",
     "--uvicorn-log-level": "here it is --log-level",
+    "--weight-transfer-config": "weights come from a folder below --weights-root, or from shared memory",
     "-pp": "a model is spread over GPUs by --tensor-parallel-size",
     "-tp": "here it is --tensor-parallel-size",
 }
