@@ -29,7 +29,7 @@ from openinfer_core.engine import EngineState
 from openinfer_core.shared_weights import SharedTensor, SharedWeights
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.errors import GroupBroken
-from openinfer_engine.options import LoadFormat, LoopHost, RankHost
+from openinfer_engine.options import LoadFormat, LoopHost
 from openinfer_engine.testing import Answer, random_requests, random_weights
 from openinfer_engine.testing.answers import run_at_once
 from openinfer_qwen3.family import Qwen3, Qwen3Definition
@@ -56,7 +56,7 @@ CONFIG = {
 RANKS = [
     pytest.param({}, id="one-rank"),
     pytest.param({"tensor_parallel_size": 2}, id="two-threads"),
-    pytest.param({"tensor_parallel_size": 2, "rank_host": RankHost.PROCESS}, id="two-processes"),
+    pytest.param({"tensor_parallel_size": 2, "rank_host": "process"}, id="two-processes"),
 ]
 LEVELS = [pytest.param(True, id="level-1"), pytest.param(False, id="level-2")]
 MakeLoop = Callable[..., StepLoop]
@@ -275,7 +275,7 @@ def test_pool_is_forgotten_and_disk_tier_is_not(make_loop: MakeLoop, tmp_path: P
 
 
 def test_rank_that_dies_asleep_ends_the_engine_by_name(make_loop: MakeLoop) -> None:
-    loop = make_loop(tensor_parallel_size=2, rank_host=RankHost.PROCESS)
+    loop = make_loop(tensor_parallel_size=2, rank_host="process")
     loop.control(Sleep())
     (process_id,) = loop.runner.process_ids
     os.kill(process_id, signal.SIGKILL)

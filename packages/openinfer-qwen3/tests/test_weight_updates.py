@@ -30,7 +30,6 @@ from openinfer_core.control import FlushCache, InFlight, Pause, Resume, UpdateWe
 from openinfer_core.engine import EngineState
 from openinfer_core.shared_weights import SharedTensor, SharedWeights, content_hash
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
-from openinfer_engine.options import RankHost
 from openinfer_engine.testing import Answer, random_requests, random_weights
 from openinfer_engine.testing.answers import run_at_once
 from openinfer_engine.testing.quantised_checkpoints import SCHEMES, write_quantised, write_safetensors
@@ -58,7 +57,7 @@ CONFIG = {
 RANKS = [
     pytest.param({}, id="one-rank"),
     pytest.param({"tensor_parallel_size": 2}, id="two-threads"),
-    pytest.param({"tensor_parallel_size": 2, "rank_host": RankHost.PROCESS}, id="two-processes"),
+    pytest.param({"tensor_parallel_size": 2, "rank_host": "process"}, id="two-processes"),
 ]
 Weights = Mapping[str, NDArray[np.float32]]
 MakeLoop = Callable[..., StepLoop]
@@ -166,7 +165,7 @@ def test_answers_after_an_update_are_those_of_a_fresh_engine(
 def test_update_from_shared_memory_is_that_from_a_folder(
     make_loop: MakeLoop, old: Path, new: Path, new_weights: Weights
 ) -> None:
-    ranks = {"tensor_parallel_size": 2, "rank_host": RankHost.PROCESS}
+    ranks = {"tensor_parallel_size": 2, "rank_host": "process"}
     loop = make_loop(old, **ranks)
     tensors = {name: SharedTensor("F32", each.shape, each.data) for name, each in new_weights.items()}
     with SharedWeights(tensors, segment_bytes=50_000) as shared:
@@ -517,7 +516,7 @@ def test_drafter_is_made_anew_on_the_new_model(
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: echo_drafter\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[openinfer.drafters]\necho = echo_drafter:Echo\n")
     monkeypatch.syspath_prepend(site)
-    loop, fresh = make_loop(old, drafter="echo", max_drafts=1), make_loop(new)
+    loop, fresh = make_loop(old, speculative="echo,k=1"), make_loop(new)
     loop.control(UpdateWeights(path="new"))
     made = importlib.import_module("echo_drafter").Echo.made
     assert [name for name, _ in made] == ["old", "new"]

@@ -30,7 +30,6 @@ from openinfer_core import (
     find_plugin,
 )
 from openinfer_engine import EngineOptions, LoadFormat, StepLoop, build_loop, resolve
-from openinfer_engine.options import RankHost
 from openinfer_kv_offload.testing.servers import ValkeyServer
 from openinfer_server import ServerOptions
 from openinfer_server.testing import ThreadedServer
@@ -309,7 +308,7 @@ def test_engines_of_unequal_layouts_cannot_open_one_place(valkey: ValkeyServer, 
 
 @pytest.mark.parametrize("host", ["thread", "process"])
 def test_blocks_are_stored_when_all_ranks_have_theirs(valkey: ValkeyServer, key: str, host: str) -> None:
-    two = {**tier(valkey), "kv_key_file": key, "tensor_parallel_size": 2, "rank_host": RankHost(host)}
+    two = {**tier(valkey), "kv_key_file": key, "tensor_parallel_size": 2, "rank_host": host}
     two["kv_tier"] = [f"{two['kv_tier'][0]}-{{rank}}"]
     with serving(**two) as prefill, serving(**two) as decode:
         proxy = Proxy(prefill, decode)

@@ -133,7 +133,8 @@ class StepLoop:
         """Whether there is work: requests, a step in flight, blocks on their way from or to tiers, or a dead rank."""
         is_moving = self._port is not None and self._port.is_moving
         if not self._runs:
-            return bool(self._unsaid) or is_moving or self._runner.failure is not None
+            is_kept = self._transfer is not None and self._transfer.is_handing_over
+            return bool(self._unsaid) or is_moving or is_kept or self._runner.failure is not None
         return (
             self._guard.num_unfinished > 0
             or bool(self._unsaid)
@@ -288,23 +289,28 @@ class StepLoop:
             self._step_trace.flushed()
 
     def _stand_still(self) -> list[TokenEvent]:
-        """Of a loop that plans no steps: copies between pool and tiers end all the same."""
+        """Of a loop that plans no steps: copies between pool and tiers end all the same, and what waits for them."""
         if self._port is not None:
             self._port.settle()
             if self._port.is_moving:
                 self._port.wait(_TIER_WAIT_S)
-        return []
+        events = self._withheld([])
+        self._tracer.told(events)
+        return events
 
     # --- what a `Lifecycle` asks, with no step in flight ------------------------------------------------
 
     def park(self) -> bool:
         """Takes the slots and blocks of all requests; whether nothing has any, and no copy is under way."""
-        if self._port is not None:
-            self._port.settle()
-        return self._guard.park() and not (self._port is not None and self._port.is_moving)
+        self._unsaid += self._stand_still()
+        is_kept = self._transfer is not None and self._transfer.is_handing_over
+        is_moving = self._port is not None and self._port.is_moving
+        return self._guard.park() and not (is_moving or is_kept)
 
     def renew_cache(self, kv_version: str) -> None:
         self._guard.renew_cache(kv_version)
+        if self._transfer is not None:
+            self._transfer.renew(kv_version)
 
     def wait_for_copies(self, timeout_s: float) -> None:
         if self._port is not None:
@@ -312,7 +318,8 @@ class StepLoop:
 
     def end_all(self, failure: str | None) -> None:
         """Ends all requests, as aborted, or with `UNAVAILABLE` and a reason. No step is in flight."""
-        for request_id in sorted(self._guard.unfinished_ids | self._masked.compiling_ids):
+        elsewhere = frozenset[RequestId]() if self._transfer is None else self._transfer.open_ids
+        for request_id in sorted(self._guard.unfinished_ids | self._masked.compiling_ids | elsewhere):
             ended = self._end(request_id)
             if failure is not None:
                 ended = [Failed(request_id, FailureKind.UNAVAILABLE, failure)]

@@ -78,7 +78,7 @@ def transfer(asked, now):
     made = KvTransfer(
         tier="t",
         layout_digest=LAYOUT,
-        hasher=HASHER,
+        hasher=PrefixHasher(BLOCK, key=b"k" * 16, layout_digest=LAYOUT),
         handovers=handovers,
         look_up=asked,
         timeout_s=60.0,
@@ -218,3 +218,16 @@ def test_a_request_may_be_withdrawn_wherever_it_is(transfer, asked):
     assert transfer.withhold([Finished(RequestId(3), FinishReason.LENGTH, 10, 1, 0)]) == []
     assert transfer.withdraw(RequestId(3)).reason is FinishReason.ABORT
     assert not transfer.is_busy
+
+
+def test_what_other_weights_computed_is_not_handed_on(transfer, asked):
+    assert transfer.take(request({"do_remote_decode": True}, 1))
+    assert wait_for_ready(transfer) == [1]
+    transfer.renew("content x")
+    assert transfer.withhold([Finished(RequestId(1), FinishReason.LENGTH, 10, 1, 0)]) == []
+    (told,) = transfer.settle()
+    assert told.transfer["openinfer"] == {"layout": LAYOUT, "tier": "t", "tokens": 0, "digest": None}
+    assert not transfer.is_handing_over
+    assert transfer.take(request({"do_remote_decode": True}, 2))
+    assert wait_for_ready(transfer) == [2]
+    assert not {*asked.chains[0]} & {*asked.chains[1]}

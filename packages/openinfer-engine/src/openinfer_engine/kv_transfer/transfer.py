@@ -58,6 +58,11 @@ class KvTransfer:
         return bool(self._look_ups) or bool(self._handovers)
 
     @property
+    def is_handing_over(self) -> bool:
+        """Whether blocks of the pool are kept for other engines."""
+        return bool(self._handovers)
+
+    @property
     def open_ids(self) -> set[RequestId]:
         """Requests that are here, and not the scheduler's."""
         return self._look_ups.waiting_ids | self._handovers.open_ids
@@ -108,6 +113,17 @@ class KvTransfer:
         return (
             None if request is None else Finished(request_id, FinishReason.ABORT, len(request.prompt_token_ids), 0, 0)
         )
+
+    def renew(self, weights_version: str) -> None:
+        """KV is that of other weights from now on; what was computed before is not handed on.
+
+        Nothing may be being handed over.
+
+        Args:
+            weights_version: as the scheduler's hasher has it.
+        """
+        self._hasher.weights_version = weights_version
+        self._handing_over = dict.fromkeys(self._handing_over, ())
 
     def wait(self, timeout_s: float) -> None:
         """Until a look-up has its answer, at most so long; does not wait for handovers."""
