@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from openinfer_engine.kv_events.recorder import TierChange
 from openinfer_engine.kv_events.schema import (
     AllBlocksCleared,
     BlockRemoved,
@@ -17,8 +18,9 @@ from openinfer_engine.kv_events.schema import (
     block_hash,
     removed_event,
     stored_event,
+    tier_event,
 )
-from openinfer_kv_cache import Digest, StoredBlocks
+from openinfer_kv_cache import Digest, StoredBlocks, TierMedium
 
 RECORD = json.loads((Path(__file__).parents[1] / "fixtures" / "vllm_kv_events.json").read_text())["versions"]
 A, B, C = (Digest(bytes(15) + bytes([each])) for each in (1, 2, 3))
@@ -53,6 +55,24 @@ def test_messages_are_the_positional_arrays_that_routers_decode():
         ],
         0,
     ]
+
+
+@pytest.mark.parametrize("version", RECORD)
+@pytest.mark.parametrize("medium", TierMedium)
+def test_blocks_in_tiers_read_as_the_recorded_fields_say(version, medium):
+    """By position, and so under the names of the maps that later releases write."""
+    for is_stored, name in ((True, "BlockStored"), (False, "BlockRemoved")):
+        event = tier_event(TierChange([B, C], medium, is_stored=is_stored), block_size_tokens=2)
+        tag, *values = msgspec.msgpack.decode(msgspec.msgpack.encode(event))
+        read = dict(zip(RECORD[version][name]["fields"], values, strict=False))
+        assert tag == name
+        assert (read["block_hashes"], read["medium"]) == ([2, 3], str(medium))
+        if is_stored:  # without what the pool's event had, as vLLM tells of offloaded blocks
+            assert (read["parent_block_hash"], read["token_ids"], read["block_size"]) == (None, [], 2)
+
+
+def test_media_are_those_that_routers_know():
+    assert {str(each) for each in TierMedium} == {"CPU", "STORAGE"}
 
 
 def test_the_salt_stands_in_the_first_block_of_a_prefix_and_nothing_where_there_is_none():

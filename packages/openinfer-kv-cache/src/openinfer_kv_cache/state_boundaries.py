@@ -60,7 +60,9 @@ class StateBoundaries:
     def removed(self, digests: Sequence[Digest]) -> None:
         gone: list[Digest] = []
         for digest in digests:
-            block = self._blocks[digest]
+            block = self._blocks.get(digest)
+            if block is None:
+                continue  # it was never told of: events are advice, and do not end an engine
             gone += [digest] if block.is_told else []
             block.is_told = False
             gone += self._add(digest, -block.num_states)
