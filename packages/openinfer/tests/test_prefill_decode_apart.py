@@ -233,6 +233,18 @@ def ask_decode(decode: Served, left: dict[str, Any], alone: Served) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+def test_the_next_prefill_begins_on_what_decode_has_generated(valkey: ValkeyServer, key: str) -> None:
+    with serving(**tier(valkey), kv_key_file=key) as prefill, serving(**tier(valkey), kv_key_file=key) as decode:
+        long = {"sampling_params": {**BODY["sampling_params"], "max_tokens": 31}}
+        said = Proxy(prefill, decode).ask(PATH, {**BODY, **long})["choices"][0]["token_ids"]
+        assert len(said) == 31
+        give_up_s = time.monotonic() + 120
+        while decode.loop.stats().kv_tiers[0].saved_blocks < 4:  # 50 + 30 tokens are computed, 48 of them elsewhere
+            assert time.monotonic() < give_up_s, "what was generated is not saved"
+        turn = {**BODY, "token_ids": [*BODY["token_ids"], *said, 7, 8], "kv_transfer_params": Proxy.ASKED}
+        assert post(prefill, PATH, turn)["usage"]["prompt_tokens_details"]["cached_tokens"] == 80
+
+
 def test_a_store_that_dies_costs_a_computation(valkey: ValkeyServer, key: str, alone: Served) -> None:
     with serving(**tier(valkey), kv_key_file=key) as prefill, serving(**tier(valkey), kv_key_file=key) as decode:
         left = Proxy(prefill, decode).ask_prefill(PATH, BODY)
