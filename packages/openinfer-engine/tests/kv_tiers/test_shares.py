@@ -109,7 +109,7 @@ class FakePort:
         self.is_closed = False
         self.faults = 0
 
-    def find(self, digests: Sequence[Digest]) -> Sequence[Digest]:
+    def find_looking_up(self, digests: Sequence[Digest]) -> Sequence[Digest]:
         return digests
 
     def load(self, found: Sequence[Digest], places: Sequence[int]) -> FakeMove | None:
