@@ -3,23 +3,26 @@
     with SharedWeights(tensors) as shared:
         await handle.control(UpdateWeights(segments=shared.names, content_hash=content_hash(tensors)))
 
-A segment is POSIX shared memory with exactly the bytes of a safetensors file, so nothing has to be trusted but a header
-that is checked like any other. It belongs to the user that both processes run as, and no other may write to it. The
-engine copies while it reads, and maps nothing: it has no hold on a segment once the command is answered.
+A segment is POSIX shared memory, as Linux shows it in `/dev/shm`, with exactly the bytes of a safetensors file, so
+nothing has to be trusted but a header that is checked like any other. It belongs to the user that both processes run
+as, and no other may write to it. The engine copies while it reads, and maps nothing: it has no hold on a segment once
+the command is answered.
 """
 
 import hashlib
 import math
+import os
 import secrets
+import sys
 from collections.abc import Iterator, Mapping
-from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
 import msgspec
 
 from openinfer_core.control import MAX_SEGMENTS
-from openinfer_core.errors import InvalidRequest
+from openinfer_core.errors import InvalidRequest, Refused
 
 SEGMENT_BYTES = 1 << 32
 """What a segment has at most, but for a single tensor that is larger."""
@@ -47,6 +50,7 @@ ITEM_BITS: Mapping[str, int] = MappingProxyType(
 )
 """Dtypes of the safetensors format."""
 
+_FOLDER = Path("/dev/shm")  # noqa: S108 - where Linux shows shared memory by name
 _ALIGN_BYTES = 8
 _LENGTH_BYTES = 8
 
@@ -85,7 +89,10 @@ class SharedTensor:
 class SharedWeights:
     """Segments that hold all of some tensors; a context manager, whose end removes them.
 
+    A process that is killed within leaves them, under names that begin with `openinfer-weights-`.
+
     Raises:
+        Refused: this is not Linux.
         InvalidRequest: there are no tensors, or they take more segments than a command may name.
         OSError: there is not so much shared memory; none is left behind.
     """
@@ -96,10 +103,13 @@ class SharedWeights:
             raise InvalidRequest(
                 f"the tensors take {len(parts)} segments; possible are 1 .. {MAX_SEGMENTS}", field="segments"
             )
-        self._segments: list[SharedMemory] = []
+        if sys.platform != "linux":
+            raise Refused("weights are given in shared memory on Linux only; write a folder")
+        self._segments: list[Path] = []
         try:
             for part in parts:
-                self._segments.append(_write(part))
+                self._segments.append(_FOLDER / f"openinfer-weights-{secrets.token_hex(16)}")
+                _write(self._segments[-1], part)
         except BaseException:
             self.close()
             raise
@@ -107,14 +117,12 @@ class SharedWeights:
     @property
     def names(self) -> tuple[str, ...]:
         """For `UpdateWeights.segments`."""
-        return tuple(segment.name.removeprefix("/") for segment in self._segments)
+        return tuple(segment.name for segment in self._segments)
 
     def close(self) -> None:
         """Removes the segments. Idempotent."""
         while self._segments:
-            segment = self._segments.pop()
-            segment.close()
-            segment.unlink()
+            self._segments.pop().unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
@@ -150,19 +158,12 @@ def _parts(tensors: Mapping[str, SharedTensor], segment_bytes: int) -> Iterator[
         yield part
 
 
-def _write(part: Mapping[str, SharedTensor]) -> SharedMemory:
-    header = _header(part)
-    num_bytes = len(header) + sum(tensor.data.nbytes for tensor in part.values())
-    segment = SharedMemory(f"openinfer-weights-{secrets.token_hex(16)}", create=True, size=num_bytes)
-    room = segment.buf
-    if room is None:
-        raise RuntimeError("shared memory was made without a buffer")
-    place = len(header)
-    room[:place] = header
-    for tensor in part.values():
-        room[place : place + tensor.data.nbytes] = tensor.data
-        place += tensor.data.nbytes
-    return segment
+def _write(path: Path, part: Mapping[str, SharedTensor]) -> None:
+    # Written, not mapped: where shared memory is short that is an error, and a map would end the process by a signal.
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as segment:
+        segment.write(_header(part))
+        for tensor in part.values():
+            segment.write(tensor.data)
 
 
 def _header(part: Mapping[str, SharedTensor]) -> bytes:

@@ -18,6 +18,7 @@ from openinfer_core import (
     Tokens,
     find_plugin,
 )
+from openinfer_core.control import Sleep, UpdateWeights, Wake
 from openinfer_core.errors import ContractViolation
 from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerCapabilities, SchedulerConfig
@@ -185,6 +186,31 @@ def test_replicas_with_one_key_file_hash_alike_and_others_do_not(replay, tmp_pat
 def test_a_key_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(InvalidRequest, match=r"--kv-key-file .*none: No such file"):
         hashes_of(None, str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("command", [UpdateWeights(path="."), Sleep()], ids=["update", "sleep"])
+def test_a_router_forgets_what_other_weights_had_computed(replay, command):
+    events_port, replay_port = free_ports(2)
+    tiny = find_plugin("openinfer.checkpoints", "tiny").load()()
+    options = EngineOptions(
+        kv_events=f"{events_port},replay={replay_port}", block_size_tokens=BLOCK, num_blocks=16, weights_root=str(tiny)
+    )
+    definition = find_plugin("openinfer.models", "qwen3").load()().definition
+    loop = build_loop(resolve(definition, tiny, options))
+    prompt = list(range(20, 33))
+    run(loop, 1, prompt, max_tokens=1)
+    loop.control(command)
+    loop.control(Wake())
+    assert run(loop, 2, prompt, max_tokens=1)[0] == 0
+    give_up_s = time.monotonic() + 30
+    while len(events := replay(f"tcp://127.0.0.1:{replay_port}")) < 4:
+        assert time.monotonic() < give_up_s, events
+    assert [event[0] for event in events] == ["AllBlocksCleared", "BlockStored"] * 2  # the first says that it began
+    before, after = (set(event[1]) for event in events if event[0] == "BlockStored")
+    # The same weights are known by the same names after a sleep; after an update none is.
+    assert (before == after) if isinstance(command, Sleep) else not before & after
+    assert longest_prefix(follow(events), prompt) == 12
+    loop.close()
 
 
 @pytest.mark.parametrize(

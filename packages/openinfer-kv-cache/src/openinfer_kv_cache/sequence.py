@@ -314,7 +314,6 @@ class BlockSequence:
         if self.capacity_tokens:
             raise SequenceStateError("a sequence that holds blocks cannot begin anew; shrink it to 0 first")
         self._digests.clear()
-        self._generation = self._pool.generation
 
     # Integrity.
 
