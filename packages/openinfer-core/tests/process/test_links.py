@@ -4,6 +4,7 @@ import socket
 import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
@@ -45,6 +46,7 @@ from openinfer_core.simulated import SimulatedLoop, SimulatedOptions, simulated_
 
 TOKEN = "the right token"
 FOREVER = 10**6
+CLIENT_READ_BYTES = 1 << 16
 MakeRequest = Callable[..., GenerateRequest]
 
 
@@ -66,7 +68,7 @@ class Client:
         """The next message; None at the end of file."""
         while not self._messages:
             try:
-                data = self.socket.recv(1 << 16)
+                data = self.socket.recv(CLIENT_READ_BYTES)
             except ConnectionResetError:
                 return None
             if not data:
@@ -380,3 +382,18 @@ def test_temporary_folder_too_long_for_a_unix_socket_falls_back_to_loopback(
         assert address.unix_path is None
         assert listener.getsockname() == ("127.0.0.1", address.tcp_port)
     assert list(deep.iterdir()) == []
+
+
+def test_small_messages_are_read_without_large_pieces_of_memory(idle_server: Server) -> None:
+    """Each read once asked the allocator for a megabyte, and what lived in between kept the megabytes apart."""
+    with idle_server.client() as client:
+        client.greet()
+        client.stats()
+        tracemalloc.start()
+        try:
+            for _ in range(20):
+                client.stats()
+            _, most_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert most_bytes < 3 * CLIENT_READ_BYTES

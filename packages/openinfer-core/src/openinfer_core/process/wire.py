@@ -141,7 +141,7 @@ class FrameBuffer:
     def __len__(self) -> int:
         return len(self._data)
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: "bytes | memoryview") -> list[bytes]:
         """Takes received bytes; returns the bodies that are complete.
 
         Raises:

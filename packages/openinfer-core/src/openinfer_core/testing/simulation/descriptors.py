@@ -136,6 +136,11 @@ class VirtualSocket:
         while left:
             left = left[self.end.write(left) :]
 
+    def recv_into(self, buffer: memoryview) -> int:
+        data = self.recv(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
     def recv(self, size: int) -> bytes:
         return self.end.read(size)
 
