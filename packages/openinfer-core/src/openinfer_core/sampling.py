@@ -26,6 +26,7 @@ MAX_PREAMBLE_LENGTH = 64  # of each of its ends
 MAX_ALLOWED_TOKEN_IDS = 2**16
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 256  # of each
+_SLICE_IDS = 2**14  # that one call checks, during which no other thread runs
 
 
 class GrammarKind(StrEnum):
@@ -199,9 +200,11 @@ def check_tuple(name: str, value: object) -> tuple[object, ...]:
 
 
 def check_token_ids(name: str, token_ids: object) -> None:
-    """Raises `InvalidRequest`: these are not token ids. Types and range in one pass of C: 0.14 ms for 16k ids."""
+    """Raises `InvalidRequest`: these are not token ids. Types and range in C, in slices: 0.14 ms for 16k ids."""
+    entries = check_tuple(name, token_ids)
     try:
-        msgspec.convert(token_ids, _TokenIds)
+        for begin in range(0, len(entries), _SLICE_IDS):
+            msgspec.convert(entries[begin : begin + _SLICE_IDS], _TokenIds)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{name} is not of token ids: {error}", field=name) from error
 

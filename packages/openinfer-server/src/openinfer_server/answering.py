@@ -34,10 +34,13 @@ from openinfer_server.request.fields import check_rules
 from openinfer_server.request.generation_fields import GenerationFields
 from openinfer_server.request.plan import (
     DEFAULT_COMPLETION_TOKENS,
+    ID_BYTES,
+    Plan,
     Prompt,
     Scoring,
     check_prompt_token_ids,
     make_plan,
+    plan_bytes,
     too_long,
 )
 from openinfer_server.request.structured import chat_grammar, constrained, output_constraint, text_grammar
@@ -165,24 +168,21 @@ async def answer(
     _check_fields(fields)
     if isinstance(prompt, str):
         parsers, encoded = None, await _encoded(http_request, service, prompt)
-        grammar = text_grammar(output_constraint(fields))
+        grammar = await http_request.aside(lambda: text_grammar(output_constraint(fields)))
     else:
         parsers, grammar = await _rendered(http_request, service, prompt, fields)
         encoded = parsers.prompt
-    plan = make_plan(
+    plan = await _plan(
+        http_request,
         service,
         msgspec.structs.replace(fields, max_tokens=None),
-        [encoded],
-        tenant=http_request.tenant,
-        owner=http_request.owner,
-        max_tokens=None,
+        encoded,
         default_tokens=_room(service.info, encoded, fields.max_tokens, context_tokens),
-        scoring=Scoring(),
+        grammar=grammar,
     )
-    plan = constrained(plan, grammar)
     writer = http_request.stream(1, content_type=form.content_type) if form.streams else None
     response, sink = Response(service.link), _FormSink(form, writer)
-    submit(service, response, plan, [sink], parsers=parsers)
+    await submit(service, response, plan, [sink], parsers=parsers)
     await deliver(
         http_request,
         service,
@@ -205,19 +205,16 @@ async def complete(http_request: HttpRequest, service: Service, prompt: str, fie
     """
     service.check_serving(http_request.owner)
     _check_fields(fields)
-    plan = make_plan(
+    plan = await _plan(
+        http_request,
         service,
         fields,
-        [await _encoded(http_request, service, prompt)],
-        tenant=http_request.tenant,
-        owner=http_request.owner,
-        max_tokens=fields.max_tokens,
+        await _encoded(http_request, service, prompt),
         default_tokens=DEFAULT_COMPLETION_TOKENS,
-        scoring=Scoring(),
+        grammar=await http_request.aside(lambda: text_grammar(output_constraint(fields))),
     )
-    plan = constrained(plan, text_grammar(output_constraint(fields)))
     response, sink = Response(service.link), TextSink()
-    submit(service, response, plan, [sink])
+    await submit(service, response, plan, [sink])
     await await_whole(http_request, response)
     (choice,) = response.choices
     return Completed(sink.text, str(choice.finish_reason), choice.prompt_tokens, choice.completion_tokens)
@@ -280,6 +277,31 @@ def _check_fields(fields: GenerationFields) -> None:
         raise invalid("n", "one prompt has one answer here")
 
 
+async def _plan(
+    http_request: HttpRequest,
+    service: Service,
+    fields: GenerationFields,
+    prompt: Prompt,
+    *,
+    default_tokens: int,
+    grammar: Grammar | None,
+) -> Plan:
+    def plan() -> Plan:
+        plan = make_plan(
+            service,
+            fields,
+            [prompt],
+            tenant=http_request.tenant,
+            owner=http_request.owner,
+            max_tokens=fields.max_tokens,
+            default_tokens=default_tokens,
+            scoring=Scoring(),
+        )
+        return constrained(plan, grammar)
+
+    return await http_request.aside(plan, num_bytes=plan_bytes([prompt], 1))
+
+
 async def _rendered(
     http_request: HttpRequest, service: Service, conversation: Conversation, fields: GenerationFields
 ) -> tuple[OutputParsers, Grammar | None]:
@@ -287,9 +309,11 @@ async def _rendered(
     check_num_entries(turns, "messages")
     if not turns:
         raise invalid("messages", "messages is empty")
-    check_turns(turns, "messages")
+    await http_request.aside(lambda: check_turns(turns, "messages"))
     functions = {f"tools[{index}]": function for index, function in enumerate(conversation.functions)}
-    available = available_tools(service, ToolRequest(functions, conversation.tool_mode))
+    available = await http_request.aside(
+        lambda: available_tools(service, ToolRequest(functions, conversation.tool_mode))
+    )
     thinks = conversation.thinking
     variables = None if thinks is None else switch_variables(service, thinks=thinks)
     end = prompt_end(
@@ -306,7 +330,10 @@ async def _rendered(
         cache_salt=fields.cache_salt,
     )
     parsers = OutputParsers.make(service, prompt, available, budget_tokens=None)
-    return parsers, chat_grammar(service, parsers.prompt, available, output_constraint(fields))
+    grammar = await http_request.aside(
+        lambda: chat_grammar(service, parsers.prompt, available, output_constraint(fields))
+    )
+    return parsers, grammar
 
 
 async def _encoded(http_request: HttpRequest, service: Service, prompt: str) -> Prompt:
@@ -314,7 +341,8 @@ async def _encoded(http_request: HttpRequest, service: Service, prompt: str) -> 
     if least > info.max_model_tokens:
         raise too_long(f"at least {least}", info, "prompt")
     token_ids = await service.tokenizer.encode(prompt, add_special_tokens=True, client=http_request)
-    check_prompt_token_ids(token_ids, info, "prompt")
+    num_bytes = ID_BYTES * len(token_ids)
+    await http_request.aside(lambda: check_prompt_token_ids(token_ids, info, "prompt"), num_bytes=num_bytes)
     return Prompt(tuple(token_ids), prompt, "prompt")
 
 

@@ -1,6 +1,7 @@
 """The link: events to choices, the fault boundary, what is counted."""
 
 import asyncio
+from collections.abc import Coroutine
 
 import pytest
 
@@ -61,8 +62,14 @@ class World:
             )
             for _ in range(n)
         ]
-        response.submit(choices, requests)
+        run_now(response.submit(choices, requests))
         return response, choices
+
+
+def run_now(work: Coroutine[None, None, None]) -> None:
+    """Runs what does not have to wait."""
+    with pytest.raises(StopIteration):
+        work.send(None)
 
 
 def in_loop(test):

@@ -255,11 +255,11 @@ def _charge_for_decoding(world: World, cpu: CpuTimes) -> None:
     module: Any = http_request
     decode_body = module.decode_body
 
-    def decode_slowly(decoder: Any, body: bytes) -> Any:
+    def decode_slowly(decoder: Any, body: bytes, **options: Any) -> Any:
         interpreter: Interpreter = world.process.notes["interpreter"]
         is_on_loop = asyncio._get_running_loop() is not None  # noqa: SLF001 - the public one raises
         charge = interpreter.owe if is_on_loop else interpreter.charge
         charge(cpu.request_s + len(body) * cpu.json_byte_s)
-        return decode_body(decoder, body)
+        return decode_body(decoder, body, **options)
 
     module.decode_body = decode_slowly

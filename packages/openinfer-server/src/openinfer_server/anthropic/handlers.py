@@ -2,10 +2,12 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from openinfer_core.sampling import Grammar
 from openinfer_server.anthropic.blocks import TextBlock, system_text, turns_of
 from openinfer_server.anthropic.builder import MessageBuilder
 from openinfer_server.anthropic.objects import ErrorEvent, Event, MessageObject, TokenCount
@@ -28,6 +30,7 @@ from openinfer_server.chat.prompt import PromptEnd, chat_prompt, prompt_end
 from openinfer_server.http.api_errors import AnthropicErrorResponse, ApiError, convert_inside, invalid, refused
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Handler, Route, RouteDoc
+from openinfer_server.http.writers import StreamWriter
 from openinfer_server.limits.conversation import read_conversation
 from openinfer_server.openai.types import AssistantTurn, SystemTurn, Turn
 from openinfer_server.output.parsing import OutputParsers
@@ -35,7 +38,7 @@ from openinfer_server.output.pipeline import deliver, submit
 from openinfer_server.output.response import Response
 from openinfer_server.request.fields import check_rules
 from openinfer_server.request.generation_fields import GenerationFields, SamplingFields
-from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan
+from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan, plan_bytes
 from openinfer_server.request.structured import OutputConstraint, chat_grammar, constrained, output_constraint
 from openinfer_server.service import Service
 from openinfer_server.tools.available import AvailableTools, Fields, ToolMode, ToolRequest, available_tools
@@ -50,6 +53,16 @@ _decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountTokensRequest)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A message that is asked for, checked."""
+
+    plan: Plan
+    parsers: OutputParsers
+    builder: MessageBuilder
+    writer: StreamWriter | None
+
+
 class Messages:
     """The routes' handlers."""
 
@@ -57,6 +70,15 @@ class Messages:
         self._service = service
 
     async def create(self, http_request: HttpRequest) -> None:
+        asked = await self._asked(http_request)
+        message, writer, response = asked.builder.message, asked.writer, Response(self._service.link)
+        await submit(self._service, response, asked.plan, [asked.builder], parsers=asked.parsers)
+        await deliver(
+            http_request, self._service, response, writer, body=lambda: msgspec.json.encode(message), end=_end
+        )
+
+    async def _asked(self, http_request: HttpRequest) -> "_Asked":
+        """What is asked. Of the request the tools' schemas alone outlive it, if a parser reads by them."""
         service = self._service
         service.check_serving(http_request.owner)
         request = await http_request.read_json(_decoder)
@@ -70,15 +92,15 @@ class Messages:
         grammar = await http_request.aside(
             lambda: chat_grammar(service, parsers.prompt, available, _constraint(request))
         )
-        plan, full_context = self._plan(http_request, request, parsers.prompt)
-        plan = constrained(plan, grammar)
+        plan, full_context = await http_request.aside(
+            lambda: self._plan(http_request, request, parsers.prompt, grammar),
+            num_bytes=plan_bytes([parsers.prompt], 1),
+        )
         shows_thinking = getattr(thinking, "display", None) != "omitted"
         writer = http_request.stream(1) if request.stream else None
         message = MessageObject(id=f"msg_{secrets.token_hex(16)}", model=model)
         builder = MessageBuilder(message, writer, shows_thinking=shows_thinking, full_context=full_context)
-        response = Response(service.link)
-        submit(service, response, plan, [builder], parsers=parsers)
-        await deliver(http_request, service, response, writer, body=lambda: msgspec.json.encode(message), end=_end)
+        return _Asked(plan, parsers, builder, writer)
 
     async def count_tokens(self, http_request: HttpRequest) -> None:
         request = await http_request.read_json(_count_decoder)
@@ -98,7 +120,9 @@ class Messages:
         prompt = await chat_prompt(http_request, self._service, turns, variables, end=end, cache_salt=salt)
         return prompt, available
 
-    def _plan(self, http_request: HttpRequest, request: MessagesRequest, prompt: Prompt) -> tuple[Plan, bool]:
+    def _plan(
+        self, http_request: HttpRequest, request: MessagesRequest, prompt: Prompt, grammar: Grammar | None
+    ) -> tuple[Plan, bool]:
         """What the engine is asked, and whether the context ends before `max_tokens`."""
         given: dict[str, Any] = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
         given["stop"] = request.stop_sequences
@@ -116,7 +140,7 @@ class Messages:
             )
         except ApiError as error:
             raise error.with_names(FIELD_NAMES) from error
-        return plan, request.max_tokens > room
+        return constrained(plan, grammar), request.max_tokens > room
 
 
 def _end(error: ApiError | None) -> bytes:

@@ -15,7 +15,7 @@ from openinfer_server.chat.turns import TemplateTurn, num_characters, template_t
 from openinfer_server.http.api_errors import ApiError, invalid, refused
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.openai.types import AssistantTurn, Turn
-from openinfer_server.request.plan import Prompt, check_prompt_token_ids, too_long
+from openinfer_server.request.plan import ID_BYTES, Prompt, check_prompt_token_ids, too_long
 from openinfer_server.service import Service
 from openinfer_server.text.control_tokens import OriginLost
 from openinfer_server.text.marked_text import MarkedText
@@ -105,8 +105,12 @@ async def chat_prompt(
         token_ids = await tokenizer.encode_chat(marked, control_tokens, client=http_request, cache_salt=cache_salt)
     except OriginLost as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_loses_origin") from error
-    check_prompt_token_ids(token_ids, info, "messages")
-    return Prompt(tuple(token_ids[-(num_kept or 0) :]), text, "messages", begun)
+
+    def prompt() -> Prompt:
+        check_prompt_token_ids(token_ids, info, "messages")
+        return Prompt(tuple(token_ids[-(num_kept or 0) :]), text, "messages", begun)
+
+    return await http_request.aside(prompt, num_bytes=ID_BYTES * len(token_ids))
 
 
 async def _render(
@@ -134,7 +138,7 @@ async def _render(
         return template.render(rendered, variables, add_generation_prompt=end is PromptEnd.NEW_TURN), ""
 
     try:
-        if len(turns) > INLINE_TURNS:
+        if len(turns) > INLINE_TURNS or http_request.is_large:
             return await http_request.in_thread(lambda: render(read()))
         rendered = read()
         if num_characters(rendered) + len(msgspec.json.encode(variables)) <= INLINE_CHARACTERS:

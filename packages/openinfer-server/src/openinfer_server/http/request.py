@@ -4,13 +4,14 @@ import asyncio
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from openinfer_server.http.api_errors import ApiError, ErrorBody, from_decode_error, invalid
-from openinfer_server.http.body_checks import check_elements, collector_paused
+from openinfer_server.http.body_checks import check_elements
+from openinfer_server.http.large_values import take_apart
 from openinfer_server.http.sliced_json import SLICE_BYTES, decode_body
 from openinfer_server.http.writers import (
     EVENT_STREAM,
@@ -61,6 +62,7 @@ class HttpRequest:
         self.response_headers: tuple[tuple[bytes, bytes], ...] = ()
         self._budgets = budgets
         self._held_bytes = 0
+        self._large_values: list[Any] | None = None
         self._scope = scope
         self._receive = receive
         self._asgi_send = send
@@ -131,19 +133,38 @@ class HttpRequest:
         self._check_content_type()
         body = await self._read_body()
 
+        held: list[Any] | None = None
+        if self.is_large:
+            held = self._large_values = []
+            self._budgets.collector.begin()
+
         def decode() -> T:
             check_elements(body, self.options.max_body_elements)
-            with collector_paused(len(body)):
-                return decode_body(decoder, body)
+            return decode_body(decoder, body, held=held)
 
         try:
             return await self.aside(decode)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise from_decode_error(error) from error
 
-    async def aside(self, work: Callable[[], T]) -> T:
-        """Does what takes as long as the body is large: of a large one in a thread, so that streams have their turn."""
-        return work() if self._held_bytes <= SLICE_BYTES else await self.in_thread(work)
+    @property
+    def is_large(self) -> bool:
+        """Whether its body is so large that work on all of it is done in threads."""
+        return self._held_bytes > SLICE_BYTES
+
+    async def aside(self, work: Callable[[], T], *, num_bytes: int = 0) -> T:
+        """Does what takes as long as the body is large: of a large one in a thread, so that streams have their turn.
+
+        Args:
+            work: must hold the interpreter lock for 5 ms at most in one call of a C function.
+            num_bytes: what it works on, where that is more than the body.
+
+        Raises:
+            ClientDisconnected: see `in_thread`.
+        """
+        if max(self._held_bytes, num_bytes) <= SLICE_BYTES:
+            return work()
+        return await self.in_thread(work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Does work in a thread, in this client's share of them. The body must have been read.
@@ -185,8 +206,16 @@ class HttpRequest:
         self._budgets.body_bytes.take(self.owner, len(part))
         self._held_bytes += len(part)
 
+    def forget_body(self) -> None:
+        """What was decoded of its body is needed no longer: it is freed, if nothing else refers to it. Idempotent."""
+        if self._large_values is not None:
+            held, self._large_values = self._large_values, None
+            freed = self._budgets.threads.submit(self.owner, lambda: take_apart(held))
+            freed.add_done_callback(lambda _: self._budgets.collector.end())
+
     def close(self) -> None:
         """The request has been answered: its body no longer counts."""
+        self.forget_body()
         if self._held_bytes:
             self._budgets.body_bytes.give_back(self.owner, self._held_bytes)
             self._held_bytes = 0

@@ -29,13 +29,20 @@ _COMMA, _OBJECT, _ARRAY, _CLOSING = ord(","), ord("{"), ord("["), b"]}"
 Decode = Callable[[bytes], Any]
 
 
-def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes, *, decode: Decode = msgspec.json.decode) -> T:
+def decode_body(
+    decoder: "msgspec.json.Decoder[T]",
+    body: bytes,
+    *,
+    decode: Decode = msgspec.json.decode,
+    held: list[Any] | None = None,
+) -> T:
     """The body as the decoder's type; fields that are null and unknown to it are absent.
 
     Args:
         decoder: of the route's type.
         body: JSON.
         decode: decodes a slice.
+        held: gets what a large body was decoded to, parts of which are parts of the result.
 
     Raises:
         msgspec.MsgspecError, UnicodeDecodeError, RecursionError: it is no JSON, or not of the type.
@@ -47,6 +54,8 @@ def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes, *, decode: Deco
             if b"null" not in body:
                 raise
     value = decode_in_slices(body, decode)
+    if held is not None:
+        held.append(value)
     try:
         return msgspec.convert(value, decoder.type)
     except msgspec.ValidationError:

@@ -7,6 +7,7 @@ from typing import Self
 
 from openinfer_core.fair_queue import FairQueue
 from openinfer_server.http.connections import ConnectionTable
+from openinfer_server.http.large_values import CollectorPause
 from openinfer_server.limits.descriptors import NEWCOMERS
 from openinfer_server.limits.shared_budget import SharedBudget
 from openinfer_server.limits.worker_table import WorkerTable
@@ -26,6 +27,7 @@ class Budgets:
         requests: that are being answered, one per connection; how many is known when the server listens.
         body_bytes: of all requests that have not been answered.
         threads: read large requests, fair over owners.
+        collector: of garbage, which pauses for them.
         further: what other parts of the server share, as they tell it.
     """
 
@@ -33,6 +35,7 @@ class Budgets:
     requests: SharedBudget
     body_bytes: SharedBudget
     threads: FairQueue
+    collector: CollectorPause = field(default_factory=CollectorPause)
     further: list[Callable[[], Sequence[BudgetUse]]] = field(default_factory=list[Callable[[], Sequence[BudgetUse]]])
 
     @classmethod

@@ -23,6 +23,13 @@ async def read_conversation(given: Sequence[Any], field: str, read: Callable[[],
     Raises:
         ApiError: 400; there are too many entries, or what `read` raises.
     """
+
+    def counted() -> T:
+        check_num_entries(given, field)
+        return read()
+
+    if len(given) > INLINE_ENTRIES:  # counting all their parts is long work, too
+        return await asyncio.to_thread(counted)
     return read() if check_num_entries(given, field) <= INLINE_ENTRIES else await asyncio.to_thread(read)
 
 

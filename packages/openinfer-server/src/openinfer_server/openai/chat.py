@@ -21,12 +21,14 @@ from openinfer_server.output.parsing import OutputParsers
 from openinfer_server.output.response import told_transfer
 from openinfer_server.request.fields import check_rules
 from openinfer_server.request.plan import (
+    Plan,
     Prompt,
     Scoring,
     check_num_choices,
     check_stream_options,
     make_plan,
     num_kept_tokens,
+    plan_bytes,
     prompt_alternatives,
 )
 from openinfer_server.request.structured import chat_grammar, constrained, output_constraint
@@ -67,6 +69,10 @@ class ChatCompletions:
         await http_request.send(200, msgspec.json.encode(body))
 
     async def __call__(self, http_request: HttpRequest) -> None:
+        await (await self._generation(http_request)).deliver(http_request)
+
+    async def _generation(self, http_request: HttpRequest) -> Generation:
+        """What is asked. Of the request the tools' schemas alone outlive it, if a parser reads by them."""
         service = self._service
         service.check_serving(http_request.owner)
         request = await http_request.read_json(_decoder)
@@ -82,20 +88,23 @@ class ChatCompletions:
         grammar = await http_request.aside(
             lambda: chat_grammar(service, parsers.prompt, available, output_constraint(request))
         )
-        plan = make_plan(
-            service,
-            request,
-            [parsers.prompt],
-            tenant=http_request.tenant,
-            owner=http_request.owner,
-            max_tokens=_max_tokens(request),
-            transfer=request.kv_transfer_params,
-            scoring=Scoring(
-                output=(request.top_logprobs or 0) if request.logprobs else None, prompt=prompt_alternatives(request)
-            ),
-        )
-        plan = predicted(constrained(plan, grammar), expected)
-        generation = Generation(
+
+        def planned() -> Plan:
+            alternatives = (request.top_logprobs or 0) if request.logprobs else None
+            plan = make_plan(
+                service,
+                request,
+                [parsers.prompt],
+                tenant=http_request.tenant,
+                owner=http_request.owner,
+                max_tokens=_max_tokens(request),
+                transfer=request.kv_transfer_params,
+                scoring=Scoring(output=alternatives, prompt=prompt_alternatives(request)),
+            )
+            return predicted(constrained(plan, grammar), expected)
+
+        plan = await http_request.aside(planned, num_bytes=plan_bytes([parsers.prompt], request.n or 1))
+        return Generation(
             service=service,
             shape=self._shape,
             plan=plan,
@@ -106,7 +115,6 @@ class ChatCompletions:
             parsers=None if parsers.is_plain else parsers,
             hides_reasoning=request.include_reasoning is False,
         )
-        await generation.deliver(http_request)
 
     async def _prepared(self, http_request: HttpRequest, request: ChatRequest) -> tuple[AvailableTools, OutputParsers]:
         """What a request offers the model, and its prompt with what reads the answer."""

@@ -19,6 +19,8 @@ from openinfer_server.output.response import told_transfer
 from openinfer_server.request.fields import check_rules
 from openinfer_server.request.plan import (
     DEFAULT_COMPLETION_TOKENS,
+    ID_BYTES,
+    Plan,
     Prompt,
     Scoring,
     check_num_choices,
@@ -26,11 +28,14 @@ from openinfer_server.request.plan import (
     check_stream_options,
     make_plan,
     num_kept_tokens,
+    plan_bytes,
     prompt_alternatives,
     too_long,
 )
 from openinfer_server.request.structured import constrained, output_constraint, text_grammar
 from openinfer_server.service import Service
+
+_SLICE_ENTRIES = 2**14
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
@@ -63,6 +68,10 @@ class Completions:
         await http_request.send(200, msgspec.json.encode(rendered))
 
     async def __call__(self, http_request: HttpRequest) -> None:
+        await (await self._generation(http_request)).deliver(http_request)
+
+    async def _generation(self, http_request: HttpRequest) -> Generation:
+        """What is asked. Nothing of the request outlives it: what a large body was decoded to is freed here."""
         service = self._service
         service.check_serving(http_request.owner)
         request = await http_request.read_json(_decoder)
@@ -72,23 +81,27 @@ class Completions:
         model = service.resolve_model(request.model)
         usage = check_stream_options(request)
         prompts = await self._prompts(http_request, request)
-        plan = make_plan(
-            service,
-            request,
-            prompts,
-            tenant=http_request.tenant,
-            owner=http_request.owner,
-            max_tokens=_max_tokens(request),
-            default_tokens=DEFAULT_COMPLETION_TOKENS,
-            transfer=request.kv_transfer_params,
-            scoring=Scoring(
-                output=request.logprobs,
-                echo=request.logprobs if request.echo else None,
-                prompt=prompt_alternatives(request),
-            ),
-        )
-        plan = constrained(plan, text_grammar(output_constraint(request)))
-        generation = Generation(
+
+        def planned() -> Plan:
+            plan = make_plan(
+                service,
+                request,
+                prompts,
+                tenant=http_request.tenant,
+                owner=http_request.owner,
+                max_tokens=_max_tokens(request),
+                default_tokens=DEFAULT_COMPLETION_TOKENS,
+                transfer=request.kv_transfer_params,
+                scoring=Scoring(
+                    output=request.logprobs,
+                    echo=request.logprobs if request.echo else None,
+                    prompt=prompt_alternatives(request),
+                ),
+            )
+            return constrained(plan, text_grammar(output_constraint(request)))
+
+        plan = await http_request.aside(planned, num_bytes=plan_bytes(prompts, request.n or 1))
+        return Generation(
             service=service,
             shape=self._shape,
             plan=plan,
@@ -98,7 +111,6 @@ class Completions:
             echo=bool(request.echo),
             tells_token_ids=bool(request.return_token_ids),
         )
-        await generation.deliver(http_request)
 
     async def _prompts(self, http_request: HttpRequest, request: CompletionRequest) -> list[Prompt]:
         """A prompt is text or a list of token ids; several are a list of either."""
@@ -108,11 +120,11 @@ class Completions:
         check_num_choices(request, 1, self._service.options)
         if isinstance(given, str):
             return [await self._text_prompt(http_request, given, request)]
-        kinds = set(map(type, given))
+        kinds = await http_request.aside(lambda: _kinds(given))
         if len(kinds) != 1:
             raise invalid("prompt", "prompt must be text, token ids, or a list of several of one of the two")
         if kinds == {int}:
-            return [self._id_prompt(cast("list[int]", given), request)]
+            return [await http_request.aside(lambda: self._id_prompt(cast("list[int]", given), request))]
         if len(given) > self._service.options.max_choices:
             raise invalid("prompt", f"{len(given)} prompts exceed {self._service.options.max_choices} choices")
         check_num_choices(request, len(given), self._service.options)
@@ -128,10 +140,14 @@ class Completions:
         if num_kept is None and least > info.max_model_tokens:
             raise too_long(f"at least {least}", info, "prompt")
         token_ids = await tokenizer.encode(text, add_special_tokens=True, client=http_request)
-        check_prompt_token_ids(token_ids, info, "prompt")
-        if num_kept is not None and len(token_ids) > num_kept:
-            return self._id_prompt(token_ids, request)
-        return Prompt(tuple(token_ids), text, "prompt")
+
+        def prompt() -> Prompt:
+            check_prompt_token_ids(token_ids, info, "prompt")
+            if num_kept is not None and len(token_ids) > num_kept:
+                return self._id_prompt(token_ids, request)
+            return Prompt(tuple(token_ids), text, "prompt")
+
+        return await http_request.aside(prompt, num_bytes=ID_BYTES * len(token_ids))
 
     def _id_prompt(self, token_ids: list[int], request: CompletionRequest) -> Prompt:
         info = self._service.info
@@ -174,6 +190,12 @@ class Completions:
             prompt_token_ids=prompt_ids if asked.tells_token_ids else msgspec.UNSET,
             token_ids=sink.token_ids if asked.tells_token_ids else msgspec.UNSET,
         )
+
+
+def _kinds(entries: Sequence[object]) -> set[type]:
+    # in slices: one call for a million entries would hold the interpreter for 10 ms
+    slices = (entries[begin : begin + _SLICE_ENTRIES] for begin in range(0, len(entries), _SLICE_ENTRIES))
+    return set[type]().union(*(set(map(type, some)) for some in slices))
 
 
 def _num_kept(request: CompletionRequest, info: EngineInfo) -> int | None:

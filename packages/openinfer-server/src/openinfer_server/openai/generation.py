@@ -82,11 +82,11 @@ class Generation:
             return usage_of(response.choices, plan.n, has_prediction=plan.has_prediction)
 
         if writer is not None and table is not None:
-            self._submit_plain(response, head, writer, table)
+            await self._submit_plain(response, head, writer, table)
         else:
             sinks += self._sinks(response, head, writer, usage)
             shown = list(map(WithoutReasoning, sinks)) if self.hides_reasoning else sinks
-            submit(
+            await submit(
                 self.service,
                 response,
                 plan,
@@ -115,7 +115,9 @@ class Generation:
         events = EventStream(writer, response.link.dirty, usage if self.usage.every else None)
         return [self.shape.stream_sink(head, index, events) for index in indices]
 
-    def _submit_plain(self, response: Response, head: ResponseHead, writer: StreamWriter, table: ByteTable) -> None:
+    async def _submit_plain(
+        self, response: Response, head: ResponseHead, writer: StreamWriter, table: ByteTable
+    ) -> None:
         prompts = [self.plan.prompt_of(index) for index in range(len(self.plan.requests))]
         choices = [
             PlainStream(
@@ -129,7 +131,7 @@ class Generation:
             )
             for index, prompt in enumerate(prompts)
         ]
-        response.submit(choices, self.plan.requests)
+        await response.submit(choices, self.plan.requests)
 
     def _plain_table(self) -> ByteTable | None:
         plan = self.plan

@@ -11,6 +11,8 @@ from openinfer_server.http.request import JSON, HttpRequest
 from openinfer_server.http.writers import ClientDisconnected, StreamWriter
 from openinfer_server.output.response import Response
 
+_TOKEN_BYTES = 8  # of a request's body, which takes as long to read as one token of its response to write
+
 # Makes what a stream ends with, when all choices have ended well or one failed.
 StreamEnd = Callable[[ApiError | None], bytes]
 
@@ -22,6 +24,7 @@ async def send_stream(http_request: HttpRequest, response: Response, writer: Str
         ApiError: the response failed before it began.
         ClientDisconnected: the client has left; the response is aborted.
     """
+    http_request.forget_body()
     gone = asyncio.create_task(http_request.disconnected())
     try:
         # no head is out until the engine begins: a full queue is still answered with a status
@@ -80,11 +83,13 @@ async def send_whole(
 ) -> None:
     """Waits for a response and sends it in one body; aborts it when its client leaves."""
     await await_whole(http_request, response)
-    await http_request.send(200, body(), content_type=content_type)
+    num_bytes = sum(_TOKEN_BYTES * (choice.prompt_tokens + choice.completion_tokens) for choice in response.choices)
+    await http_request.send(200, await http_request.aside(body, num_bytes=num_bytes), content_type=content_type)
 
 
 async def await_whole(http_request: HttpRequest, response: Response) -> None:
     """Waits for a response; aborts it when its client leaves."""
+    http_request.forget_body()
     gone = asyncio.create_task(http_request.disconnected())
     try:
         await _first_of(gone, response.done)

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -22,6 +22,7 @@ from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, S
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.limits.admission import AdmissionControl
+from openinfer_server.limits.loop_turns import LoopTurns
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.tracing import Tracing
 from openinfer_server.output.response import Choice, choices_of_request, internal_failure
@@ -39,6 +40,7 @@ class EngineLink:
     Attributes:
         admission: what the engine has not begun.
         tracing: makes spans of requests; None makes none.
+        turns: where requests with much to hand over wait between two slices.
         dirty: writers with something to flush at the end of this wake-up.
         dead: whether the engine has ended.
         died: whether it did so by itself.
@@ -62,6 +64,7 @@ class EngineLink:
         self.died = False
         self.ended_because = ENGINE_ENDED
         self._clock = clock
+        self.turns = LoopTurns()
         self._ids = itertools.count(1)
         self._choices: dict[RequestId, Choice] = {}
         self._previous_s = -1.0
@@ -89,8 +92,18 @@ class EngineLink:
     def new_id(self) -> RequestId:
         return RequestId(next(self._ids))
 
+    def enter(self, choices: Sequence[Choice], requests: Sequence[GenerateRequest]) -> None:
+        """Takes room in the queue for requests of one owner, which are handed over next.
+
+        Raises:
+            ApiError: 429 or 503; there is none.
+        """
+        self.admission.check_room(requests[0].tenant, sum(len(request.prompt_token_ids) for request in requests))
+        for choice, request in zip(choices, requests, strict=True):
+            self._enter(choice, request)
+
     def submit(self, choice: Choice, request: GenerateRequest) -> None:
-        """Hands a request to the engine; its events go to the choice. A dead engine fails it."""
+        """Hands a request that has entered to the engine; its events go to the choice. A dead engine fails it."""
         choice.submitted_s = self._clock()
         if (choices := choices_of_request.get()) is not None:
             choices.append(choice)
@@ -99,10 +112,12 @@ class EngineLink:
             request = self.tracing.submit(choice, request)
         self._hand_over(choice, request)
 
-    def _hand_over(self, choice: Choice, request: GenerateRequest) -> None:
+    def _enter(self, choice: Choice, request: GenerateRequest) -> None:
         choice.request_id = request.request_id
-        self._choices[request.request_id] = choice
         self.admission.enter(request.request_id, request.tenant, len(request.prompt_token_ids))
+
+    def _hand_over(self, choice: Choice, request: GenerateRequest) -> None:
+        self._choices[request.request_id] = choice
         try:
             self.handle.submit(request)
         except EngineClosed:
@@ -118,6 +133,7 @@ class EngineLink:
                 left_s = max(_LEAST_DEADLINE_S, request.deadline_s - (self._clock() - choice.submitted_s))
                 request = msgspec.structs.replace(request, deadline_s=left_s)
             self.handle.abort(choice.request_id)
+            self._enter(choice, request)
             self._hand_over(choice, request)
 
     def abort(self, choice: Choice) -> None:

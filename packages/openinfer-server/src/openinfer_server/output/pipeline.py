@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from openinfer_server.http.request import JSON, HttpRequest
 from openinfer_server.http.writers import StreamWriter
+from openinfer_server.limits.loop_turns import Slices
 from openinfer_server.output.delivery import StreamEnd, send_stream, send_whole
 from openinfer_server.output.delta_choice import DeltaChoice, ParsingOptions, Sink
 from openinfer_server.output.parsing import OutputParsers
@@ -19,7 +20,7 @@ from openinfer_server.request.plan import Plan
 from openinfer_server.service import Service
 
 
-def submit(
+async def submit(
     service: Service,
     response: Response,
     plan: Plan,
@@ -32,6 +33,7 @@ def submit(
     """Hands every request of a plan to the engine; what comes of each goes to its sink.
 
     Raises:
+        ApiError: 429 or 503; the queue has no room for it.
         ParserFault: a parser cannot be made.
     """
     options = TextOptions(
@@ -46,7 +48,9 @@ def submit(
         begin_tokens={} if parsers is None else parsers.begin_tokens,
     )
     choices: list[DeltaChoice] = []
+    slices = Slices(service.link.turns)
     for index, (request, sink) in enumerate(zip(plan.requests, sinks, strict=True)):
+        await slices.before(num_tokens=0)
         parsing = (
             ParsingOptions(parser=OutputParser(), request=request, max_model_tokens=service.info.max_model_tokens)
             if parsers is None
@@ -54,7 +58,7 @@ def submit(
         )
         prompt = plan.prompt_of(index)
         choices.append(DeltaChoice(response, index, prompt=prompt, options=options, parsing=parsing, sink=sink))
-    response.submit(choices, plan.requests)
+    await response.submit(choices, plan.requests)
 
 
 async def deliver(

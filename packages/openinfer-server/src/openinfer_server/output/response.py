@@ -18,6 +18,7 @@ import msgspec
 from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, Scheduled, Tokens
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_server.http.writers import StreamWriter
+from openinfer_server.limits.loop_turns import LoopTurns, Slices
 
 # the choices that the HTTP request of this task has submitted, for the line that the log has of it
 choices_of_request: ContextVar["list[Choice] | None"] = ContextVar("choices_of_request", default=None)
@@ -28,7 +29,11 @@ class EngineRequests(Protocol):
 
     dirty: list[StreamWriter]
 
+    turns: LoopTurns
+
     def new_id(self) -> RequestId: ...
+
+    def enter(self, choices: "Sequence[Choice]", requests: Sequence[GenerateRequest]) -> None: ...
 
     def submit(self, choice: "Choice", request: GenerateRequest) -> None: ...
 
@@ -148,12 +153,25 @@ class Response:
         self.named_stop_ids = named_stop_ids
         self._open = 0
 
-    def submit(self, choices: Sequence[Choice], requests: Sequence[GenerateRequest]) -> None:
+    async def submit(self, choices: Sequence[Choice], requests: Sequence[GenerateRequest]) -> None:
+        """Hands all requests to the engine, many of them in slices, so that streams have their turn.
+
+        Raises:
+            ApiError: 429 or 503; the queue has no room for them. None was handed over.
+        """
         self.choices = list(choices)
         self._open = len(self.choices)
-        for choice, request in zip(self.choices, requests, strict=True):
-            if not self.done.done():
+        self.link.enter(self.choices, requests)
+        slices = Slices(self.link.turns)
+        try:
+            for choice, request in zip(self.choices, requests, strict=True):
+                await slices.before(num_tokens=len(request.prompt_token_ids))
+                if self.done.done():  # one of them has failed, and with it all
+                    break
                 self.link.submit(choice, request)
+        except BaseException:
+            self.abort()  # those that were handed over have no reader, and the others leave the queue
+            raise
 
     def begin(self) -> None:
         if not self.began.done():

@@ -1,7 +1,8 @@
 """The routes of `/v1/responses`."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -12,6 +13,7 @@ from openinfer_server.output import pipeline
 from openinfer_server.output.delivery import await_end
 from openinfer_server.output.parsing import OutputParsers
 from openinfer_server.request.fields import check_rules
+from openinfer_server.request.plan import Plan, plan_bytes
 from openinfer_server.request.structured import chat_grammar, constrained
 from openinfer_server.responses.checks import check_response
 from openinfer_server.responses.items import InputItem
@@ -56,6 +58,17 @@ class ItemList(msgspec.Struct, frozen=True, kw_only=True):
     last_id: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A response that is asked for, checked."""
+
+    plan: Plan
+    parsers: OutputParsers
+    run: ResponseRun
+    record: ResponseRecord
+    stream: bool
+
+
 class Responses:
     """The routes' handlers, and the responses they keep."""
 
@@ -72,6 +85,21 @@ class Responses:
         service.budgets.further.append(self.store.uses)
 
     async def create(self, http_request: HttpRequest) -> None:
+        asked = await self._asked(http_request)
+        run, record = asked.run, asked.record
+
+        async def submit() -> None:
+            await pipeline.submit(self._service, run.response, asked.plan, [run], parsers=asked.parsers)
+
+        if run.response_object.background:
+            await self._answer_later(http_request, run, submit, record, stream=asked.stream)
+        else:
+            await self._answer_now(http_request, run, submit, stream=asked.stream)
+            if run.response_object.store and run.builder.ended:
+                self.store.add(record)
+
+    async def _asked(self, http_request: HttpRequest) -> "_Asked":
+        """What is asked. Of the request its items outlive it, if they are kept, and its tools as text."""
         service = self._service
         service.check_serving(http_request.owner)
         request = await http_request.read_json(_decoder)
@@ -79,33 +107,26 @@ class Responses:
         model = service.resolve_model(request.model)
         items = await conversation_items(request, self._previous(http_request, request))
         note_dropped_tools(service, http_request, request.tools)
-        offered = read_tools(request.tools)
+        offered = await http_request.aside(lambda: read_tools(request.tools))
         available = await http_request.aside(lambda: conversation_tools(service, request, offered))
         prompt = await conversation_prompt(http_request, service, request, items, available)
         parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
         grammar = await http_request.aside(
             lambda: chat_grammar(service, parsers.prompt, available, response_constraint(request))
         )
-        plan = response_plan(http_request, service, request, parsers.prompt)
-        plan = constrained(plan, grammar)
+        plan = await http_request.aside(
+            lambda: constrained(response_plan(http_request, service, request, parsers.prompt), grammar),
+            num_bytes=plan_bytes([parsers.prompt], 1),
+        )
         run = ResponseRun(
             service.link,
-            new_response(request, model, service.sampling_defaults),
+            await http_request.aside(lambda: new_response(request, model, service.sampling_defaults)),
             names=offered.names,
             scores=self._scores,
             events=[] if request.background and request.stream else None,
         )
         record = ResponseRecord(run.response_object, items, http_request.tenant, http_request.owner)
-
-        def submit() -> None:
-            pipeline.submit(service, run.response, plan, [run], parsers=parsers)
-
-        if request.background:
-            await self._answer_later(http_request, run, submit, record, stream=bool(request.stream))
-        else:
-            await self._answer_now(http_request, run, submit, stream=bool(request.stream))
-            if run.response_object.store and run.builder.ended:
-                self.store.add(record)
+        return _Asked(plan, parsers, run, record, stream=bool(request.stream))
 
     def _previous(self, http_request: HttpRequest, request: Conversation) -> ResponseRecord | None:
         if request.previous_response_id is None:
@@ -116,12 +137,12 @@ class Responses:
             raise error.with_names({"response_id": "previous_response_id"}) from error
 
     async def _answer_now(
-        self, http_request: HttpRequest, run: ResponseRun, submit: Callable[[], None], *, stream: bool
+        self, http_request: HttpRequest, run: ResponseRun, submit: Callable[[], Awaitable[None]], *, stream: bool
     ) -> None:
         writer = http_request.stream(1) if stream else None
         if writer is not None:
             run.attach(writer)
-        submit()
+        await submit()
         await pipeline.deliver(
             http_request,
             self._service,
@@ -135,7 +156,7 @@ class Responses:
         self,
         http_request: HttpRequest,
         run: ResponseRun,
-        submit: Callable[[], None],
+        submit: Callable[[], Awaitable[None]],
         record: ResponseRecord,
         *,
         stream: bool,
@@ -146,7 +167,11 @@ class Responses:
         self.store.add(record)
         run.builder.queue()
         body = msgspec.json.encode(run.response_object)
-        submit()
+        try:
+            await submit()
+        except BaseException:
+            self.store.remove(record)  # the queue had no room
+            raise
         task = asyncio.create_task(self._settle(run, record), name="openinfer-background-response")
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -221,7 +246,8 @@ class Responses:
         self._service.resolve_model(request.model)
         items = await conversation_items(request, self._previous(http_request, request))
         note_dropped_tools(self._service, http_request, request.tools)
-        available = conversation_tools(self._service, request, read_tools(request.tools))
+        offered = read_tools(request.tools)
+        available = await http_request.aside(lambda: conversation_tools(self._service, request, offered))
         prompt = await conversation_prompt(http_request, self._service, request, items, available)
         await http_request.send(200, msgspec.json.encode(InputTokens(input_tokens=len(prompt.token_ids))))
 

@@ -2,7 +2,8 @@
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
 
@@ -49,6 +50,7 @@ from openinfer_server.tools.dropped import kept_tools
 
 # What errors of shared code call a field, and what this API calls it.
 FIELD_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "logprobs": "top_logprobs"}
+_ITEM_BYTES = 128  # a body that takes as long to decode as an item to make a turn of
 _ID_PREFIXES: dict[type, str] = {
     MessageItem: "msg",
     FunctionCallItem: "fc",
@@ -107,7 +109,7 @@ async def conversation_prompt(
 ) -> Prompt:
     """The prompt of a conversation."""
     turns: list[Turn] = [] if request.instructions is None else [SystemTurn(content=request.instructions)]
-    turns += turns_of(items)
+    turns += await http_request.aside(lambda: turns_of(items), num_bytes=_ITEM_BYTES * len(items))
     if not items:
         raise invalid("input", "input is required")
     effort = None if request.reasoning is None else request.reasoning.effort
@@ -168,10 +170,15 @@ def new_response(request: ResponseRequest, model: str, defaults: SamplingDefault
         temperature=sampled["temperature"],
         text=TextSettings(format=PlainFormat() if text is None or text.format is None else text.format),
         tool_choice="auto" if request.tool_choice is None else msgspec.to_builtins(request.tool_choice),
-        tools=list(kept_tools(request.tools).values()),
+        tools=list(map(_kept, kept_tools(request.tools).values())),
         top_logprobs=request.top_logprobs or 0,
         top_p=sampled["top_p"],
     )
+
+
+def _kept(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    # As text, which is written as it is: a response may be kept, and garbage is looked for among all containers.
+    return cast("Mapping[str, Any]", msgspec.Raw(msgspec.json.encode(tool)))
 
 
 def score_format(tokenizer: Tokenizer) -> Callable[[Sequence[ScoredToken]], list[OutputLogprob]]:

@@ -60,15 +60,14 @@ class TokenGeneration:
         _check(request)
         model = service.resolve_model(request.model)
         usage_wanted = check_stream_options(_fields(request))
-        plan = self._plan(http_request, request)
-        plan = constrained(plan, _grammar(request))
+        plan = await http_request.aside(lambda: constrained(self._plan(http_request, request), _grammar(request)))
         head = TokenResponse(request_id=request.request_id or f"gen-{secrets.token_hex(12)}", model=model, choices=[])
         response = Response(service.link)
         writer = http_request.stream(plan.n) if request.stream else None
         choices = [
             _TokenIds(response, index, plan, head=head, writer=writer, usage=usage_wanted) for index in range(plan.n)
         ]
-        response.submit(choices, plan.requests)
+        await response.submit(choices, plan.requests)
 
         def end(error: ApiError | None) -> bytes:
             if error is not None:

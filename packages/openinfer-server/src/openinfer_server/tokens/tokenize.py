@@ -11,9 +11,9 @@ from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Handler, Route, RouteDoc
 from openinfer_server.limits.conversation import check_num_entries
 from openinfer_server.openai.types import Effort, Turn, check_turns
-from openinfer_server.request.plan import check_prompt_token_ids, too_long
+from openinfer_server.request.plan import ID_BYTES, check_prompt_token_ids, too_long
 from openinfer_server.service import Service
-from openinfer_server.tools.available import chat_tools
+from openinfer_server.tools.available import AvailableTools, chat_tools
 from openinfer_server.tools.dropped import note_dropped_tools
 from openinfer_server.tools.types import Tool
 
@@ -85,7 +85,9 @@ class Tokens:
             max_model_len=self._service.info.max_model_tokens,
             token_strs=await self._strings(http_request, token_ids) if request.return_token_strs else None,
         )
-        await http_request.send(200, msgspec.json.encode(response))
+        num_bytes = ID_BYTES * len(token_ids)
+        body = await http_request.aside(lambda: msgspec.json.encode(response), num_bytes=num_bytes)
+        await http_request.send(200, body)
 
     async def _strings(self, http_request: HttpRequest, token_ids: list[int]) -> list[str]:
         token_bytes = self._service.tokenizer.token_bytes
@@ -108,9 +110,13 @@ class Tokens:
         self, http_request: HttpRequest, request: TokenizeRequest, turns: list[Turn]
     ) -> list[int]:
         service = self._service
-        check_num_entries(turns, "messages")
-        check_turns(turns, "messages")
-        available = chat_tools(service, request.tools, None, parallel=None)
+
+        def checked() -> AvailableTools:
+            check_num_entries(turns, "messages")
+            check_turns(turns, "messages")
+            return chat_tools(service, request.tools, None, parallel=None)
+
+        available = await http_request.aside(checked)
         variables = chat_variables(
             service,
             kwargs=request.chat_template_kwargs,
@@ -130,7 +136,7 @@ class Tokens:
         self._service.resolve_model(request.model)
         info = self._service.info
         if request.tokens:
-            check_prompt_token_ids(request.tokens, info, "tokens")
+            await http_request.aside(lambda: check_prompt_token_ids(request.tokens, info, "tokens"))
         if len(request.tokens) > info.max_model_tokens:
             raise too_long(str(len(request.tokens)), info, "tokens")
         text = await http_request.in_thread(lambda: self._service.tokenizer.decode_prompt(request.tokens))

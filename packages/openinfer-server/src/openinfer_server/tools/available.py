@@ -15,6 +15,7 @@ from openinfer_server.limits.conversation import check_depth
 from openinfer_server.request.fields import check_rules
 from openinfer_server.service import Service
 from openinfer_server.tools.dropped import kept_tools
+from openinfer_server.tools.schemas import EncodedSchemas
 from openinfer_server.tools.types import MAX_TOOLS, FunctionDefinition, Tool, ToolChoice
 
 # OpenAI's and Anthropic's, and dots. A name stands unquoted in prompts and tags.
@@ -37,11 +38,8 @@ class AvailableTools:
     parallel: bool = True  # whether one answer may have several calls
     required: bool = False  # whether the answer must be a call
     choice_field: str = "tool_choice"  # what the API calls the field that says so
-
-    @property
-    def schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """Name -> JSON Schema of its parameters, as parsers take them."""
-        return {function.name: function.parameters or {} for function in self.functions}
+    # name -> JSON Schema of its parameters, as parsers take them
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
     @property
     def variables(self) -> Mapping[str, object]:
@@ -100,7 +98,8 @@ def available_tools(service: Service, requested: ToolRequest) -> AvailableTools:
     required = requested.mode is ToolMode.REQUIRED
     if required and not functions:
         raise invalid(fields.choice, f"{fields.choice} asks for a call and allows no tool")
-    return AvailableTools(functions, requested.parallel, required, fields.choice)
+    schemas = EncodedSchemas({function.name: function.parameters or {} for function in functions})
+    return AvailableTools(functions, requested.parallel, required, fields.choice, schemas)
 
 
 def chat_tools(

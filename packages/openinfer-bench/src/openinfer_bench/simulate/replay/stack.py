@@ -180,10 +180,10 @@ def _charge_for_bodies(interpreter: Interpreter, times: HostTimes) -> None:
     module: Any = http_request
     decode_body = module.decode_body
 
-    def decode_slowly(decoder: Any, body: bytes) -> Any:
+    def decode_slowly(decoder: Any, body: bytes, **options: Any) -> Any:
         byte_s = times.decoded_byte_s if len(body) <= SLICE_BYTES else times.sliced_byte_s
         interpreter.charge(times.request_s + len(body) * byte_s)
-        return decode_body(decoder, body)
+        return decode_body(decoder, body, **options)
 
     module.decode_body = decode_slowly
 
