@@ -124,11 +124,11 @@ def four_heads(folder: Path) -> dict[str, Any]:
 
 
 def test_a_frozen_rank_ends_the_engine_and_ends_itself_once_it_can(port: int, tmp_path: Path) -> None:
-    with two_nodes(port, tmp_path, rank_timeout_s=1) as (loop, joiner):
+    with two_nodes(port, tmp_path, rank_timeout_s=6) as (loop, joiner):
         (rank,) = joiner.ranks()
         os.kill(rank, signal.SIGSTOP)
         reason = step_until_it_ends(loop)
-        assert "rank 1 (GPU 0 of node b) has said nothing for 1 s" in reason
+        assert "rank 1 (GPU 0 of node b) has said nothing for 6 s" in reason
         os.kill(rank, signal.SIGCONT)
         assert joiner.wait()[0] == 1
 
@@ -136,7 +136,7 @@ def test_a_frozen_rank_ends_the_engine_and_ends_itself_once_it_can(port: int, tm
 def test_an_idle_engine_whose_rank_freezes_ends_and_a_request_gets_its_terminal_event(
     port: int, tmp_path: Path
 ) -> None:
-    with two_nodes(port, tmp_path, rank_timeout_s=1) as (loop, joiner):
+    with two_nodes(port, tmp_path, rank_timeout_s=6) as (loop, joiner):
 
         async def scenario() -> list[TokenEvent]:
             engine = InProcessEngine(loop)
@@ -169,7 +169,7 @@ HEAD = """
 import sys
 sys.path.insert(0, sys.argv[2])
 from joined import make_loop
-loop = make_loop(sys.argv[1], 2, rank_timeout_s=1)
+loop = make_loop(sys.argv[1], 2, rank_timeout_s=6)
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -191,7 +191,7 @@ def test_ranks_whose_head_is_gone_or_frozen_end_themselves(
         code, said = joiner.wait()
         head.kill()
     assert code == 1
-    assert ("the engine has said nothing for 1 s" in said) == (signal_number == signal.SIGSTOP)
+    assert ("the engine has said nothing for 6 s" in said) == (signal_number == signal.SIGSTOP)
 
 
 class DroppingWay:
@@ -239,16 +239,16 @@ class DroppingWay:
 
 def test_a_link_that_drops_everything_ends_the_engine_and_the_rank(port: int, tmp_path: Path) -> None:
     token = make_token(tmp_path)
-    with starting(host(port, token, node="a"), 2, rank_timeout_s=1) as starts:
+    with starting(host(port, token, node="a"), 2, rank_timeout_s=6) as starts:
         wait_until_it_listens(port)
         way = DroppingWay(("127.0.0.1", port))
         with contextlib.closing(way), join(way.port, token, "--node", "b") as joiner:
             loop = starts.result(WAIT_S)
             way.drop()
-            assert "rank 1 (GPU 0 of node b) has said nothing for 1 s" in step_until_it_ends(loop)
+            assert "rank 1 (GPU 0 of node b) has said nothing for 6 s" in step_until_it_ends(loop)
             code, said = joiner.wait()
             assert code == 1
-            assert "the engine has said nothing for 1 s: this rank ends" in said
+            assert "the engine has said nothing for 6 s: this rank ends" in said
 
 
 def wait_until_it_listens(port: int) -> None:
