@@ -171,7 +171,7 @@ class Resolved(msgspec.Struct, frozen=True, array_like=True, tag="resolved"):
     """The rank's device is open, and what it can hold is known."""
 
     num_blocks: int  # of its own pool
-    composition: dict[str, str]  # what it computes with, if that was wanted: `ranks.composition`
+    composition: dict[str, str] = {}  # what it computes with, if that was wanted: `ranks.composition`
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
