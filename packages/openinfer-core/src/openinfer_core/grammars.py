@@ -5,7 +5,8 @@
 
 A mask depends on the token before it, so a request with a grammar is not planned ahead (`Scheduler`), and its next mask
 is begun when that token is known. Where its next row has drafts, the matcher is advanced along them, asked for a mask
-after each, and rolled back. What a matcher raises fails its request and no other.
+after each, and rolled back: what it raises on a draft ends the drafts. What it raises otherwise fails its request
+alone.
 
 A compiler is found through the entry-point group `openinfer.grammar_compilers`; its object takes a `Vocabulary` and
 returns a `GrammarCompiler`.
@@ -67,7 +68,11 @@ class TokenMatcher(Protocol):
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Forgets the last so many tokens: at most those that were accepted since it was last told what was sampled."""
+        """Forgets the last so many tokens: at most those that were accepted since it was last told what was sampled.
+
+        It must stand as before after that, also where `fill` or `accept` has raised on a draft (a token whose `accept`
+        raised was not taken, and 0 is possible), and neither what a draft cost nor what it raised may end the request.
+        """
         ...
 
 

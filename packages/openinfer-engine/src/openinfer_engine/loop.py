@@ -52,7 +52,7 @@ _GRAMMAR_WAIT_S, _TIER_WAIT_S = 0.005, 0.001
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    plan: StepPlan
+    planned: StepPlan  # by the scheduler; the runner has it with masks, and without drafts that these forbid
     pending: PendingStep
 
 
@@ -229,9 +229,9 @@ class StepLoop:
         before, self._in_flight = self._in_flight, None
         failures = []
         if plan is not None:
-            plan, failures = self._masked.mask(plan)
+            masked, failures = self._masked.mask(plan)
             # Launched before the last step's result is read: the device has work while the host applies that.
-            self._in_flight = _InFlight(plan, self._runner.launch(plan))
+            self._in_flight = _InFlight(plan, self._runner.launch(masked))
         elif before is None:
             self._rest()
         if before is not None:
@@ -340,13 +340,13 @@ class StepLoop:
         return events
 
     def _finish(self, step: _InFlight) -> list[TokenEvent]:
-        with self._tracer.span(LOOP, "wait", step=step.plan.step):
+        with self._tracer.span(LOOP, "wait", step=step.planned.step):
             result = step.pending.result()
         if self._drafts is not None:
             self._drafts.count(result)
-            self._masked.take_drafts(step.plan, result)
-        with self._tracer.span(LOOP, "apply", step=step.plan.step):
-            return self._guard.apply(step.plan, result)
+            self._masked.take_drafts(step.planned, result)
+        with self._tracer.span(LOOP, "apply", step=step.planned.step):
+            return self._guard.apply(step.planned, result)
 
     def stats(self) -> EngineStats:
         stats = self._guard.stats()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from llguidance import LLTokenizer
 
@@ -71,6 +72,7 @@ def answers_of(events: Sequence[TokenEvent], number: int) -> tuple[list[int], li
     end = own[-1]
     assert isinstance(end, Finished), end
     token_ids = [token_id for event in tokens for token_id in event.token_ids]
+    end = msgspec.structs.replace(end, accepted_drafts=0, rejected_drafts=0)
     return token_ids, [score for event in tokens for score in event.logprobs or ()], end
 
 

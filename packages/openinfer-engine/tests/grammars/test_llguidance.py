@@ -317,6 +317,43 @@ def test_masks_that_take_too_long_end_the_request() -> None:
         allowed(matcher)
 
 
+def test_time_that_refused_drafts_take_does_not_end_the_request() -> None:
+    step_s, now_s = 0.0, 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += step_s
+        return now_s
+
+    matcher = _matcher_with_clock(clock)
+    (a,) = TOKENIZER.tokenize_str("a")
+    matcher.accept(a)
+    before = allowed(matcher)
+    for _ in range(5):
+        step_s = 0.1  # two calls of that are too much
+        matcher.accept(a)
+        allowed(matcher)
+        with pytest.raises(InvalidRequest, match="takes too long"):
+            matcher.accept(a)
+        step_s = 0.0
+        matcher.rollback(1)
+        assert allowed(matcher) == before
+
+
+def test_a_matcher_goes_on_after_an_error_on_a_draft() -> None:
+    matcher = _matcher_with_clock(lambda: 0.0)
+    (a,), (digit,) = TOKENIZER.tokenize_str("a"), TOKENIZER.tokenize_str("1")
+    matcher.accept(a)
+    before = allowed(matcher)
+    for drafts in ([], [a], [a, a]):
+        for draft in drafts:
+            matcher.accept(draft)
+        with pytest.raises(InvalidRequest):
+            matcher.accept(digit)  # llguidance gives up
+        matcher.rollback(len(drafts))
+        assert allowed(matcher) == before
+
+
 def _matcher_with_clock(clock: Callable[[], float]) -> TokenMatcher:
     request = regex("a*")
     assert request.sampling.grammar is not None

@@ -46,7 +46,7 @@ from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.grammars.mask_cache import MaskCache
 from openinfer_engine.grammars.mask_queue import MaskJob, MaskQueue
 from openinfer_engine.grammars.restrictions import RestrictedMatcher
-from openinfer_engine.grammars.row_masks import FollowedOutput, row_masks
+from openinfer_engine.grammars.row_masks import FollowedOutput, with_rows_cut
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -312,6 +312,7 @@ class MaskedRequests:
     def mask(self, plan: StepPlan) -> tuple[StepPlan, list[Failed]]:
         """A plan with the masks of its sampled rows; the failures of requests that cannot go on, to be ended.
 
+        Rows are cut before the first draft that has no mask.
         Waits for those that are not there: a scheduler that is no `HoldsRows` plans their rows all the same.
         """
         for start in plan.started:
@@ -322,6 +323,7 @@ class MaskedRequests:
         if not self._slots:
             return plan, []
         masks: dict[tuple[int, int], MaskWords] = {}
+        num_positions: dict[int, int] = {}
         failures: list[Failed] = []
         ends = plan.num_host_tokens.cumsum()
         for row, running in self._sampled(plan):
@@ -330,8 +332,9 @@ class MaskedRequests:
                 failures.append(found)
             else:
                 masks.update(((row, position), words) for position, words in enumerate(found))
+                num_positions[row] = len(found)
         self._note_sat_out()
-        return (replace(plan, token_masks=masks) if masks else plan), failures
+        return (replace(with_rows_cut(plan, num_positions), token_masks=masks) if masks else plan), failures
 
     def _sampled(self, plan: StepPlan) -> Iterator[tuple[int, _Running]]:
         """The rows that sample for requests with masks."""
@@ -352,7 +355,7 @@ class MaskedRequests:
         if failure is not None or running.job is None:
             return failure or Failed(running.request_id, FailureKind.INTERNAL, _FAULT)
         masks, running.job = running.job.masks, None
-        return row_masks(masks, drafts)
+        return list(masks[: len(drafts) + 1])
 
     def _wait_for(self, running: _Running) -> None:
         while running.request_id in self._pending and running.job is not None:

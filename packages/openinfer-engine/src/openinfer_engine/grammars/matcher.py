@@ -1,8 +1,8 @@
 """`LlguidanceMatcher`: one request's output, followed by llguidance."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from hashlib import blake2b
 
 import msgspec
@@ -11,6 +11,7 @@ from llguidance import LLMatcher
 
 from openinfer_core import Grammar, InvalidRequest, SamplingParams
 from openinfer_core.grammars import MaskWords
+from openinfer_core.scheduling import MAX_DRAFTS
 from openinfer_engine.grammars.guard import refused
 from openinfer_engine.grammars.token_bits import TokenBits
 
@@ -51,17 +52,22 @@ class LlguidanceMatcher:
         self._credit_s = BURST_S
         self._ends = TokenBits(eos_token_ids)
         self._min_tokens = sampling.min_tokens
-        self._num_accepted = 0
+        self._own: LLMatcher | None = None
+        self._accepted: list[int] = []
+        # what was left before each of the last tokens, so that time spent on refused drafts is not counted
+        self._credits_s = deque[float](maxlen=MAX_DRAFTS + 1)
         self._stops = TokenBits(sampling.stop_token_ids)
         banned = sorted(token_id for token_id, bias in sampling.logit_bias.items() if bias == -np.inf)
         self._banned = TokenBits(banned) if banned else None
         fields = (sampling.stop_token_ids, sampling.min_tokens, banned)
         self.mask_identity = blake2b(identity + msgspec.json.encode(fields), digest_size=16).digest()
 
-    @cached_property
+    @property
     def _matcher(self) -> LLMatcher:
         """This request's own; those of large grammars take a millisecond to copy, and megabytes."""
-        return self._known.deep_copy()
+        if self._own is None:
+            self._own = self._known.deep_copy()
+        return self._own
 
     def fill(self, words: MaskWords) -> None:
         """Raises `InvalidRequest`: the grammar is too expensive to follow, or has ended before `min_tokens`."""
@@ -70,11 +76,11 @@ class LlguidanceMatcher:
         may_end = self._matcher.is_accepting()
         self._spend(begin_s)
         self._ends.forbid(words)
-        if self._num_accepted < self._min_tokens:
+        if len(self._accepted) < self._min_tokens:
             self._stops.forbid(words)
             if may_end and not words.any():
                 raise InvalidRequest(
-                    f"what the grammar allows has ended after {self._num_accepted} tokens and min_tokens is "
+                    f"what the grammar allows has ended after {len(self._accepted)} tokens and min_tokens is "
                     f"{self._min_tokens}; ask for fewer",
                     field="min_tokens",
                 )
@@ -84,22 +90,40 @@ class LlguidanceMatcher:
             self._banned.forbid(words)
 
     def accept(self, token_id: int) -> None:
-        begin_s = self._clock()
+        begin_s, credit_s = self._clock(), self._credit_s
         self._matcher.consume_token(token_id)
-        self._num_accepted += 1
-        self._credit_s = min(BURST_S, self._credit_s + PER_TOKEN_S)
-        self._spend(begin_s)
+        self._credit_s = min(BURST_S, credit_s + PER_TOKEN_S)
+        try:
+            self._spend(begin_s)
+        except InvalidRequest:
+            self._own, self._credit_s = None, credit_s  # it may have been a draft, and was not taken
+            raise
+        self._accepted.append(token_id)
+        self._credits_s.append(credit_s)
 
     def rollback(self, num_tokens: int) -> None:
-        begin_s = self._clock()
-        self._matcher.rollback(num_tokens)
-        self._num_accepted -= num_tokens
-        self._spend(begin_s)
+        for _ in range(num_tokens):
+            self._accepted.pop()
+            self._credit_s = self._credits_s.pop()
+        own = self._own
+        if own is not None and num_tokens and not own.is_error():
+            own.rollback(num_tokens)
+        if own is None or own.is_error():
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Llguidance does not go on after an error: what was sampled is told to another copy."""
+        own = self._own = self._known.deep_copy()
+        for token_id in self._accepted:
+            own.consume_token(token_id)
+        if own.is_error():
+            raise refused(self._grammar, own.get_error())
 
     def _spend(self, begin_s: float) -> None:
         """Ends the request if llguidance gave up, or takes so long that other requests would feel it."""
         if self._matcher.is_error():
             raise refused(self._grammar, self._matcher.get_error())
-        self._credit_s -= self._clock() - begin_s
-        if self._credit_s < 0:
+        left_s = self._credit_s - (self._clock() - begin_s)
+        if left_s < 0:
             raise refused(self._grammar, "finding what it allows next takes too long")
+        self._credit_s = left_s

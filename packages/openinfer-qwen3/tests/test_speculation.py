@@ -1,0 +1,56 @@
+"""A short, seeded part of `tools/speculation_on_off.py`: answers with speculation are those without, bit for bit."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openinfer_engine import EngineOptions, resolve
+from openinfer_engine.engine_plan import EnginePlan
+from openinfer_engine.testing.drafters import DraftKind, scripted_drafter, with_drafter
+from openinfer_engine.testing.speculation import SpeculationCounts, check_on_is_off, mixed_requests
+from openinfer_qwen3.family import Qwen3Definition
+
+ROOMY: dict[str, Any] = {
+    "num_blocks": 600,
+    "max_num_seqs": 16,
+    "max_step_tokens": 256,
+    "block_size_tokens": 8,
+    "batch_invariant": True,
+}
+
+
+def run(
+    model_dir: Path, options: Mapping[str, Any], *, drafter: str, batch_invariant: bool = True, seed: int = 1
+) -> SpeculationCounts:
+    def engine(**given: Any) -> EnginePlan:
+        return resolve(Qwen3Definition(), model_dir, EngineOptions(**ROOMY | given))
+
+    def make_on(outputs: Mapping[int, Sequence[int]]) -> EnginePlan:
+        if drafter in set(DraftKind):
+            return with_drafter(engine(**options), scripted_drafter(DraftKind(drafter), outputs), max_drafts=4)
+        return engine(**options, speculative=drafter)
+
+    ranks = {"tensor_parallel_size": options.get("tensor_parallel_size", 1)}
+    off = engine(**ranks, prefix_cache=False)
+    requests = mixed_requests(off.worker_limits.num_token_ids, count=30, seed=seed)
+    return check_on_is_off(off, make_on, requests, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("options", "drafter", "happens"),
+    [
+        ({"max_step_tokens": 20, "max_num_seqs": 7}, "ngram", "cached_tokens"),
+        ({"num_blocks": 14, "max_step_tokens": 40}, "ngram,k=7,n_min=1,match=latest", "preemptions"),
+        ({"num_blocks": 24, "kv_tier": ["host=16MiB"]}, "ngram,n_min=1", "tier_tokens"),
+        ({"tensor_parallel_size": 2}, "ngram,n_min=1", "accepted"),
+        ({"num_blocks": 14}, "right", "accepted"),
+        ({"num_blocks": 14}, "hostile", "preemptions"),
+    ],
+)
+def test_on_is_off(fixtures: Path, options: dict[str, Any], drafter: str, happens: str) -> None:
+    counts = run(fixtures / "tied", options, drafter=drafter)
+    assert counts.accepted > 0
+    assert counts.drafts >= counts.accepted
+    assert getattr(counts, happens) > 0

@@ -1,0 +1,104 @@
+"""Speculation changes no token: thousands of random requests with and without, on a CPU, batch-invariant.
+
+    ./run python tools/speculation_on_off.py [--requests N] [--json FILE]
+
+Each case is an engine of its own with something scarce, and each drafter answers N requests in it: n-grams by both
+rules, and scripted drafters that are right, wrong, random and hostile. Requests mix sampling, penalties, biases, stop
+tokens, grammars, restrictions, log-probabilities and predictions. Ends with 1 if an answer differs.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from openinfer_core import Grammar, find_plugin
+from openinfer_core.provenance import provenance
+from openinfer_core.sampling import GrammarKind
+from openinfer_engine import EngineOptions, resolve
+from openinfer_engine.engine_plan import EnginePlan
+from openinfer_engine.testing.drafters import DraftKind, scripted_drafter, with_drafter
+from openinfer_engine.testing.speculation import SpeculationCounts, check_on_is_off, mixed_requests
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMY = {"num_blocks": 600, "max_num_seqs": 16, "max_step_tokens": 256, "block_size_tokens": 8, "batch_invariant": True}
+MODELS = {
+    "attention": ("qwen3", ROOT / "packages/openinfer-qwen3/tests/fixtures/tied"),
+    "states": ("qwen35", ROOT / "packages/openinfer-qwen35/tests/fixtures/text_tied"),
+    "text": ("qwen3", None),  # the trained tiny model: it has a tokenizer, which grammars need
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("attention", {}),
+    "chunks": ("attention", {"max_step_tokens": 20, "max_num_seqs": 7}),
+    "preemption": ("attention", {"num_blocks": 14, "max_step_tokens": 40}),
+    "tiers": ("attention", {"num_blocks": 16, "kv_tier": ["host=16MiB"]}),
+    "ranks": ("attention", {"tensor_parallel_size": 2, "num_blocks": 60}),
+    "states": ("states", {"num_blocks": 60}),
+    "grammars": ("text", {}),
+}
+NGRAMS = ("ngram", "ngram,k=7,n_min=1,n_max=3,match=latest")
+GRAMMARS = (
+    Grammar(kind=GrammarKind.REGEX, text="(ab|cd){3,6}[0-9]{2}"),
+    Grammar(kind=GrammarKind.CHOICE, text=json.dumps(["red red red red", "red red blue", "green green"])),
+    Grammar(kind=GrammarKind.LARK, text='start: ("one " | "two ")+ "end"'),
+)
+
+
+def engine(model: str, options: Mapping[str, Any]) -> EnginePlan:
+    family, folder = MODELS[model]
+    definition = find_plugin("openinfer.models", family).load()().definition
+    model_dir = folder or find_plugin("openinfer.checkpoints", "tiny").load()()
+    return resolve(definition, model_dir, EngineOptions(**ROOMY | dict(options)))
+
+
+def run_case(name: str, drafter: str, *, count: int, seed: int) -> SpeculationCounts:
+    model, options = CASES[name]
+    ranks = {"tensor_parallel_size": options.get("tensor_parallel_size", 1)}  # a sum over ranks has bits of its own
+    off = engine(model, {**ranks, "prefix_cache": False})
+    has_grammars = off.grammar_compiler is not None
+    requests = mixed_requests(
+        off.worker_limits.num_token_ids,
+        count=count,
+        seed=seed,
+        grammars=GRAMMARS if has_grammars else (),
+        stop_token_id=off.eos_token_ids[0] if off.eos_token_ids else None,
+    )
+
+    def make_on(outputs: Mapping[int, Sequence[int]]) -> EnginePlan:
+        if drafter in set(DraftKind):
+            return with_drafter(engine(model, options), scripted_drafter(DraftKind(drafter), outputs, seed=seed))
+        return engine(model, {**options, "speculative": drafter})
+
+    return check_on_is_off(off, make_on, requests, seed=seed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=500, help="of each drafter in each case")
+    parser.add_argument("--batch", type=int, default=125, help="requests of one engine")
+    parser.add_argument("--drafters", nargs="+", default=[*NGRAMS, *DraftKind])
+    parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for drafter in arguments.drafters:
+        for name in arguments.cases:
+            counts, begin_s = SpeculationCounts(), time.monotonic()
+            for seed in range(0, arguments.requests, arguments.batch):
+                counts += run_case(name, drafter, count=min(arguments.batch, arguments.requests - seed), seed=seed)
+            rows.append({"drafter": str(drafter), "case": name, **asdict(counts)})
+            print(rows[-1], f"{time.monotonic() - begin_s:.0f} s", flush=True)
+    report = {**msgspec.to_builtins(provenance()), "differing_answers": 0, "rows": rows}
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
