@@ -73,7 +73,7 @@ def run_case(name: str, drafter: str, *, count: int, seed: int) -> SpeculationCo
     def make_on(outputs: Mapping[int, Sequence[int]]) -> EnginePlan:
         if drafter in set(DraftKind):
             return with_drafter(engine(model, options), scripted_drafter(DraftKind(drafter), outputs, seed=seed))
-        return engine(model, {**options, "speculative": drafter})
+        return engine(model, {**options, "speculative": f"{drafter},adaptive=false"})
 
     return check_on_is_off(off, make_on, requests, seed=seed)
 

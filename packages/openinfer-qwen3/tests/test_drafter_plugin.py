@@ -65,7 +65,7 @@ def answers(loop: StepLoop) -> dict[int, Answer]:
 )
 @pytest.mark.usefixtures("page_drafter")
 def test_answers_with_an_installed_drafter_are_those_without(model_dir: Path, ranks: dict[str, object]) -> None:
-    loop = make_loop(model_dir, speculative="mine", **ranks)
+    loop = make_loop(model_dir, speculative="mine,adaptive=false", **ranks)
     assert loop.info.composition["drafter"] == "mine (openinfer_lookup 1.0), up to 4 drafts"
 
     assert answers(loop) == answers(make_loop(model_dir, **ranks))
@@ -75,7 +75,7 @@ def test_answers_with_an_installed_drafter_are_those_without(model_dir: Path, ra
 def test_plan_shows_the_drafter_and_its_bound(model_dir: Path) -> None:
     plan = resolve(Qwen3Definition(), model_dir, EngineOptions(speculative="mine,k=7", num_blocks=8)).plan()
 
-    assert plan.parts["drafter"] == "mine (openinfer_lookup 1.0), up to 7 drafts"
+    assert plan.parts["drafter"] == "mine (openinfer_lookup 1.0), up to 7 drafts, adaptive"
     assert plan.limits["max_drafts"] == 7
     without = resolve(Qwen3Definition(), model_dir, EngineOptions(num_blocks=8)).plan()
     assert "drafter" not in without.parts
@@ -140,7 +140,7 @@ def test_unknown_drafter_is_refused(model_dir: Path) -> None:
 
 
 def test_an_option_that_a_drafter_does_not_name_is_refused(model_dir: Path, page_drafter: None) -> None:
-    with pytest.raises(Refused, match=r"mine \(openinfer_lookup 1.0\) has no option 'n_max'; possible: k"):
+    with pytest.raises(Refused, match=r"mine \(openinfer_lookup 1.0\) has no option 'n_max'; possible: k, adaptive"):
         make_loop(model_dir, speculative="mine,n_max=4")
 
 
@@ -165,7 +165,10 @@ def test_auto_takes_a_drafter_that_suits_the_model_and_says_why(
 ) -> None:
     install(tmp_path, monkeypatch, SUITING, "suiting:Suiting")
     loop = make_loop(model_dir, speculative="auto,depth=2")
-    assert loop.info.composition["drafter"] == "mine (suiting 1.0), up to 4 drafts, depth=2 (auto: made for qwen3)"
+    assert (
+        loop.info.composition["drafter"]
+        == "mine (suiting 1.0), up to 4 drafts, adaptive, depth=2 (auto: made for qwen3)"
+    )
     loop.close()
 
 
@@ -173,11 +176,11 @@ def test_auto_looks_up_n_grams_where_no_drafter_suits_the_model(model_dir: Path)
     plan = resolve(Qwen3Definition(), model_dir, EngineOptions(speculative="auto", num_blocks=8)).plan()
     drafter = plan.parts["drafter"]
     assert drafter.startswith("ngram (openinfer-engine ")
-    assert drafter.endswith("up to 4 drafts (auto: no installed drafter is for this model's own layers)")
+    assert drafter.endswith("up to 4 drafts, adaptive (auto: no installed drafter is for this model's own layers)")
 
 
 @pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 2}])
 def test_answers_with_looked_up_drafts_are_those_without(model_dir: Path, ranks: dict[str, object]) -> None:
-    assert answers(make_loop(model_dir, speculative="ngram,n_min=1,k=3", **ranks)) == answers(
+    assert answers(make_loop(model_dir, speculative="ngram,n_min=1,k=3,adaptive=false", **ranks)) == answers(
         make_loop(model_dir, **ranks)
     )

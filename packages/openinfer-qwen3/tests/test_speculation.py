@@ -30,7 +30,7 @@ def run(
     def make_on(outputs: Mapping[int, Sequence[int]]) -> EnginePlan:
         if drafter in set(DraftKind):
             return with_drafter(engine(**options), scripted_drafter(DraftKind(drafter), outputs), max_drafts=4)
-        return engine(**options, speculative=drafter)
+        return engine(**options, speculative=f"{drafter},adaptive=false")
 
     ranks = {"tensor_parallel_size": options.get("tensor_parallel_size", 1)}
     off = engine(**ranks, prefix_cache=False)

@@ -45,7 +45,10 @@ def test_serve_measures_our_server_and_writes_what_is_compared(
 def test_serve_tells_how_many_drafts_were_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "serve.json"
     command = ["bench", "serve", "--model", "tiny", "--workload", "bs1", *SMALL, "--output-tokens", "24"]
-    assert main([*command, "--json", str(file), "--num-blocks", "64", "--speculative", "ngram,n_min=1,k=3"]) == 0
+    assert (
+        main([*command, "--json", str(file), "--num-blocks", "64", "--speculative", "ngram,n_min=1,k=3,adaptive=false"])
+        == 0
+    )
     (row,) = json.loads(file.read_text())["rows"]
     drafts = row["drafts"]
     assert drafts["draft_tokens"] >= drafts["drafts"] > 0

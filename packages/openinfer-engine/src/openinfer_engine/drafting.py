@@ -183,16 +183,18 @@ class ChosenDrafter:
 
     plugin: Plugin
     max_drafts: int
+    is_adaptive: bool = False
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     reason: str | None = None  # why `auto` took it
     faults: DrafterFaults = field(default_factory=DrafterFaults)
 
     @property
     def origin(self) -> str:
-        """`NAME (DISTRIBUTION VERSION), up to N drafts, OPTION=VALUE`, for `openinfer plan` and its lock files."""
+        """`NAME (DISTRIBUTION VERSION), up to N drafts, adaptive, OPTION=VALUE`, for `openinfer plan` and locks."""
+        adaptive = ", adaptive" if self.is_adaptive else ""
         options = "".join(f", {name}={value}" for name, value in sorted(self.options.items()))
         reason = "" if self.reason is None else f" (auto: {self.reason})"
-        return f"{self._name}, up to {self.max_drafts} drafts{options}{reason}"
+        return f"{self._name}, up to {self.max_drafts} drafts{adaptive}{options}{reason}"
 
     @property
     def takes_predictions(self) -> bool:
@@ -217,7 +219,7 @@ class ChosenDrafter:
         for name in (name for name in sorted(self.options) if name not in possible):
             raise Refused(
                 f"--speculative: the drafter {self._name} has no option {name!r}; possible: "
-                f"{', '.join(('k', *possible))}"
+                f"{', '.join(('k', 'adaptive', *possible))}"
             )
 
     @property
@@ -258,7 +260,13 @@ def choose_drafter(options: EngineOptions, config: Mapping[str, Any]) -> ChosenD
     if speculation is None:
         return None
     plugin, reason = (find_plugin(DRAFTERS, speculation.name), None) if speculation.name != AUTO else _suiting(config)
-    return ChosenDrafter(plugin=plugin, max_drafts=speculation.max_drafts, options=speculation.options, reason=reason)
+    return ChosenDrafter(
+        plugin=plugin,
+        max_drafts=speculation.max_drafts,
+        is_adaptive=speculation.is_adaptive,
+        options=speculation.options,
+        reason=reason,
+    )
 
 
 def _suiting(config: Mapping[str, Any]) -> tuple[Plugin, str]:

@@ -145,6 +145,7 @@ class EnginePlan:
             layout_digest=self.layouts[0].digest,
             max_itl_ms=options.max_itl_ms,
             max_drafts=0 if self.drafter is None else self.drafter.max_drafts,
+            adapts_drafts=self.drafter is not None and self.drafter.is_adaptive,
             options=options.scheduler_options,
         )
 

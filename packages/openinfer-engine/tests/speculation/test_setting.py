@@ -11,6 +11,9 @@ def test_a_setting_names_a_drafter_and_its_options() -> None:
     assert EngineOptions().speculation is None
     assert EngineOptions(speculative="off").speculation is None
     assert EngineOptions(speculative="auto").speculation == Speculation(name="auto", max_drafts=4, options={})
+    assert EngineOptions(speculative="auto,adaptive=false").speculation == Speculation(
+        name="auto", max_drafts=4, is_adaptive=False, options={}
+    )
     found = EngineOptions(speculative="ngram, k=6 ,n_max=3").speculation
     assert found == Speculation(name="ngram", max_drafts=6, options={"n_max": "3"})
 
@@ -27,6 +30,7 @@ def test_a_setting_names_a_drafter_and_its_options() -> None:
         ("ngram,k=65", "k is 65; it must be between 1 and 64"),
         ("ngram,k=-1", "k is -1; it must be between 1 and 64"),
         ("ngram,k=٤", "it must be between 1 and 64"),
+        ("ngram,adaptive=maybe", "adaptive is maybe; possible are true and false"),
         ("off,k=4", "off takes no options, and k was given"),
     ],
 )

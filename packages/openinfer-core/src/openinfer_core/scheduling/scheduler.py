@@ -54,6 +54,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Adapter slots of the device; a request's is `GenerateRequest.adapter`."""
     max_drafts: int = 0
     """Drafts of one row at most; 0 without a drafter. Device drafts are planned only up to it."""
+    adapts_drafts: bool = False
+    """Whether a row should have fewer drafts, or none, where they are not worth what they cost."""
     max_itl_ms: int | None = None
     """What a step with decode rows should take at most: prompts are given as many tokens as fit. A scheduler that
     cannot keep to it raises `Refused` when it is made with one."""

@@ -1,5 +1,6 @@
 """`FakeDrafter`: a drafter whose guesses follow a script, so that what a plan makes of them is known."""
 
+import random
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -24,11 +25,13 @@ class FakeDrafter:
     Args:
         script: how good they are.
         max_drafts: how many there is room for; `HOSTILE` does not keep to it.
+        acceptance: the probability with which each draft of `RIGHT` is right.
     """
 
-    def __init__(self, script: DraftScript, *, max_drafts: int) -> None:
+    def __init__(self, script: DraftScript, *, max_drafts: int, acceptance: float = 1.0) -> None:
         self._script = script
         self._max_drafts = max_drafts
+        self._acceptance = acceptance
 
     def draft(self, request: GenerateRequest, state: int, *, num_outputs: int) -> list[int]:
         """Drafts that follow a request's last token.
@@ -41,7 +44,7 @@ class FakeDrafter:
         mixed = fake_model.extend(state, 1)  # bits that the model does not draw its token from
         match self._script:
             case DraftScript.RIGHT:
-                return _right(request, state, num_outputs, self._max_drafts)
+                return self._rated(_right(request, state, num_outputs, self._max_drafts), state)
             case DraftScript.WRONG:
                 return [_other(token_id) for token_id in _right(request, state, num_outputs, self._max_drafts)]
             case DraftScript.MIX:
@@ -53,6 +56,10 @@ class FakeDrafter:
         # Each draft is right three times in four; one time in eight the last half is missing.
         drafts = [token_id if mixed >> 2 * i & 3 else _other(token_id) for i, token_id in enumerate(right)]
         return drafts if mixed >> 40 & 7 else drafts[: len(drafts) // 2]
+
+    def _rated(self, right: Sequence[int], state: int) -> list[int]:
+        rng = random.Random(state)  # noqa: S311
+        return [token_id if rng.random() < self._acceptance else _other(token_id) for token_id in right]
 
     def _hostile(self, right: Sequence[int], mixed: int) -> list[int]:
         drafts = list(right)

@@ -4,6 +4,7 @@ So drafts take nothing from any sequence: a row has as many as are left before i
 and as there is room for in its blocks and in free ones beyond one per table for each running sequence; at worst none.
 """
 
+from openinfer_engine.scheduler.draft_pace import DraftPace
 from openinfer_engine.scheduler.step_builder import StepBuilder
 from openinfer_kv_cache import BlockPool
 
@@ -16,6 +17,7 @@ def add_drafts(
     budget_tokens: int,
     num_tables: int,
     spare_blocks: int,
+    pace: DraftPace | None = None,
 ) -> None:
     """Adds drafts to decode rows, oldest sequence first: of the device, or with a grammar those that the host has.
 
@@ -26,12 +28,17 @@ def add_drafts(
         budget_tokens: drafts of all rows at most.
         num_tables: block tables of a sequence, each of which needs the room.
         spare_blocks: of the pool, how many are left to others.
+        pace: what rows are worth; None: as many as there may be.
     """
+    if pace is not None:
+        budget_tokens = pace.begin_step(builder.rows, max_drafts=max_drafts, budget_tokens=budget_tokens)
     for row, sequence in enumerate(builder.rows):
         end = builder.ends[row]
         num_drafts = min(max_drafts, sequence.final_tokens - end, budget_tokens)
         if sequence.is_masked:
             num_drafts = min(num_drafts, len(sequence.drafts))
+        if pace is not None and num_drafts > 0:
+            num_drafts = pace.most_drafts(sequence, num_drafts)
         if num_drafts > 0 and end + num_drafts > sequence.capacity_tokens:
             missing_blocks = num_tables * (pool.blocks_for(end + num_drafts) - len(sequence.kv.blocks))
             if missing_blocks <= pool.available_blocks - spare_blocks:

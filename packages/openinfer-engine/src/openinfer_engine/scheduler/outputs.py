@@ -13,6 +13,7 @@ from openinfer_core.events import (
 from openinfer_core.request import RequestId
 from openinfer_core.scheduling import StepResult
 from openinfer_engine.scheduler.counters import Counters
+from openinfer_engine.scheduler.draft_pace import DraftPace
 from openinfer_engine.scheduler.run_queue import RunQueue
 from openinfer_engine.scheduler.sequence import Sequence, SequenceState
 from openinfer_engine.scheduler.step_builder import StepInFlight
@@ -27,6 +28,7 @@ class OutputProcessor:
 
     __slots__ = (
         "_counters",
+        "_draft_pace",
         "_queue",
         "_record",
         "_result",
@@ -46,6 +48,7 @@ class OutputProcessor:
         counters: Counters,
         seals_blocks: bool,
         takes_drafts: bool,
+        draft_pace: DraftPace | None = None,
     ) -> None:
         self.events: list[TokenEvent] = []
         self.ended: list[RequestId] = []
@@ -55,6 +58,7 @@ class OutputProcessor:
         self._counters = counters
         self._seals_blocks = seals_blocks
         self._takes_drafts = takes_drafts
+        self._draft_pace = draft_pace
         self._windows = queue.windows
 
     def process(self) -> None:
@@ -93,6 +97,8 @@ class OutputProcessor:
             if max_new > 1 and num_tokens:
                 sequence.accepted_drafts += num_tokens - 1
                 sequence.rejected_drafts += int(self._result.draft_counts[row]) - (num_tokens - 1)
+                if self._draft_pace is not None:
+                    self._draft_pace.note_row(sequence, planned=max_new - 1, accepted=num_tokens - 1)
                 sequence.drafts_in_flight -= max_new - 1
                 sequence.reject(max_new - num_tokens)
 

@@ -91,6 +91,7 @@ class Sequence:
         "cached_tokens",
         "capacity_tokens",
         "computed_tokens",
+        "draft_retry_tokens",
         "drafts",
         "drafts_in_flight",
         "final_tokens",
@@ -105,6 +106,8 @@ class Sequence:
         "load",
         "prompt_logprobs_sent",
         "prompt_tokens",
+        "recent_accepted",
+        "recent_refused",
         "rejected_drafts",
         "request",
         "request_id",
@@ -154,6 +157,9 @@ class Sequence:
         self.drafts: tuple[int, ...] = ()
         self.drafts_in_flight = 0
         self.accepted_drafts = self.rejected_drafts = 0
+        # of its last rows with drafts, and where it has some again: `DraftPace`
+        self.recent_accepted = self.recent_refused = 0.0
+        self.draft_retry_tokens = 0
         self.is_announced = False  # whether `Scheduled` is out
         self.prompt_logprobs_sent = 0
 

@@ -35,6 +35,7 @@ from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduler_options import refuse_unknown_options
 from openinfer_core.scheduling import QueuePolicy, SchedulerCapabilities, SchedulerConfig, StepPlan, StepResult
 from openinfer_engine.scheduler.counters import Counters
+from openinfer_engine.scheduler.draft_pace import DraftPace
 from openinfer_engine.scheduler.drafts import add_drafts
 from openinfer_engine.scheduler.integrity import check_integrity
 from openinfer_engine.scheduler.itl_limit import ItlLimiter
@@ -69,6 +70,7 @@ class TokenBudgetScheduler:
         self._open: dict[RequestId, Sequence] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._itl_limiter = ItlLimiter(config.max_itl_ms)
+        self._draft_pace = DraftPace(config.max_itl_ms) if config.adapts_drafts else None
 
     def use_tiers(self, port: TierPort) -> None:
         """Raises `ContractViolation`: prefixes are not shared, or the port lacks the model's recurrent states."""
@@ -222,6 +224,7 @@ class TokenBudgetScheduler:
             budget_tokens=budget_tokens,
             num_tables=queue.num_tables,
             spare_blocks=queue.num_tables * len(queue.running),
+            pace=self._draft_pace,
         )
 
     def _plan_prompts(self, builder: StepBuilder, unfilled: list[Sequence]) -> None:
@@ -287,6 +290,8 @@ class TokenBudgetScheduler:
         """Raises `ContractViolation`: `plan` is not the oldest in flight, or the result has another number of rows."""
         step = self._take_in_flight(plan, result)
         self._itl_limiter.note(step, applied_s=now_s)
+        if self._draft_pace is not None:
+            self._draft_pace.note_step(step, applied_s=now_s)
         outputs = OutputProcessor(
             step,
             result,
@@ -294,6 +299,7 @@ class TokenBudgetScheduler:
             counters=self._counters,
             seals_blocks=self._queue.matches_prefixes,
             takes_drafts=self._config.max_drafts > 0,
+            draft_pace=self._draft_pace,
         )
         outputs.process()
         self._queue.begin_saves()

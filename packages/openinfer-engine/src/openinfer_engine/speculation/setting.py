@@ -7,7 +7,8 @@ from openinfer_core.scheduling import MAX_DRAFTS
 
 AUTO, OFF = "auto", "off"
 DEFAULT_MAX_DRAFTS = 4
-_MAX_DRAFTS_OPTION = "k"
+_MAX_DRAFTS_OPTION, _ADAPTIVE_OPTION = "k", "adaptive"
+_SWITCH = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,8 @@ class Speculation:
     """A name in the group `openinfer.drafters`, or `AUTO`."""
     max_drafts: int = DEFAULT_MAX_DRAFTS
     """Drafts of a sequence in one step at most."""
+    is_adaptive: bool = True
+    """Whether rows have fewer drafts, or none, where they are not worth what they cost."""
     options: Mapping[str, str]
     """The drafter's own."""
 
@@ -44,7 +47,10 @@ def parse_speculative(setting: str) -> Speculation | None:
             raise ValueError(f"off takes no options, and {', '.join(options)} was given")
         return None
     max_drafts = read_integer(options.pop(_MAX_DRAFTS_OPTION, str(DEFAULT_MAX_DRAFTS)), "k", 1, MAX_DRAFTS)
-    return Speculation(name=name, max_drafts=max_drafts, options=options)
+    adaptive = options.pop(_ADAPTIVE_OPTION, "true")
+    if adaptive not in _SWITCH:
+        raise ValueError(f"adaptive is {adaptive}; possible are true and false")
+    return Speculation(name=name, max_drafts=max_drafts, is_adaptive=_SWITCH[adaptive], options=options)
 
 
 def read_integer(value: str, name: str, low: int, high: int) -> int:

@@ -58,12 +58,12 @@ def mixed_requests(
         if grammars and index % 10 == 9:
             fields |= {"grammar": grammars[index // 10 % len(grammars)], "min_tokens": 0}
             fields |= {"stop_token_ids": () if stop_token_id is None else (stop_token_id,), "max_tokens": 40}
-        prediction = tuple(rng.permutation(prompt).tolist()) if index % 7 == 3 else ()
+        prediction = tuple(prompt[len(prompt) // 2 :] + some) if index % 7 == 3 else ()
         requests.append(
             GenerateRequest(
                 request_id=RequestId(index),
                 prompt_token_ids=tuple(prompt[-_MOST_PROMPT_TOKENS:]),
-                sampling=SamplingParams(**fields, seed=int(rng.integers(2**63))),
+                sampling=SamplingParams(**fields, seed=int(rng.integers(0, 1 << 31))),
                 prediction_token_ids=prediction,
             )
         )
@@ -74,16 +74,17 @@ def _sampling(rng: np.random.Generator, num_token_ids: int, index: int) -> dict[
     some: list[int] = rng.permutation(num_token_ids)[:60].tolist()
     fields: dict[str, Any] = {
         "max_tokens": int(rng.integers(1, 28)),
-        "temperature": (0.0, 0.0, 0.3, 1.0)[int(rng.integers(4))],
+        "temperature": (0.0, 0.0, 0.3, 1.0)[int(rng.integers(0, 4))],
     }
     if rng.random() < 0.4:
-        fields |= {"top_p": 0.9, "top_k": int(rng.integers(1, 40)), "min_p": (0.0, 0.05)[int(rng.integers(2))]}
+        fields |= {"top_p": 0.9, "top_k": int(rng.integers(1, 40)), "min_p": (0.0, 0.05)[int(rng.integers(0, 2))]}
     if rng.random() < 0.3:
         fields |= {"presence_penalty": 0.5, "frequency_penalty": 0.4, "repetition_penalty": 1.1}
     if rng.random() < 0.3:  # likely, so that answers repeat themselves
         fields |= {"logit_bias": {token: float(rng.normal(4, 2)) for token in some[:6]}}
     if rng.random() < 0.3:
-        fields |= {"stop_token_ids": tuple(some[:30]), "min_tokens": int(rng.integers(0, fields["max_tokens"]))}
+        least = int(rng.integers(0, 8))
+        fields |= {"stop_token_ids": tuple(some[:30]), "min_tokens": min(least, fields["max_tokens"])}
     if rng.random() < 0.3:
         fields |= {"logprobs": int(rng.integers(0, 4)), "prompt_logprobs": 1 if index % 5 == 0 else None}
     if index % 10 == 4:
