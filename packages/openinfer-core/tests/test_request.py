@@ -7,7 +7,14 @@ import msgspec
 import pytest
 
 from openinfer_core import GenerateRequest, InvalidRequest, RequestId, SamplingParams
-from openinfer_core.request import MAX_DEADLINE_S, MAX_HINT_LENGTH, MAX_HINTS, MAX_NAME_LENGTH, MAX_TRANSFER_BYTES
+from openinfer_core.request import (
+    MAX_DEADLINE_S,
+    MAX_HINT_LENGTH,
+    MAX_HINTS,
+    MAX_NAME_LENGTH,
+    MAX_RETAIN_S,
+    MAX_TRANSFER_BYTES,
+)
 from openinfer_core.sampling import MAX_TOKEN_ID, MAX_TOKENS
 
 SAMPLING = SamplingParams(max_tokens=1)
@@ -32,6 +39,8 @@ def request(**fields: Any) -> GenerateRequest:
         ("deadline_s", MAX_DEADLINE_S),
         ("hints", {"h" * MAX_HINT_LENGTH: "v" * MAX_HINT_LENGTH}),
         ("hints", {f"hint {index}": "" for index in range(MAX_HINTS)}),
+        ("retain_s", 0.5),
+        ("retain_s", MAX_RETAIN_S),
     ],
 )
 def test_request_at_each_bound_is_accepted(field: str, value: object) -> None:
@@ -68,6 +77,13 @@ def test_request_at_each_bound_is_accepted(field: str, value: object) -> None:
         ("deadline_s", True),
         ("hints", {f"hint {index}": "" for index in range(MAX_HINTS + 1)}),
         ("hints", {"": "a name is missing"}),
+        ("retain_s", 0),
+        ("retain_s", float("nan")),
+        ("retain_s", MAX_RETAIN_S + 1),
+        ("retain_s", "300"),
+        ("retain_s", True),
+        ("cache_key", "without retain_s"),
+        ("cache_key", "k" * (MAX_NAME_LENGTH + 1)),
         ("hints", {"h" * (MAX_HINT_LENGTH + 1): ""}),
         ("hints", {"h": "v" * (MAX_HINT_LENGTH + 1)}),
         ("hints", {"h": 1}),

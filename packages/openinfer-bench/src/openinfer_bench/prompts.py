@@ -98,7 +98,7 @@ async def _measure(arguments: argparse.Namespace, arm: str, workers: int) -> Arm
     known_bytes = 0 if arm == "whole" else ServerOptions().known_prefix_bytes
     with _server(folder, workers=workers, known_prefix_bytes=known_bytes) as address:
         # Every worker sees each session once before it is measured: connections are new, so it may go to any.
-        for _ in range(1 if workers == 1 else 3 * workers):
+        for _ in range(3 * workers if workers > 1 and arm == "known" else 1):
             await _round(address, sessions, over_s=len(sessions) / 4 if size else 1.0)
         gaps: list[float] = []
         ttft_s: list[float] = []

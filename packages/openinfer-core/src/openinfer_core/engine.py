@@ -201,6 +201,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tier_tokens: int = 0
     """Of `cached_tokens` and of what preempted sequences resumed with, those that came from KV tiers; with recurrent
     states, those that were not computed because tiers had their KV, or the states after it."""
+    retained_blocks: int = 0
+    """Blocks that were asked to be kept longer than others (`GenerateRequest.retain_s`), in use or idle."""
     unsaved_blocks: int = 0
     """Blocks, and chunks of recurrent states, that KV tiers were not given, because too many were on their way."""
     kv_tier_faults: int = 0

@@ -20,6 +20,7 @@ MAX_PREDICTION_TOKENS = 1 << 14
 """Bound of `GenerateRequest.prediction_token_ids`."""
 
 MAX_DEADLINE_S = 30 * 86_400.0
+MAX_RETAIN_S = 86_400.0
 MAX_HINTS = 16
 MAX_HINT_LENGTH = 256
 """Bound of a hint's name, and of its text, in characters."""
@@ -59,6 +60,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """A W3C `traceparent`, handed on to spans."""
     deadline_s: float | None = None
     """Seconds from its arrival at the engine, after which it ends with `Failed(DEADLINE)`, waiting or running."""
+    retain_s: float | None = None
+    """Seconds for which its KV, when it has ended, is given up after what others left: an order of eviction, in the
+    tenant's share, for which no request waits. At most `MAX_RETAIN_S`; None asks for nothing."""
+    cache_key: str | None = None
+    """Names the conversation: what a turn of it retained is retained no longer when a newer one has ended, as far as
+    the two differ. Only with `retain_s`."""
     choice: int = 0
     """Its number among the requests that were made of one: of several choices (`n`) or prompts those after the first
     may be served later than other requests of the tenant, so that many weigh as one."""
@@ -78,12 +85,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         _check_prompt(self.prompt_token_ids)
         check_integer("choice", self.choice, low=0, high=2**31 - 1)
         check_integer("priority", self.priority, low=-(2**31), high=2**31 - 1)
-        for name in ("lora", "cache_salt", "tenant", "trace_parent"):
+        for name in ("lora", "cache_salt", "tenant", "trace_parent", "cache_key"):
             value = getattr(self, name)
             if value is not None and len(value) > MAX_NAME_LENGTH:
                 raise InvalidRequest(f"{name} has {len(value)} characters; at most {MAX_NAME_LENGTH} fit", field=name)
         if self.deadline_s is not None:
-            _check_deadline(self.deadline_s)
+            _check_seconds("deadline_s", self.deadline_s, most=MAX_DEADLINE_S)
+        if self.retain_s is not None:
+            _check_seconds("retain_s", self.retain_s, most=MAX_RETAIN_S)
+        elif self.cache_key is not None:
+            raise InvalidRequest("cache_key is for retain_s, which is not given", field="cache_key")
         if self.hints:
             _check_hints(self.hints)
         if self.transfer is not None:
@@ -111,16 +122,11 @@ def _check_prediction(prediction: object) -> None:
     check_token_ids("prediction_token_ids", prediction)
 
 
-def _check_deadline(deadline_s: object) -> None:
-    if type(deadline_s) not in (int, float):
-        raise InvalidRequest(
-            f"deadline_s is of type {type(deadline_s).__name__}; it must be a number", field="deadline_s"
-        )
-    if not 0 < cast("float", deadline_s) <= MAX_DEADLINE_S:  # not true of NaN either
-        raise InvalidRequest(
-            f"deadline_s is {deadline_s}; it must be above 0 and at most {MAX_DEADLINE_S:.0f} seconds",
-            field="deadline_s",
-        )
+def _check_seconds(name: str, seconds: object, *, most: float) -> None:
+    if type(seconds) not in (int, float):
+        raise InvalidRequest(f"{name} is of type {type(seconds).__name__}; it must be a number", field=name)
+    if not 0 < cast("float", seconds) <= most:  # not true of NaN either
+        raise InvalidRequest(f"{name} is {seconds}; it must be above 0 and at most {most:.0f} seconds", field=name)
 
 
 def _check_hints(hints: object) -> None:

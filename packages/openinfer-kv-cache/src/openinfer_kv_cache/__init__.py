@@ -15,7 +15,7 @@ from openinfer_kv_cache.errors import (
     LayoutMismatchError,
     SequenceStateError,
 )
-from openinfer_kv_cache.eviction import EvictionPolicy, EvictsByOwner, LeastRecentlyUsed
+from openinfer_kv_cache.eviction import EvictionPolicy, EvictsByOwner, LeastRecentlyUsed, RetainsBlocks
 from openinfer_kv_cache.fair_eviction import FairLeastRecentlyUsed
 from openinfer_kv_cache.layout import GroupKind, KvGroupLayout, KvLayout, KvRegion, check_same_layout
 from openinfer_kv_cache.listener import BlockListener, StoredBlocks
@@ -115,6 +115,7 @@ __all__ = [
     "PoolCounters",
     "PrefixHasher",
     "PrefixHit",
+    "RetainsBlocks",
     "SequenceStateError",
     "SharedTier",
     "StateSlotCopy",

@@ -32,7 +32,7 @@ from openinfer_kv_cache.checks import check_count, require
 from openinfer_kv_cache.counters import EvictionReason, PoolCounters
 from openinfer_kv_cache.digest import Digest
 from openinfer_kv_cache.errors import BlockStateError, EvictionPolicyError, KvConfigError
-from openinfer_kv_cache.eviction import EvictionPolicy, EvictsByOwner, Expiry
+from openinfer_kv_cache.eviction import EvictionPolicy, EvictsByOwner, Expiry, RetainsBlocks
 from openinfer_kv_cache.fair_eviction import FairLeastRecentlyUsed
 from openinfer_kv_cache.listener import BlockListener
 from openinfer_kv_cache.states import StateTable, Transition
@@ -87,13 +87,14 @@ class BlockPool:
         block_size_tokens: tokens of one block.
         policy: order of eviction; least recently used, fair over owners, if None. The pool owns it from here on.
         idle_ttl_s: seconds after which an idle block is no longer found; None keeps it until space is short.
-        clock: monotonic seconds; read only when `idle_ttl_s` is given.
+        clock: monotonic seconds; read only when `idle_ttl_s` is given, or blocks are retained.
 
     Raises:
         KvConfigError: a number is out of range.
     """
 
     __slots__ = (
+        "_clock",
         "_digests",
         "_duplicate_blocks",
         "_duplicates",
@@ -109,6 +110,7 @@ class BlockPool:
         "_pins",
         "_policy",
         "_registry",
+        "_retaining",
         "_sealed_blocks",
         "_states",
         "_users",
@@ -141,7 +143,9 @@ class BlockPool:
         self._duplicates: dict[Digest, list[int]] = {}  # blocks in use whose digest leads to another
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_idle = 0
-        self._policy: EvictionPolicy = FairLeastRecentlyUsed(num_blocks) if policy is None else policy
+        self._policy: EvictionPolicy = FairLeastRecentlyUsed(num_blocks, clock=clock) if policy is None else policy
+        self._clock = clock
+        self._retaining = self._policy if isinstance(self._policy, RetainsBlocks) else None
         self._owners = self._policy if isinstance(self._policy, EvictsByOwner) else None
         self._expiry = None if idle_ttl_s is None else Expiry(idle_ttl_s, clock)
         self._pins: Counter[int] = Counter()
@@ -315,6 +319,19 @@ class BlockPool:
     def pin_prefix(self, digests: Iterable[Digest]) -> BlockPin:
         """Pins what `find_prefix` finds, which may be nothing."""
         return self.pin(self.find_prefix(digests))
+
+    def retain(self, block_ids: Sequence[int], for_s: float) -> None:
+        """Has sealed or idle blocks given up after others for so many seconds from now, 0 for no longer.
+
+        An order of eviction, and no pin: it makes nothing wait. Does nothing where the policy is no `RetainsBlocks`.
+        """
+        if self._retaining is not None:
+            kept = [block_id for block_id in block_ids if self._digests[block_id] is not None]
+            self._retaining.retain(kept, self._clock() + for_s if for_s > 0 else None)
+
+    @property
+    def retained_blocks(self) -> int:
+        return 0 if self._retaining is None else self._retaining.num_retained
 
     def expire(self) -> int:
         if self._expiry is None:

@@ -79,7 +79,7 @@ class KvCache:
         )
         self.hasher = PrefixHasher(options.block_size_tokens, key=digest_key, layout_digest=options.layout_digest)
         self.slots = (
-            StateSlotPool(options.num_state_slots, max_snapshots=options.max_snapshots)
+            StateSlotPool(options.num_state_slots, max_snapshots=options.max_snapshots, clock=clock)
             if options.num_state_slots
             else None
         )

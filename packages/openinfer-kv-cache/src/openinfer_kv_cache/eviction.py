@@ -63,6 +63,26 @@ class EvictsByOwner(EvictionPolicy, Protocol):
         ...
 
 
+@runtime_checkable
+class RetainsBlocks(EvictionPolicy, Protocol):
+    """An `EvictionPolicy` that gives up some blocks after others, until a deadline.
+
+    A hook that not every policy has.
+    """
+
+    def retain(self, block_ids: Sequence[int], deadline_s: float | None) -> None:
+        """These blocks, in use or idle, are given up after others until a deadline of the pool's clock; None: no more.
+
+        They are retained until they are free. It is an order alone: each of them is given up where there is no other.
+        """
+        ...
+
+    @property
+    def num_retained(self) -> int:
+        """How many are."""
+        ...
+
+
 class LeastRecentlyUsed:
     """Evicts the block that has been idle longest."""
 

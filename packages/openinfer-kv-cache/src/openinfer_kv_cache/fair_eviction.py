@@ -9,13 +9,19 @@ section 6.5.2). One owner alone is served as by `LeastRecentlyUsed`.
                         ▲                                                                         │
                         └───────────────────────── takes or finds a block ────────────────────────┘
 
+Of each owner, blocks that are retained (`RetainsBlocks`) go after those that are not, until their deadline: an order,
+no pin. An owner with retained blocks is not dormant; beyond its share it gives them up as any other.
+
 What a dormant owner has goes first. An active one's share is the pool over the number of active owners;
 `protected_blocks` are those that others leave it.
 """
 
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
+
+from openinfer_kv_cache.idle_order import IdleOrder
 
 TURNOVERS = 4
 """An owner is dormant when the pool has given out so many times its blocks since the owner took one."""
@@ -24,19 +30,33 @@ MAX_PROTECTED_OWNERS = 256
 
 
 class FairLeastRecentlyUsed:
-    """An `EvictsByOwner`.
+    """An `EvictsByOwner` that is a `RetainsBlocks`.
 
     Args:
         num_blocks: blocks of the pool.
+        clock: monotonic seconds; read only while blocks are retained.
     """
 
-    __slots__ = ("_active", "_dormant", "_heap", "_held", "_num_blocks", "_orders", "_owner_of", "_taken")
+    __slots__ = (
+        "_active",
+        "_clock",
+        "_deadlines",
+        "_dormant",
+        "_heap",
+        "_held",
+        "_num_blocks",
+        "_orders",
+        "_owner_of",
+        "_taken",
+    )
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._deadlines: dict[int, float] = {}  # of retained blocks, in use or idle
         self._num_blocks = num_blocks
         self._owner_of = [""] * num_blocks
         self._held: dict[str, int] = {}  # in use or idle; only owners that hold any
-        self._orders: dict[str, OrderedDict[int, None]] = {}  # idle blocks, longest idle first
+        self._orders: dict[str, IdleOrder] = {}  # idle blocks
         self._taken = 0  # blocks given out since the pool began
         # Those that hold any, by when they took a block last (`_taken` then), longest ago first.
         self._active: OrderedDict[str, int] = OrderedDict()
@@ -74,7 +94,25 @@ class FairLeastRecentlyUsed:
         if self._heap is not None and gained and self._orders.get(owner):
             self._push(owner)
 
+    def retain(self, block_ids: Sequence[int], deadline_s: float | None) -> None:
+        """See `RetainsBlocks`."""
+        deadlines, orders, owner_of = self._deadlines, self._orders, self._owner_of
+        for block_id in block_ids:
+            if deadline_s is None:
+                deadlines.pop(block_id, None)
+            else:
+                deadlines[block_id] = deadline_s
+            order = orders.get(owner_of[block_id])
+            if order is not None and block_id in order:
+                order.change(block_id)
+
+    @property
+    def num_retained(self) -> int:
+        """Blocks with a deadline that has not been looked at since it passed."""
+        return len(self._deadlines)
+
     def freed(self, block_ids: Sequence[int]) -> None:
+        self._unretain(block_ids)
         if len(self._held) == 1:
             self._lose(next(iter(self._held)), len(block_ids))
             return
@@ -87,14 +125,12 @@ class FairLeastRecentlyUsed:
             self._admit_several(block_ids)
         elif block_ids:
             self._heap = None
-            order = self._order(self._owner_of[block_ids[0]])
-            for block_id in block_ids:
-                order[block_id] = None
+            self._order(self._owner_of[block_ids[0]]).add(block_ids)
 
     def reuse(self, block_ids: Sequence[int]) -> None:
         orders, owner_of = self._orders, self._owner_of
         for block_id in block_ids:
-            del orders[owner_of[block_id]][block_id]
+            orders[owner_of[block_id]].remove(block_id)
 
     def forget(self, block_ids: Sequence[int]) -> None:
         self.reuse(block_ids)
@@ -145,10 +181,13 @@ class FairLeastRecentlyUsed:
 
     # Private.
 
-    def _order(self, owner: str) -> OrderedDict[int, None]:
+    def _now_s(self) -> float:
+        return self._clock() if self._deadlines else 0.0
+
+    def _order(self, owner: str) -> IdleOrder:
         order = self._orders.get(owner)
         if order is None:
-            order = self._orders[owner] = OrderedDict()
+            order = self._orders[owner] = IdleOrder(self._deadlines)
         return order
 
     def _admit_several(self, block_ids: Sequence[int]) -> None:
@@ -158,7 +197,12 @@ class FairLeastRecentlyUsed:
             order = self._order(owner)
             if not order:
                 self._push(owner)
-            order[block_id] = None
+            order.add((block_id,))
+
+    def _unretain(self, block_ids: Sequence[int]) -> None:
+        if self._deadlines:
+            for block_id in block_ids:
+                self._deadlines.pop(block_id, None)
 
     def _take_over(self, block_ids: Sequence[int], owner: str) -> int:
         """Makes blocks in use an owner's, and returns how many were another's."""
@@ -187,7 +231,7 @@ class FairLeastRecentlyUsed:
             owner = next(iter(active))
             if active[owner] > latest:
                 return
-            if self.used_blocks(owner):
+            if self.used_blocks(owner) or ((order := self._orders.get(owner)) and order.has_retained(self._now_s())):
                 active[owner] = self._taken
                 active.move_to_end(owner)
             else:
@@ -222,8 +266,8 @@ class FairLeastRecentlyUsed:
                 heappush(heap, (-held, owner))
 
     def _take(self, owner: str, num_blocks: int) -> list[int]:
-        pop = self._orders[owner].popitem
-        taken = [pop(last=False)[0] for _ in range(num_blocks)]
+        taken = self._orders[owner].pop(num_blocks, self._now_s())
+        self._unretain(taken)
         self._lose(owner, num_blocks)
         return taken
 

@@ -264,6 +264,12 @@ class BlockSequence:
         """
         return False
 
+    def retain(self, for_s: float) -> None:
+        """Has what is sealed given up after other idle blocks for so many seconds; see `BlockPool.retain`."""
+        for table in self.tables:
+            sealed = table.held[: max(0, self._num_sealed - table.num_void)]
+            self._pool.retain(sealed, for_s)
+
     def shrink(self, num_tokens: int) -> int:
         """Gives back the blocks after the first `num_tokens` tokens; the ids stay.
 

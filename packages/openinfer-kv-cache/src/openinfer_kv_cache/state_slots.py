@@ -10,7 +10,9 @@
     live     one sequence's state, rewritten every step
     filling  destination of a copy that has not completed, from a live slot or from a KV tier
     sealed   a snapshot that a copy is reading, or that is held
-    idle     a snapshot without a reader; evicted, least recently used first, when slots or the budget are short
+    idle     a snapshot without a reader; evicted when slots or the budget are short, least recently used first
+
+Of snapshots, those that are retained (`retain`) are evicted after others until their deadline.
 
 A recurrent state cannot be cut back to an earlier token as a block table can. To reuse a prefix, or to roll back a
 speculation, the state at a boundary is copied into another slot and kept under the digest of the prefix that it
@@ -22,7 +24,9 @@ KV tiers copy states during the steps: into a snapshot that is being filled (`be
 (`begin_hold`). These are `StateSlotCopy`s of one slot alone.
 """
 
+import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
@@ -96,8 +100,10 @@ class StateSlotPool:
     """
 
     __slots__ = (
+        "_clock",
         "_copies",
         "_copying",
+        "_deadlines",
         "_evicted_snapshots",
         "_free",
         "_idle",
@@ -111,7 +117,9 @@ class StateSlotPool:
         "num_state_slots",
     )
 
-    def __init__(self, num_state_slots: int, *, max_snapshots: int) -> None:
+    def __init__(
+        self, num_state_slots: int, *, max_snapshots: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         check_count("num_state_slots", num_state_slots)
         if not 0 <= max_snapshots < num_state_slots:
             raise KvConfigError(
@@ -131,6 +139,8 @@ class StateSlotPool:
         self._left: set[int] = set()  # their sequences are gone, a copy still uses them
         self._stale: set[int] = set()  # live, with states from before a `clear`
         self._evicted_snapshots = 0
+        self._clock = clock
+        self._deadlines: dict[Digest, float] = {}  # of retained snapshots
 
     # Questions.
 
@@ -266,6 +276,11 @@ class StateSlotPool:
         else:
             self._stop_reading(copy.digest)
 
+    def retain(self, digest: Digest, for_s: float) -> None:
+        """Has a snapshot, if there is one, evicted after others for so many seconds from now, as `BlockPool.retain`."""
+        if digest in self._snapshots:
+            self._deadlines[digest] = self._clock() + for_s
+
     def clear(self) -> int:
         """Voids all snapshots and what live slots hold, as after a change of weights; returns how many there were.
 
@@ -351,10 +366,21 @@ class StateSlotPool:
             return None
         return self._free.pop()
 
+    def _first_victim(self) -> Digest:
+        """The one that is idle longest, of those that are not retained if there are any."""
+        deadlines = self._deadlines
+        if deadlines:
+            now_s = self._clock()
+            for digest in [each for each, deadline_s in deadlines.items() if deadline_s <= now_s]:
+                del deadlines[digest]
+        return next((digest for digest in self._idle if digest not in deadlines), next(iter(self._idle)))
+
     def _evict_oldest(self) -> bool:
         if not self._idle:
             return False
-        digest, _ = self._idle.popitem(last=False)
+        digest = self._first_victim()
+        del self._idle[digest]
+        self._deadlines.pop(digest, None)
         slot = self._snapshots.pop(digest).slot
         self._states.move((slot,), _EVICT)
         self._free.append(slot)

@@ -234,6 +234,10 @@ SAMPLING = {
     "allowed_token_ids": Probe([9], lambda told: told.sampling.allowed_token_ids == (9,)),
     "bad_words": Probe(["stone"], lambda told: len(told.sampling.bad_words) == 2),
     "cache_salt": Probe("s", lambda told: told.request.cache_salt == "s"),
+    "prompt_cache_key": Probe(
+        "k", lambda told: (told.request.retain_s, len(told.request.cache_key or "")) == (600, 64)
+    ),
+    "prompt_cache_retention": Probe("24h", lambda told: told.request.retain_s == 86_400),
     "priority": Probe(3, lambda told: told.request.priority == 3),
     "deadline_s": Probe(90.5, lambda told: told.request.deadline_s == 90.5),
     "hints": Probe({"session": "a"}, lambda told: told.request.hints == {"session": "a"}),
@@ -325,6 +329,7 @@ PROBES: Mapping[str, Mapping[str, Probe]] = {
         ),
     },
     "/v1/messages": {
+        "cache_control": Probe({"type": "ephemeral", "ttl": "1h"}, lambda told: told.request.retain_s == 3600),
         **{name: probe for name, probe in CHATS.items() if name != "stop"},
         "continue_final_message": Probe(False, lambda told: "It is <|im_end|>" in told.prompt, {"messages": BEGUN}),
         "include_stop_str_in_output": Probe(True, lambda told: "A sto" in told.body, {"stop_sequences": [" sto"]}),

@@ -28,7 +28,7 @@ def check_integrity(queue: RunQueue, *, open_requests: Collection[Sequence], in_
 
 def _check_order(queue: RunQueue, *, num_open: int) -> None:
     loading = [] if queue.loads is None else queue.loads.sequences
-    num_queued = len(queue.running) + len(queue.preempted) + len(queue.waiting) + len(loading)
+    num_queued = len(queue.running) + len(queue.preempted) + len(queue.waiting) + len(queue.followers) + len(loading)
     _require(num_queued == num_open, f"{num_queued} sequences are queued and {num_open} are open")
     for state, members in (
         (SequenceState.RUNNING, queue.running),

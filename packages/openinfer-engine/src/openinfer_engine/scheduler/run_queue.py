@@ -15,6 +15,9 @@ A queue policy that divides what runs between tenants (`SharesRows`) chooses wha
 tenant that holds its share nothing is admitted or resumed while another that holds less has something to run. Where
 there is no slot or block for that one, one of a tenant beyond its share gives way, but never the oldest that runs.
 
+One that waits and whose prefix another computes at the moment is no head: it follows that one (`followers.py`), and
+comes before all that waits when the prefix is there.
+
 A preempted sequence that is held (its next mask is not computed yet) is passed over until it is not. The time is
 bounded, so the same holds from then on.
 
@@ -38,7 +41,9 @@ from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, SlotStart, S
 from openinfer_core.scheduling.waiting_queue import WaitingQueue
 from openinfer_engine.scheduler.admission import BlockAllocation, BlockAllocator
 from openinfer_engine.scheduler.counters import Counters
+from openinfer_engine.scheduler.followers import MAX_FOLLOWERS, Followers
 from openinfer_engine.scheduler.loads import Loads
+from openinfer_engine.scheduler.retention import Retention
 from openinfer_engine.scheduler.row_shares import RowShares
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
 from openinfer_engine.scheduler.snapshots import Snapshots
@@ -86,9 +91,11 @@ class RunQueue:
             self.snapshots = Snapshots(
                 self.kv.slots, num_running_slots=config.max_num_seqs, block_size_tokens=config.block_size_tokens
             )
+        self.retention = Retention(self.kv, self.snapshots)
         self.waiting = WaitingQueue[Sequence](policy, describe=_cached)
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []  # youngest first, so that the end is next
+        self.followers = Followers(block_size_tokens=config.block_size_tokens, snapshots=self.snapshots)
         self.held: AbstractSet[RequestId] = frozenset()  # have no row that samples (`HoldsRows`)
         # whether one that was held, or of a tenant with its share, ever was: that ends the one order of ages
         self.has_passed_over = False
@@ -158,7 +165,7 @@ class RunQueue:
     def admit(self) -> Admission | None:
         """Lets the next sequence run if there is a slot, and blocks for every id it knows; none is passed over."""
         while (ready := self._take_ready()) is None:
-            sequence = self._next()
+            sequence = self._head()
             if sequence is None or not self.free_slots:
                 return None
             allocation = self._allocator.allocate(sequence, running=self.running, loading=self._loading)
@@ -168,6 +175,27 @@ class RunQueue:
             if not self._begin_load(sequence, allocation):
                 return self._start(sequence, allocation.cached_tokens)
         return self._start(*ready)
+
+    def _head(self) -> Sequence | None:
+        """The next one that does not follow another."""
+        while (sequence := self._next()) is not None and self._follows(sequence):
+            pass
+        return sequence
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """Whether the next one lets others pass until its prefix is computed: then it is out of the queue."""
+        if sequence.state is not SequenceState.WAITING or not (self.matches_prefixes and sequence.may_match):
+            return False
+        is_new = sequence not in self.followers
+        if sequence is self._promised or (is_new and len(self.followers) >= MAX_FOLLOWERS):
+            return False
+        following = self.followers.find(sequence, running=self.running, loading=self._loading)
+        if following is None:
+            return False
+        if is_new:
+            sequence.has_policy_fault = not self.waiting.admit(sequence)
+        self.followers.add(sequence, following)
+        return True
 
     def _take_ready(self) -> tuple[Sequence, int] | None:
         while self.loads is not None and (ready := self.loads.take_ready()) is not None:
@@ -186,7 +214,10 @@ class RunQueue:
         if sequence.state is SequenceState.PREEMPTED:
             self.preempted.remove(sequence)
         else:
-            sequence.has_policy_fault = not self.waiting.admit(sequence)
+            if sequence in self.followers:
+                self.followers.remove(sequence)
+            else:
+                sequence.has_policy_fault = not self.waiting.admit(sequence)
             sequence.admission, self._num_admitted = self._num_admitted, self._num_admitted + 1
         if sequence is self._promised:
             self._promised = None
@@ -236,7 +267,9 @@ class RunQueue:
 
     def _next(self) -> Sequence | None:
         """None, too, while a result of the one to resume is outstanding, or a copy uses its blocks."""
-        full = self.shares.full(self.waiting.tenants, self.preempted) if self._divides else frozenset[str]()
+        full = frozenset[str]()
+        if self._divides:
+            full = self.shares.full(self.waiting.tenants, [*self.preempted, *self.followers.sequences])
         promised, passed = self._promised, set[str]()
         if promised is not None and promised.request.tenant not in full and promised.request_id not in self.held:
             return None if promised.is_held else promised
@@ -245,17 +278,20 @@ class RunQueue:
                 return None if sequence.is_held else sequence
             self.has_passed_over = True
             passed.add(sequence.request.tenant)
+        for sequence in self.followers.sequences:
+            if sequence.request.tenant not in full and not self.followers.is_waiting(sequence):
+                return sequence
         chosen = self.waiting.next(full)
         # Of a tenant with its share, those that have run come first.
         return None if chosen is not None and chosen.request.tenant in full & passed else chosen
 
     def make_room(self) -> None:
         """Where the next one finds no slot or blocks, and its tenant holds less than its share, others give way."""
-        if not self._divides or not (self.preempted or len(self.waiting)):
+        if not self._divides or not self._has_more():
             return
         if any(sequence.is_held for sequence in self.preempted):
             return  # what gave way has not given back yet
-        sequence = self._next()
+        sequence = self._head()
         if sequence is None or self.shares.rows.keys() <= {sequence.request.tenant}:
             return
         wanting = self._wanting()
@@ -275,7 +311,12 @@ class RunQueue:
 
     def _wanting(self) -> AbstractSet[str]:
         """Tenants that have something waiting."""
-        return {*self.waiting.tenants, *(sequence.request.tenant for sequence in self.preempted)}
+        others = (*self.preempted, *self.followers.sequences)
+        return {*self.waiting.tenants, *(sequence.request.tenant for sequence in others)}
+
+    def _has_more(self) -> bool:
+        """Whether anything is to be admitted or resumed, now or later."""
+        return bool(self.preempted or len(self.waiting) or len(self.followers))
 
     def _would_fit(self, sequence: Sequence, coming_blocks: int) -> bool:
         num_active = len(self.running) + len(self._loading)
@@ -298,7 +339,7 @@ class RunQueue:
 
     def peek(self) -> Sequence | None:
         """The one to admit or resume next, if there will be room; None, too, while a load or a result comes first."""
-        return self._next() if self.preempted or len(self.waiting) else None
+        return self._head() if self._has_more() else None
 
     # --- states -----------------------------------------------------------------------------------------
 
@@ -475,9 +516,12 @@ class RunQueue:
     def finish(self, sequence: Sequence) -> None:
         if sequence is self._promised:
             self._promised = None
-        if sequence.state is not SequenceState.WAITING:
+        is_following = sequence in self.followers
+        if sequence.state is not SequenceState.WAITING or is_following:
             self.waiting.ended(sequence.request, generated_tokens=sequence.completion_tokens)
         match sequence.state:
+            case SequenceState.WAITING if is_following:
+                self.followers.remove(sequence)
             case SequenceState.WAITING:
                 self.waiting.withdraw(sequence)
             case SequenceState.PREEMPTED:
@@ -499,6 +543,7 @@ class RunQueue:
             self.free_slots.append(sequence.slot)
             sequence.slot = NO_SLOT
         if sequence.state is SequenceState.FINISHED:
+            self.retention.ended(sequence)
             sequence.kv.release()
         else:
             sequence.kv.shrink(0)

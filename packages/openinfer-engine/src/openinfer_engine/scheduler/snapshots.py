@@ -62,6 +62,12 @@ class Snapshots:
         last = (known_tokens - 1) // self._block_tokens * self._block_tokens
         return tuple(sorted(position for position in {matched_tokens, last} if position > begin_tokens))
 
+    def retain(self, kv: BlockSequence, *, for_s: float) -> None:
+        """Has the states at the last boundary that are kept of a sequence given up after others; see the pool."""
+        num_tokens = self.longest_prefix(kv, kv.num_sealed_blocks * self._block_tokens)
+        if num_tokens:
+            self._pool.retain(self._digest(kv, num_tokens), for_s)
+
     def restore(self, kv: BlockSequence, num_tokens: int, slot: int) -> StateCopy:
         """The copy that brings the states after `num_tokens` into a slot, before the step that is planned now."""
         copy = self._pool.begin_restore(self._digest(kv, num_tokens), slot)

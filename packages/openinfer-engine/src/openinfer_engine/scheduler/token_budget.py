@@ -85,6 +85,7 @@ class TokenBudgetScheduler:
     def flush_cache(self) -> None:
         try:
             self._queue.kv.clear()
+            self._queue.retention.clear()
         except BlockStateError as error:
             raise Refused(f"the cache cannot be flushed now: {error}; try again") from error
 
@@ -105,7 +106,7 @@ class TokenBudgetScheduler:
             raise ContractViolation(f"request id {request.request_id} is in use")
         if (reason := self._refusal(request)) is not None:
             return [self._failed(request, FailureKind.INVALID, reason)]
-        if len(self._queue.waiting) >= self._config.max_waiting:
+        if len(self._queue.waiting) + len(self._queue.followers) >= self._config.max_waiting:
             message = f"the queue is full: {self._config.max_waiting} requests are waiting; try again later"
             return [self._failed(request, FailureKind.OVERLOADED, message)]
         sequence = self._make_sequence(request, now_s)
@@ -215,7 +216,7 @@ class TokenBudgetScheduler:
 
     def _add_drafts(self, builder: StepBuilder, unfilled: list[Sequence]) -> None:
         queue, budget_tokens = self._queue, builder.budget_tokens
-        if unfilled or queue.preempted or len(queue.waiting):
+        if unfilled or queue.preempted or len(queue.waiting) or len(queue.followers):
             budget_tokens //= 2  # prompts go on, however many drafts there could be
         add_drafts(
             builder,
@@ -329,7 +330,7 @@ class TokenBudgetScheduler:
         loading = 0 if loads is None else len(loads.sequences)
         return EngineStats(
             running=len(queue.running),
-            waiting=len(queue.waiting) + len(queue.preempted) + loading,
+            waiting=len(queue.waiting) + len(queue.followers) + len(queue.preempted) + loading,
             blocks_used=pool.num_blocks - pool.available_blocks,
             blocks_total=pool.num_blocks,
             steps=counters.steps,
@@ -347,6 +348,7 @@ class TokenBudgetScheduler:
             evicted_state_snapshots=0 if snapshots is None else snapshots.evicted_snapshots,
             loading=loading,
             tier_tokens=0 if loads is None else loads.loaded_tokens,
+            retained_blocks=pool.retained_blocks,
             unsaved_blocks=queue.unsaved_blocks,
         )
 

@@ -9,7 +9,6 @@ from openinfer_server.anthropic.types import MessageParam
 from openinfer_server.http.api_errors import convert_inside, invalid, refused
 from openinfer_server.limits.conversation import check_depth
 from openinfer_server.openai.types import (
-    CACHED_ANYWAY,
     TEXT_ONLY,
     AssistantTurn,
     FunctionCall,
@@ -21,6 +20,7 @@ from openinfer_server.openai.types import (
     refuse_other_parts,
 )
 from openinfer_server.request.fields import RequestFields, check_rules
+from openinfer_server.request.retention import CacheControl
 from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
 
 _NO_TOOLSETS = Refused("tools come one by one here")
@@ -30,11 +30,10 @@ class TextBlock(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=
     """Text."""
 
     text: str
-    cache_control: object = None
+    cache_control: CacheControl | None = None
     citations: list[dict[str, Any]] | None = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {
-        "cache_control": CACHED_ANYWAY,
         "citations": Neutral(ANY, "they say where text came from; the text is what the model reads"),
     }
 
@@ -59,12 +58,11 @@ class ToolUseBlock(
     name: str
     # An object; anything where a stream's events were put together of arguments that are none.
     input: object = None
-    cache_control: object = None
+    cache_control: CacheControl | None = None
     caller: dict[str, Any] | None = None
     toolset_name: object = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {
-        "cache_control": CACHED_ANYWAY,
         "caller": Neutral(ANY, "the model is the only one who calls"),
         "toolset_name": _NO_TOOLSETS,
     }
@@ -78,11 +76,10 @@ class ToolResultBlock(
     tool_use_id: str
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
-    cache_control: object = None
+    cache_control: CacheControl | None = None
     toolset_name: object = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {
-        "cache_control": CACHED_ANYWAY,
         "is_error": Neutral(ANY, "templates have no place for it; the content says what went wrong"),
         "toolset_name": _NO_TOOLSETS,
     }

@@ -48,11 +48,19 @@ class MessageBuilder(Sink):
         writer: gets the events; None for a response in one body.
         shows_thinking: whether the text of thinking is shown, and not only that there was some.
         full_context: whether the end of the model's context comes before `max_tokens`.
+        kept_block_tokens: tokens of a KV block, of which what is retained is made; None if the client marks nothing.
     """
 
     def __init__(
-        self, message: MessageObject, writer: StreamWriter | None, *, shows_thinking: bool, full_context: bool
+        self,
+        message: MessageObject,
+        writer: StreamWriter | None,
+        *,
+        shows_thinking: bool,
+        full_context: bool,
+        kept_block_tokens: int | None = None,
     ) -> None:
+        self._kept_block_tokens = kept_block_tokens
         self.message = message
         self._full_context = full_context
         self._open: ContentBlock | None = None
@@ -63,7 +71,7 @@ class MessageBuilder(Sink):
 
     def begin(self, choice: DeltaChoice) -> None:
         self._dirty = choice.response.link.dirty
-        self.message.usage = _usage(choice)
+        self.message.usage = self._usage(choice)
         self._emit(MessageStart(message=self.message))
 
     def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
@@ -82,10 +90,21 @@ class MessageBuilder(Sink):
                 case CallEnd():
                     self._stop_block()
 
+    def _usage(self, choice: DeltaChoice) -> MessageUsage:
+        created, size = 0, self._kept_block_tokens
+        if size is not None:
+            created = max(0, choice.prompt_tokens // size * size - choice.cached_tokens)
+        return MessageUsage(
+            input_tokens=choice.prompt_tokens - choice.cached_tokens - created,
+            cache_read_input_tokens=choice.cached_tokens,
+            cache_creation_input_tokens=created,
+            output_tokens=choice.completion_tokens,
+        )
+
     def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
         self._stop_block()
         message = self.message
-        message.usage = _usage(choice)
+        message.usage = self._usage(choice)
         message.stop_reason, message.stop_sequence = self._why(choice, reason)
         stop = Stop(stop_reason=message.stop_reason, stop_sequence=message.stop_sequence)
         self._emit(MessageDelta(delta=stop, usage=message.usage))
@@ -154,11 +173,3 @@ def _input(arguments: str) -> dict[str, Any]:
         return msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
         return {INVALID_JSON: arguments}
-
-
-def _usage(choice: DeltaChoice) -> MessageUsage:
-    return MessageUsage(
-        input_tokens=choice.prompt_tokens - choice.cached_tokens,
-        cache_read_input_tokens=choice.cached_tokens,
-        output_tokens=choice.completion_tokens,
-    )

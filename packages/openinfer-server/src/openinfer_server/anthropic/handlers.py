@@ -39,6 +39,7 @@ from openinfer_server.output.response import Response
 from openinfer_server.request.fields import check_rules
 from openinfer_server.request.generation_fields import GenerationFields, SamplingFields
 from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan, plan_bytes
+from openinfer_server.request.retention import marked, retention_of
 from openinfer_server.request.structured import OutputConstraint, chat_grammar, constrained, output_constraint
 from openinfer_server.service import Service
 from openinfer_server.tools.available import AvailableTools, Fields, ToolMode, ToolRequest, available_tools
@@ -99,7 +100,13 @@ class Messages:
         shows_thinking = getattr(thinking, "display", None) != "omitted"
         writer = http_request.stream(1) if request.stream else None
         message = MessageObject(id=f"msg_{secrets.token_hex(16)}", model=model)
-        builder = MessageBuilder(message, writer, shows_thinking=shows_thinking, full_context=full_context)
+        builder = MessageBuilder(
+            message,
+            writer,
+            shows_thinking=shows_thinking,
+            full_context=full_context,
+            kept_block_tokens=None if plan.requests[0].retain_s is None else service.info.block_size_tokens,
+        )
         return _Asked(plan, parsers, builder, writer)
 
     async def count_tokens(self, http_request: HttpRequest) -> None:
@@ -127,6 +134,8 @@ class Messages:
         given: dict[str, Any] = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
         given["stop"] = request.stop_sequences
         fields = GenerationFields(**given)
+        given_retention = retention_of(request.prompt_cache_key, request.prompt_cache_retention)
+        contents = [message.content for message in request.messages]
         room = max(1, self._service.info.max_model_tokens - len(prompt.token_ids))
         try:
             plan = make_plan(
@@ -137,6 +146,7 @@ class Messages:
                 owner=http_request.owner,
                 max_tokens=min(request.max_tokens, room),
                 scoring=Scoring(),
+                retention=marked(given_retention, request.cache_control, request.tools, request.system, *contents),
             )
         except ApiError as error:
             raise error.with_names(FIELD_NAMES) from error

@@ -37,9 +37,9 @@ ContentBlock: TypeAlias = TextContent | ThinkingContent | ToolUseContent
 class MessageUsage(msgspec.Struct, kw_only=True):
     """Tokens of a message."""
 
-    input_tokens: int = 0  # of the prompt, without those that were cached
+    input_tokens: int = 0  # of the prompt, without those below
     cache_read_input_tokens: int = 0  # of the prompt, found in the prefix cache
-    cache_creation_input_tokens: Literal[0] = 0
+    cache_creation_input_tokens: int = 0  # of the others, those of a prompt with marks: it stays in the cache
     output_tokens: int = 0
     service_tier: Literal["standard"] = "standard"
 

@@ -5,10 +5,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from openinfer_server.openai.types import CACHED_ANYWAY
 from openinfer_server.request.fields import Count, RequestFields, Stops
 from openinfer_server.request.generation_fields import SamplingFields
 from openinfer_server.request.neutral_fields import USER
+from openinfer_server.request.retention import CacheControl
 from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
 from openinfer_server.tools.types import DROPPED_TOOL_SCHEMA
 
@@ -36,7 +36,7 @@ class ClientTool(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: object = None
+    cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None
     allowed_callers: object = None
     defer_loading: object = None
@@ -44,7 +44,6 @@ class ClientTool(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields
 
     RULES: ClassVar[Mapping[str, Rule]] = {
         "allowed_callers": Neutral((["direct"],), "tools are called by the model alone"),
-        "cache_control": CACHED_ANYWAY,
         "defer_loading": Neutral((False,), "every tool is in the prompt"),
         "eager_input_streaming": Neutral(ANY, "a tool's input is always streamed as it comes"),
         "input_examples": Neutral(([],), "templates have no place for them; put them into the description"),
@@ -141,7 +140,6 @@ _KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 _NO_COMPACTION = Refused("nothing of a conversation is left out")
 _PROMPT_RULES: Mapping[str, Rule] = {
     "billing_policy": _NO_ACCOUNTS,
-    "cache_control": CACHED_ANYWAY,
     "compaction": _NO_COMPACTION,
     "context_management": Neutral(({"edits": []}, _KEEP_THINKING), _NO_COMPACTION.why),
     "mcp_servers": Neutral(([],), FUNCTIONS_ONLY),
@@ -166,7 +164,7 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None
     speed: str | None = None
-    cache_control: object = None
+    cache_control: CacheControl | None = None
     container: object = None
     diagnostics: object = None
     fallback_credit_token: object = None
@@ -205,7 +203,7 @@ class CountTokensRequest(RequestFields, frozen=True, kw_only=True, forbid_unknow
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     speed: str | None = None
-    cache_control: object = None
+    cache_control: CacheControl | None = None
     billing_policy: object = None
     compaction: object = None
     context_management: object = None

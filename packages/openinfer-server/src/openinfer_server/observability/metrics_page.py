@@ -126,6 +126,7 @@ def _of_engine(stats: EngineStats, model: Labels) -> Iterator[str]:
     for name, kind, text, value in (
         ("openinfer_kv_blocks_used", "gauge", "KV blocks of running sequences.", stats.blocks_used),
         ("openinfer_kv_blocks", "gauge", "KV blocks there are.", stats.blocks_total),
+        ("openinfer_kv_blocks_retained", "gauge", "KV blocks asked to be kept longer.", stats.retained_blocks),
         ("openinfer_engine_step_age_seconds", "gauge", "Since the last step, while there is work.", stats.step_age_s),
         ("openinfer_engine_steps_total", "counter", "Steps of the engine.", stats.steps),
         ("openinfer_engine_prompt_tokens_total", "counter", "Prompt tokens computed.", stats.prompt_tokens),

@@ -27,7 +27,6 @@ NOT_TEXT = Refused(TEXT_ONLY)
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text", "reasoning_text", "refusal", "summary_text"))
 CACHE_OPTIONS = Refused("the prefix cache has no options; cache_salt separates its users")
 CACHED_ANYWAY = Neutral(ANY, "the prefix cache keeps every block that fits, asked or not")
-CACHE_RETENTION = Refused("the prefix cache keeps what fits")
 VERBOSITY = Neutral(("medium",), "medium is what the model does anyway, which has no such control")
 PARSED = Neutral(ANY, "it is the text, as the SDK has read it")
 PARSED_ARGUMENTS = Neutral(ANY, "they are the arguments, as the SDK has read them")
@@ -243,7 +242,6 @@ class ChatRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unknown_f
     moderation: object = None
     prediction: Prediction | None = None  # drafts come from it; the answer is as without
     prompt_cache_options: object = None
-    prompt_cache_retention: object = None
     verbosity: object = None
     web_search_options: object = None
 
@@ -255,7 +253,6 @@ class ChatRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unknown_f
         "modalities": Neutral((["text"], []), TEXT_ONLY),
         "moderation": Refused("this server does not moderate"),
         "prompt_cache_options": CACHE_OPTIONS,
-        "prompt_cache_retention": CACHE_RETENTION,
         "store": Neutral((False,), "false asks for what is always so; this server stores no completions"),
         "verbosity": VERBOSITY,
         "web_search_options": Refused("this server does not search the web"),

@@ -22,7 +22,8 @@ from openinfer_server.request.fields import (
     StopTokenIds,
 )
 from openinfer_server.request.kv_transfer import KvTransferParams
-from openinfer_server.request.neutral_fields import CACHE_KEY, LABELS, METADATA, NO_OBFUSCATION, NO_TRANSFER, USER
+from openinfer_server.request.neutral_fields import LABELS, METADATA, NO_OBFUSCATION, NO_TRANSFER, USER
+from openinfer_server.request.retention import CacheRetention
 from openinfer_server.request.rules import Rule
 from openinfer_server.request.sampling_fields import SamplingNumberFields
 from openinfer_server.request.structured_types import GuidedFields, ResponseFormat
@@ -62,6 +63,9 @@ class SamplingFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fie
     client_metadata: dict[str, str] | None = None
     kv_transfer_params: object = None
     prompt_cache_key: str | None = None
+    """Names the conversation: its next turn supersedes what this one leaves in the cache."""
+    prompt_cache_retention: CacheRetention | None = None
+    """How long what it leaves goes after what others left: ten minutes, or a day."""
     safety_identifier: str | None = None
     service_tier: str | None = None
     user: str | None = None
@@ -70,7 +74,6 @@ class SamplingFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fie
         **GuidedFields.RULES,
         **LABELS,
         "kv_transfer_params": NO_TRANSFER,
-        "prompt_cache_key": CACHE_KEY,
         "safety_identifier": USER,
         "user": USER,
     }

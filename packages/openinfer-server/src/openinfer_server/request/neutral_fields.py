@@ -14,7 +14,6 @@ LABELS: Final[Mapping[str, Rule]] = {
 }
 """Of fields beside the sampling parameters."""
 NO_TRANSFER: Final = Refused("completions, chats and token ids hand KV on; use one of their routes")
-CACHE_KEY: Final = Label("it is a hint for routing between machines, and there is one cache")
 NO_OBFUSCATION: Final = Neutral(
     (False,), "false asks for what is always so; no padding is added, events are as long as their text"
 )

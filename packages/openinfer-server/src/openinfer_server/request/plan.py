@@ -22,6 +22,7 @@ from openinfer_server.request.fields import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS,
 from openinfer_server.request.generation_fields import GenerationFields, TokenDetailFields
 from openinfer_server.request.kv_transfer import KvTransferParams, asked_transfer
 from openinfer_server.request.restrictions import Restrictions, read_restrictions
+from openinfer_server.request.retention import Retention, retention_of
 from openinfer_server.service import Service
 
 T = TypeVar("T")
@@ -105,6 +106,7 @@ def make_plan(
     scoring: Scoring,
     defaults: SamplingDefaults | None = None,
     transfer: KvTransferParams | None = None,
+    retention: Retention | None = None,
 ) -> Plan:
     """Checks a request as a whole, its cost first. May be called in any thread; whether the queue has room for it, its
     submission says.
@@ -112,7 +114,7 @@ def make_plan(
     Cached prefixes are `tenant`'s; what is shared is taken from `owner`'s share, also where requests have no tenant.
     Parameters that are not given have the values of `defaults`, by default the server's. Without `max_tokens`, choices
     may be as long as context and budgets allow, and as `default_tokens`, if given. `transfer` says where KV goes to, or
-    comes from.
+    comes from. Without `retention`, what the fields say of it counts.
 
     Raises:
         ApiError: 400.
@@ -138,6 +140,8 @@ def make_plan(
         block_size_tokens=info.block_size_tokens,
     )
     cost.check(service.options, prompts[0].field, scoring.field)
+    if retention is None:
+        retention = retention_of(fields.prompt_cache_key, fields.prompt_cache_retention)
     salt = salt_of(tenant, fields.cache_salt)
     restrictions = read_restrictions(service, fields, num_choices=n * len(prompts))
     requests = [
@@ -158,6 +162,7 @@ def make_plan(
             salt=salt,
             fields=fields,
             transfer=asked,
+            retention=retention,
         )
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         for choice in range(n)
@@ -367,6 +372,7 @@ def _request(
     salt: str | None,
     fields: GenerationFields,
     transfer: dict[str, Any] | None,
+    retention: Retention,
 ) -> GenerateRequest:
     try:
         return GenerateRequest(
@@ -380,6 +386,8 @@ def _request(
             deadline_s=fields.deadline_s,
             hints=fields.hints or {},
             transfer=transfer,
+            retain_s=retention.seconds,
+            cache_key=retention.key,
         )
     except InvalidRequest as error:
         raise from_invalid_request(error) from error

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from openinfer_server.openai.types import CACHE_OPTIONS, CACHE_RETENTION, NOT_TEXT, VERBOSITY, Effort
+from openinfer_server.openai.types import CACHE_OPTIONS, NOT_TEXT, VERBOSITY, Effort
 from openinfer_server.parsers.syntax.call_syntax import JsonSchema
 from openinfer_server.request.fields import Count, Logprobs, NonNegative, RequestFields
 from openinfer_server.request.generation_fields import SamplingFields
@@ -176,7 +176,6 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
     moderation: object = None
     prompt: object = None
     prompt_cache_options: object = None
-    prompt_cache_retention: object = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {
         **SamplingFields.RULES,
@@ -189,7 +188,6 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
         "moderation": Refused("this server does not moderate"),
         "prompt": Refused("this server stores no prompts; send instructions and input"),
         "prompt_cache_options": CACHE_OPTIONS,
-        "prompt_cache_retention": CACHE_RETENTION,
     }
 
 

@@ -1,0 +1,86 @@
+"""What ended turns asked to be kept is there when their conversation goes on, and makes no other request wait."""
+
+from typing import Any
+
+import pytest
+
+from openinfer_core.queue_policies import FairShare
+from openinfer_core.scheduling import QueuePolicyConfig
+
+PROMPT = tuple(range(1, 34))  # eight blocks and a token
+STATES = {"prefix_cache": False, "num_snapshots": 3}
+SMALL = {"num_blocks": 24, "max_model_tokens": 96, "max_step_tokens": 64}
+KINDS = pytest.mark.parametrize("kind", [{}, STATES], ids=["dense", "hybrid"])
+
+
+def cached(driver: Any, request: Any) -> int:
+    driver.submit(request)
+    driver.run()
+    return driver.accounts[request.request_id].scheduled.cached_tokens
+
+
+def others(make_request: Any, count: int, **fields: Any) -> list[Any]:
+    """Requests that share nothing with any, each of eight blocks."""
+    return [make_request(100 + n, tuple(range(1000 + 50 * n, 1033 + 50 * n)), **fields) for n in range(count)]
+
+
+@KINDS
+@pytest.mark.parametrize(("retain_s", "kept"), [(None, 0), (3600.0, 32)])
+def test_retained_turn_outlives_others(
+    make_driver: Any, make_request: Any, kind: Any, retain_s: Any, kept: int
+) -> None:
+    driver = make_driver(**SMALL, **kind)
+    cached(driver, make_request(0, PROMPT, retain_s=retain_s))
+    for request in others(make_request, 6):
+        cached(driver, request)
+    assert cached(driver, make_request(1, (*PROMPT, 40))) == kept
+
+
+@KINDS
+def test_everything_retained_makes_nothing_wait(make_driver: Any, make_request: Any, kind: Any) -> None:
+    plain, retained = make_driver(**SMALL, **kind, max_in_flight=2), make_driver(**SMALL, **kind, max_in_flight=2)
+    for driver, fields in ((plain, {}), (retained, {"retain_s": 86_400.0, "cache_key": "k"})):
+        for request in others(make_request, 12, **fields):
+            driver.submit(request)
+        driver.run()
+    assert retained.scheduler.stats().steps == plain.scheduler.stats().steps
+    assert retained.scheduler.stats().preemptions == plain.scheduler.stats().preemptions
+    assert all(len(account.token_ids) == 8 for account in retained.accounts.values())
+
+
+def test_newer_turn_of_a_key_supersedes_what_it_does_not_share(make_driver: Any, make_request: Any) -> None:
+    driver = make_driver(**SMALL | {"num_blocks": 64})
+    fields = {"retain_s": 3600.0, "cache_key": "conversation", "max_tokens": 1}
+    first, second = (*PROMPT, *range(500, 516)), (*PROMPT[:16], *range(600, 616), 1)
+    cached(driver, make_request(0, first, **fields))
+    assert driver.scheduler.stats().retained_blocks == 12
+    cached(driver, make_request(1, second, **fields))
+    assert driver.scheduler.stats().retained_blocks == 8  # the four that are common, and its own
+    cached(driver, make_request(2, first, retain_s=3600.0, cache_key="another", max_tokens=1))
+    assert driver.scheduler.stats().retained_blocks == 16
+
+
+def test_keys_of_other_tenants_and_salts_are_others(make_driver: Any, make_request: Any) -> None:
+    driver = make_driver(**SMALL | {"num_blocks": 64}, policy=FairShare(QueuePolicyConfig()))
+    turns = [{"tenant": "a"}, {"tenant": "b"}, {"tenant": "a", "cache_salt": "s"}]
+    for number, turn in enumerate(turns):
+        prompt = tuple(range(2000 + 40 * number, 2033 + 40 * number))
+        cached(driver, make_request(number, prompt, retain_s=60.0, cache_key="k", max_tokens=1, **turn))
+    assert driver.scheduler.stats().retained_blocks == 24
+
+
+def test_flush_forgets_what_was_retained(make_driver: Any, make_request: Any) -> None:
+    driver = make_driver(**SMALL)
+    cached(driver, make_request(0, PROMPT, retain_s=60.0, cache_key="k"))
+    driver.scheduler.flush_cache()
+    assert driver.scheduler.stats().retained_blocks == 0
+    assert cached(driver, make_request(1, PROMPT, retain_s=60.0, cache_key="k")) == 0
+
+
+def test_cancelled_turn_is_retained_as_far_as_it_came(make_driver: Any, make_request: Any) -> None:
+    driver = make_driver(**SMALL | {"max_step_tokens": 16})
+    driver.submit(make_request(0, PROMPT, retain_s=60.0))
+    driver.step()
+    driver.abort(0)
+    driver.run()
+    assert driver.scheduler.stats().retained_blocks == 4
