@@ -6,12 +6,14 @@ digests take, and the way there and back. Three arms: `short` has turns of 2 KB 
 arrival; `whole` has the history, and every turn is encoded whole (`--known-prefix-bytes 0`); `known` has it, and what
 is new is encoded alone. A stream of another client runs next to them; its gaps are held against those of `short`.
 
-The client is one process on the same machine: figures are upper bounds.
+The client is one process on the same machine: times are upper bounds. Processor time of the server per turn
+is told where Linux tells it, what the stream takes included: it holds also where others use the machine.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -27,6 +29,7 @@ import tokenizers
 
 from openinfer.models import find_model_dir
 from openinfer_bench.http_client import Address, ask
+from openinfer_bench.processes import descendants
 from openinfer_core import EngineClosed
 from openinfer_core.provenance import provenance
 from openinfer_core.simulated import SimulatedOptions
@@ -58,6 +61,8 @@ class Arm:
     gap_p99_ms: float
     gap_max_ms: float
     """Gaps of the stream of another client, whose engine makes a token every 5 ms."""
+    cpu_ms: float | None
+    """Processor time of frontend and engine per turn; None where it is not Linux."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -96,13 +101,14 @@ async def _measure(arguments: argparse.Namespace, arm: str, workers: int) -> Arm
     size = 0 if arm == "short" else 1000 * arguments.kilobytes
     sessions = [conversation(number, size) for number in range(arguments.sessions)]
     known_bytes = 0 if arm == "whole" else ServerOptions().known_prefix_bytes
-    with _server(folder, workers=workers, known_prefix_bytes=known_bytes) as address:
+    with _server(folder, workers=workers, known_prefix_bytes=known_bytes) as (address, pid):
         # Every worker sees each session once before it is measured: connections are new, so it may go to any.
         for _ in range(3 * workers if workers > 1 and arm == "known" else 1):
             await _round(address, sessions, over_s=len(sessions) / 4 if size else 1.0)
         gaps: list[float] = []
         ttft_s: list[float] = []
         failed = 0
+        begin_s = _used_s(pid)
         async with _stream(address, gaps):
             for _ in range(arguments.rounds):
                 for session in sessions:
@@ -110,7 +116,8 @@ async def _measure(arguments: argparse.Namespace, arm: str, workers: int) -> Arm
                 answers = await _round(address, sessions, over_s=1.0)
                 failed += sum(answer is None for answer in answers)
                 ttft_s += [answer for answer in answers if answer is not None]
-    return _arm(arm, workers, ttft_s, gaps, failed)
+        used_s = None if begin_s is None else (_used_s(pid) or 0.0) - begin_s
+    return _arm(arm, workers, ttft_s=ttft_s, gaps=gaps, failed=failed, used_s=used_s)
 
 
 def conversation(number: int, size: int) -> list[dict[str, str]]:
@@ -174,7 +181,7 @@ async def _stream(address: Address, gaps: list[float]) -> AsyncGenerator[None]:
 
 
 @contextmanager
-def _server(folder: Path, *, workers: int, known_prefix_bytes: int) -> Generator[Address]:
+def _server(folder: Path, *, workers: int, known_prefix_bytes: int) -> Generator[tuple[Address, int]]:
     vocabulary = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
     engine = SimulatedOptions(tpot_s=_STREAM_STEP_S, num_token_ids=vocabulary)
     served = ServerOptions(
@@ -194,7 +201,7 @@ def _server(folder: Path, *, workers: int, known_prefix_bytes: int) -> Generator
             url = process.stdout.readline().strip() if process.stdout is not None else ""
             if not url:
                 raise EngineClosed(f"the server ended with code {process.wait()} before it served")
-            yield Address.of(url)
+            yield Address.of(url), process.pid
         finally:
             process.terminate()
             try:
@@ -203,7 +210,9 @@ def _server(folder: Path, *, workers: int, known_prefix_bytes: int) -> Generator
                 process.kill()
 
 
-def _arm(arm: str, workers: int, ttft_s: Sequence[float], gaps: Sequence[float], failed: int) -> Arm:
+def _arm(
+    arm: str, workers: int, *, ttft_s: Sequence[float], gaps: Sequence[float], failed: int, used_s: float | None
+) -> Arm:
     return Arm(
         arm=arm,
         workers=workers,
@@ -215,7 +224,19 @@ def _arm(arm: str, workers: int, ttft_s: Sequence[float], gaps: Sequence[float],
         gap_p50_ms=_ms(gaps, 0.5),
         gap_p99_ms=_ms(gaps, 0.99),
         gap_max_ms=_ms(gaps, 1.0),
+        cpu_ms=None if used_s is None or not ttft_s else round(1000 * used_s / len(ttft_s), 2),
     )
+
+
+def _used_s(pid: int) -> float | None:
+    """Processor time of a process and its descendants so far."""
+    if not sys.platform.startswith("linux"):
+        return None
+    ticks = 0
+    for each in descendants(pid):
+        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])  # user's and the kernel's, proc(5)
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _ms(seconds: Sequence[float], quantile: float) -> float:
@@ -227,7 +248,7 @@ def _ms(seconds: Sequence[float], quantile: float) -> float:
 
 
 def _table(arms: Sequence[Arm]) -> str:
-    head = ("arm", "workers", "turns", "failed", "TTFT p50", "p99", "max", "gap p50", "p99", "max")
+    head = ("arm", "workers", "turns", "failed", "TTFT p50", "p99", "max", "gap p50", "p99", "max", "CPU ms")
     rows = [tuple(asdict(arm).values()) for arm in arms]
     return "\n".join(" ".join(f"{cell!s:>9}" for cell in row) for row in [head, *rows])
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,22 +20,59 @@ from openinfer_bench.sessions.play import Player
 from openinfer_bench.sessions.reuse import PrefixesSeen
 from openinfer_bench.sessions.session import Blocks, Grow, Session, Turn
 from openinfer_engine import EngineOptions, build_loop, resolve
+from openinfer_engine.options import LoadFormat
 from openinfer_engine.worker.block_tables import BlockTables
+from openinfer_engine.worker.state_slots import StateSlots
 from openinfer_kv_cache import BlockSequence
 from openinfer_server import ServerOptions
 from openinfer_server.testing import ThreadedServer
 
 SHAPE = Shape(sessions=3, turns=4, first_tokens=50, new_tokens=20, output_tokens=6, wait_s=0.0, agents_share=0.34)
+BLOCK = 16
 FILLER = Filler(num_token_ids=1500, seed=7)
+
+
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "dtype": "float32",
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 24,
+    "max_position_embeddings": 2048,
+    "model_type": "qwen3_5_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000000.0, "rope_type": "default"},
+    "tie_word_embeddings": True,
+    "vocab_size": 2048,
+}
+"""A model with recurrent states, of Qwen3.5's kind, with weights drawn at random."""
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    (folder / "config.json").write_text(json.dumps(HYBRID))
+    shutil.copy(find_model_dir("tiny") / "tokenizer.json", folder)
+    return folder
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Target]]:
-    """Starts a server with the tiny model; returns how to reach it."""
+    """Starts a server, with the tiny model if no folder is given; returns how to reach it."""
     servers: list[ThreadedServer] = []
 
-    def start(**options: int | bool) -> Target:
-        folder = find_model_dir("tiny")
+    def start(folder: Path | None = None, **options: int | bool | str) -> Target:
+        folder = find_model_dir("tiny") if folder is None else folder
         family, _ = find_family(folder)
         engine = EngineOptions(**({"num_blocks": 256, "max_num_seqs": 16, "max_step_tokens": 128} | options))
         server = ThreadedServer(build_loop(resolve(family.definition, folder, engine)), folder, ServerOptions(port=0))
@@ -140,6 +178,36 @@ def test_the_arm_finds_what_is_planted(
     target = start(batch_invariant=True)
     player = play(target, generate(SHAPE, seed=3))
     assert Verdict.DIFFERENT in verdicts(target, player, tolerance=0.1)
+
+
+def state_one_boundary_back(patch: pytest.MonkeyPatch) -> None:
+    """Recurrent states are copied before the row that they are to follow: rows are of one block, so a block too early."""
+    advance = StateSlots.advance
+
+    def advance_and_keep(self, plan) -> None:
+        advance(self, plan)
+        self._copy(plan.state_snapshots)  # noqa: SLF001 - a mutant changes what is private
+
+    patch.setattr(StateSlots, "advance", advance_and_keep)
+    patch.setattr(StateSlots, "keep", lambda self, plan: None)
+
+
+@pytest.mark.parametrize("plant", [None, state_one_boundary_back, positions_off_by_one, dropped_salt])
+def test_the_arm_finds_what_is_planted_in_a_hybrid(
+    plant: Callable[[pytest.MonkeyPatch], None] | None,
+    start: Callable[..., Target],
+    hybrid: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if plant is not None:
+        plant(monkeypatch)
+    target = start(
+        hybrid, batch_invariant=True, load_format=LoadFormat.DUMMY, block_size_tokens=BLOCK, max_step_tokens=BLOCK
+    )
+    player = play(target, generate(SHAPE, seed=3))
+    assert any(each.outcome.cached_tokens for each in player.played)
+    found = set(verdicts(target, player))
+    assert found == {Verdict.SAME} if plant is None else Verdict.DIFFERENT in found
 
 
 def scored(*tokens: tuple[str, float, dict[str, float]]) -> list[ScoredToken]:
