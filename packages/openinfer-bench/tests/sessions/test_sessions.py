@@ -181,7 +181,7 @@ def test_the_arm_finds_what_is_planted(
 
 
 def state_one_boundary_back(patch: pytest.MonkeyPatch) -> None:
-    """Recurrent states are copied before the row that they are to follow: rows are of one block, so a block too early."""
+    """Recurrent states are copied before the row that they are to follow; rows have one block, so a block too early."""
     advance = StateSlots.advance
 
     def advance_and_keep(self, plan) -> None:
