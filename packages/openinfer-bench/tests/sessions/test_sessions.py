@@ -186,7 +186,7 @@ def state_one_boundary_back(patch: pytest.MonkeyPatch) -> None:
 
     def advance_and_keep(self, plan) -> None:
         advance(self, plan)
-        self._copy(plan.state_snapshots)  # noqa: SLF001 - a mutant changes what is private
+        self._copy(plan.state_snapshots)
 
     patch.setattr(StateSlots, "advance", advance_and_keep)
     patch.setattr(StateSlots, "keep", lambda self, plan: None)
