@@ -36,6 +36,8 @@ from openinfer_kv_cache.testing.tier_faults import FaultInjector
 from openinfer_server import server
 from openinfer_server.http import request as http_request
 from openinfer_server.options import EventLoop, ServerOptions
+from openinfer_server.text.control_tokens import BegunEncoding, ControlTokens
+from openinfer_server.text.marked_text import MarkedText
 from openinfer_server.text.tokenizer import Tokenizer
 from openinfer_server.workers import worker
 from openinfer_server.workers.wire import WorkerLaunch
@@ -235,19 +237,30 @@ def _remember_apps(world: World, module: Any, name: str) -> None:
     setattr(module, name, remembered)
 
 
+_ENCODE = "_encode"  # of `Tokenizer`
+
+
 def _charge_for_encoding(world: World, cpu: CpuTimes) -> None:
     """Every text that is tokenized from now on takes its time, on a processor of its own."""
+    plain: Callable[..., list[int]] = getattr(Tokenizer, _ENCODE)
+    chat, rest = ControlTokens.encode, ControlTokens.finish
 
-    def charged(encode: Callable[..., Any]) -> Callable[..., Any]:
-        def encode_slowly(self: Tokenizer, text: Any, *arguments: Any, **options: Any) -> Any:
-            world.charge(len(text) * cpu.encoded_character_s)
-            return encode(self, text, *arguments, **options)
+    def encode_slowly(self: Tokenizer, text: str, **options: Any) -> Any:
+        world.charge(len(text) * cpu.encoded_character_s)
+        return plain(self, text, **options)
 
-        return encode_slowly
+    def encode_chat_slowly(self: ControlTokens, text: MarkedText) -> list[int]:
+        world.charge(len(text) * cpu.encoded_character_s)
+        return chat(self, text)
 
-    # Every text goes through the one or, as a rendered chat, the other, in whichever thread.
-    for name in ("_encode", "_encode_chat"):
-        setattr(Tokenizer, name, charged(getattr(Tokenizer, name)))
+    def encode_rest_slowly(self: ControlTokens, begun: BegunEncoding) -> list[int]:
+        world.charge(begun.new_characters * cpu.encoded_character_s)
+        return rest(self, begun)
+
+    # Every text goes through one of these: as it is, as a short chat, or as what is new of a chat.
+    setattr(Tokenizer, _ENCODE, encode_slowly)
+    ControlTokens.encode = encode_chat_slowly  # type: ignore[method-assign]
+    ControlTokens.finish = encode_rest_slowly  # type: ignore[method-assign]
 
 
 def _charge_for_decoding(world: World, cpu: CpuTimes) -> None:
