@@ -104,6 +104,13 @@ SERVINGS = (
         kernel="linear",
         when="after the kernel that serves the product in `linear`",
     ),
+    Serving(
+        part="adapters",
+        phase=Phase.ANY,
+        operators=("lora_shrink", "lora_expand"),
+        kernel="lora",
+        when="ranks in multiples of 8; run in an emulator alone, on no GPU yet",
+    ),
     Serving(part="soft cap of logits", phase=Phase.ANY, operators=("soft_cap",), kernel="linear"),
     Serving(
         part="attention",

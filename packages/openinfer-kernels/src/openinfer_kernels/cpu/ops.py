@@ -19,6 +19,7 @@ from openinfer_kernels.cpu.attention.rope_tail import norm_rope_tail, rope_tail
 from openinfer_kernels.cpu.attention.window import window_attention
 from openinfer_kernels.cpu.common.weights import upload_weight
 from openinfer_kernels.cpu.gemm.linear import geglu, soft_cap
+from openinfer_kernels.cpu.gemm.lora import lora_expand, lora_shrink
 from openinfer_kernels.cpu.gemm.quantised import (
     grouped_linear,
     head_logits,
@@ -67,6 +68,8 @@ class CpuOps:
     geglu = staticmethod(geglu)
     soft_cap = staticmethod(soft_cap)
     grouped_linear = staticmethod(grouped_linear)
+    lora_shrink = staticmethod(lora_shrink)
+    lora_expand = staticmethod(lora_expand)
 
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)

@@ -35,6 +35,7 @@ from openinfer_kernels.cuda.gemm.projections import Projections
 from openinfer_kernels.cuda.gemm.quantised import Quantised
 from openinfer_kernels.cuda.linear_attention.causal_conv import CausalConv
 from openinfer_kernels.cuda.linear_attention.gated_delta_rule import GatedDeltaRule
+from openinfer_kernels.cuda.lora.lora import Lora
 from openinfer_kernels.cuda.mla.append import LatentAppend
 from openinfer_kernels.cuda.mla.latent_attention import LatentAttention
 from openinfer_kernels.cuda.moe.experts import Experts
@@ -153,6 +154,10 @@ class CudaOps:
         return GroupedLinear(self._grouped_gemm, self._quantised, self._linear)
 
     @cached_property
+    def _lora(self) -> Lora:
+        return Lora(self.device)
+
+    @cached_property
     def _embedding(self) -> Embedding:
         return Embedding(self.device)
 
@@ -256,6 +261,8 @@ class CudaOps:
     geglu = served_by(_linear, Linear.geglu)
     soft_cap = served_by(_linear, Linear.soft_cap)
     grouped_linear = served_by(_grouped_linear, GroupedLinear.grouped_linear)
+    lora_shrink = served_by(_lora, Lora.lora_shrink)
+    lora_expand = served_by(_lora, Lora.lora_expand)
 
     rms_norm = served_by(_norm, Norm.rms_norm)
     add_rms_norm = served_by(_norm, Norm.add_rms_norm)

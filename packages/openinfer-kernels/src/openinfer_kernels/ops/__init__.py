@@ -23,6 +23,7 @@ from openinfer_kernels.ops.experts import ExpertChoice, ExpertOps, GroupScore, R
 from openinfer_kernels.ops.hyper_connections import HyperConnectionOps, HyperMix, HyperWeights
 from openinfer_kernels.ops.latent_attention import LatentAttentionOps
 from openinfer_kernels.ops.linear_attention import LinearAttentionOps
+from openinfer_kernels.ops.lora import LoraOps
 from openinfer_kernels.ops.memory import MemoryOps
 from openinfer_kernels.ops.ngram import NgramHistory, NgramMatch, NgramOps, NgramRule
 from openinfer_kernels.ops.norms import NormOps
@@ -49,6 +50,7 @@ __all__ = [
     "LinearAttentionOps",
     "LinearWeight",
     "Logprobs",
+    "LoraOps",
     "MemoryOps",
     "NgramHistory",
     "NgramMatch",
@@ -72,6 +74,7 @@ __all__ = [
 class Ops(
     MemoryOps,
     DenseOps,
+    LoraOps,
     NormOps,
     AttentionOps,
     LinearAttentionOps,

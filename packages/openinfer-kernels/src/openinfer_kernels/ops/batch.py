@@ -53,3 +53,6 @@ class AttentionBatch:
     """`B`; told to operators whose caches have fewer rows than tokens. 0 where no operator of the model asks."""
     caches: Mapping[str, Array] = field(default_factory=dict[str, Array])
     """Name -> `[blocks, layers, heads, rows, dim]`: paged tensors of a model whose blocks are no dense array."""
+    adapter_slots: Array | None = None
+    """`[T]` int32 slot of each token's low-rank adapter, below 0 for none; None where no token has one, and then
+    products are what they are without adapters, at no cost."""

@@ -24,9 +24,9 @@ class DenseOps(Protocol):
     def linear(self, x: Array, weight: LinearWeight, batch: AttentionBatch, bias: Array | None = None) -> Array:
         """`x [T, in] @ weight [out, in].T (+ bias [out])`: `[T, out]`; a quantised weight has no bias.
 
-        `batch` is that of the tokens in `x`: where a token's request asks for an adapter, what it adds to this product
-        is found by it. All products of a layer are given it; none of our operators serves adapters yet. Operators that
-        quantise activations (`weights/low_bit_activations.py`) do so in the steps that it says.
+        `batch` is that of the tokens in `x`: where a token's request asks for an adapter, `openinfer_kernels.adapted`
+        adds what it changes. All products of a layer are given it. Operators that quantise activations
+        (`weights/low_bit_activations.py`) do so in the steps that it says.
         """
         ...
 

@@ -75,6 +75,31 @@ def _soft_cap(rng: np.random.Generator) -> Iterable[Case]:
         )
 
 
+_ADAPTER_SLOTS = (2, -1, 0, 0, 1, -1, 2)
+
+
+def _lora_shrink(rng: np.random.Generator) -> Iterable[Case]:
+    for inner, pieces, rank in ((128, 3, 8), (40, 1, 16), (256, 2, 72)):
+        slots = np.array(_ADAPTER_SLOTS, np.int32)
+        x, a = _with_nan(_floats(rng, len(slots), inner)), _floats(rng, 3, pieces, rank, inner) / np.float32(8)
+        name = f"{pieces} of rank {rank} x {inner}"
+        yield Case(name=name, positional=(x, a, slots), keywords={}, in_float32=(0,))
+
+
+def _lora_expand(rng: np.random.Generator) -> Iterable[Case]:
+    for heights, rank in (((64, 24, 24), 8), ((72,), 16), ((33, 250), 72)):
+        slots, starts = np.array(_ADAPTER_SLOTS, np.int32), (0, *np.cumsum(heights).tolist())
+        shrunk = _floats(rng, len(slots), len(heights), rank)
+        y, b = _floats(rng, len(slots), starts[-1]), _floats(rng, 3, starts[-1], rank) / np.float32(8)
+        yield Case(
+            name=f"{heights} of rank {rank}",
+            positional=(y, shrunk, b, slots),
+            keywords={"starts": starts},
+            mutated=(0,),
+            exact=(1,),
+        )
+
+
 def _logits(rng: np.random.Generator) -> Iterable[Case]:
     for tokens, h, vocab in ((1, 128, 192), (9, 256, 640), (40, 40, 72)):
         hidden, head = _with_nan(_floats(rng, tokens, h)), _floats(rng, vocab, h)
@@ -321,6 +346,8 @@ CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
     "linear": _linear,
     "linear_geglu": _gated_linear,
     "linear_swiglu": _gated_linear,
+    "lora_expand": _lora_expand,
+    "lora_shrink": _lora_shrink,
     "logits": _logits,
     "output_gate": _output_gate,
     "paged_attention": _paged_attention,

@@ -1,0 +1,84 @@
+"""`AdaptedOps`: operators whose products have low-rank adapters added, whatever makes the products.
+
+    linear(x, weight, batch) ─► own.linear ─► y ─► y += B (A x), where a token of the batch asks for an adapter
+
+A model hands its weights to `linear` and `linear_swiglu` as always. Which of them adapters change is known here by the
+weight itself, so no family has code for it, a weight may be quantised, and a `KernelProvider` may serve the product.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from openinfer_kernels.ops.arrays import Array
+from openinfer_kernels.ops.batch import AttentionBatch
+from openinfer_kernels.ops.quantised import LinearWeight
+
+if TYPE_CHECKING:
+    from openinfer_kernels.ops import Ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterWeights:
+    """What the adapter slots hold for one product; the arguments of `Ops.lora_shrink` and `Ops.lora_expand`."""
+
+    a: Array
+    """`[slots, P, r, in]`"""
+    b: Array
+    """`[slots, out, r]`"""
+    starts: tuple[int, ...]
+    """`P + 1` rows of `out`: where each piece begins, and the last one ends."""
+
+
+class AdaptedWeights:
+    """The weights that adapters change, each with what the adapter slots hold for it."""
+
+    def __init__(self) -> None:
+        # By identity: an array cannot be hashed. The weight is kept with its entry, so that no other has its id.
+        self._by_id: dict[int, tuple[LinearWeight, AdapterWeights]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, weight: LinearWeight, adapters: AdapterWeights) -> None:
+        self._by_id[id(weight)] = weight, adapters
+
+    def find(self, weight: LinearWeight) -> AdapterWeights | None:
+        found = self._by_id.get(id(weight))
+        return None if found is None else found[1]
+
+
+def with_adapters(own: "Ops", weights: AdaptedWeights) -> "Ops":
+    """`own`, and the adapters of a batch's tokens in every product with one of these weights."""
+    return cast("Ops", _AdaptedOps(own, weights))
+
+
+class _AdaptedOps:
+    def __init__(self, own: "Ops", weights: AdaptedWeights) -> None:
+        self._own = own
+        self._weights = weights
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        return self._own.extra
+
+    def linear(self, x: Array, weight: LinearWeight, batch: AttentionBatch, bias: Array | None = None) -> Array:
+        y = self._own.linear(x, weight, batch, bias)
+        if batch.adapter_slots is not None and (adapters := self._weights.find(weight)) is not None:
+            shrunk = self._own.lora_shrink(x, adapters.a, batch.adapter_slots)
+            self._own.lora_expand(y, shrunk, adapters.b, batch.adapter_slots, starts=adapters.starts)
+        return y
+
+    def linear_swiglu(self, x: Array, gate_up: LinearWeight, batch: AttentionBatch) -> Array:
+        # Both halves change before the gate: the product is made apart from it, in batches with adapters alone.
+        if batch.adapter_slots is None or self._weights.find(gate_up) is None:
+            return self._own.linear_swiglu(x, gate_up, batch)
+        return self._own.swiglu(self.linear(x, gate_up, batch))
+
+    def linear_geglu(self, x: Array, gate_up: LinearWeight, batch: AttentionBatch) -> Array:
+        if batch.adapter_slots is None or self._weights.find(gate_up) is None:
+            return self._own.linear_geglu(x, gate_up, batch)
+        return self._own.geglu(self.linear(x, gate_up, batch))
