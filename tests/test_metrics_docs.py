@@ -26,6 +26,7 @@ INFO = EngineInfo(
     block_size_tokens=16,
     num_blocks=4,
     max_num_seqs=1,
+    max_adapters=2,
     max_waiting=1,
     memory_bytes={"kv_cache": 1},
 )
@@ -43,7 +44,8 @@ def page(names: MetricsNames = MetricsNames.OPENINFER) -> str:
         slow_call=SlowCall(plugin="p", call="plan", age_s=2.0),
         spec_decode_num_accepted_tokens_per_pos=(0,),
     )
-    return metrics_page(metrics, INFO, stats, model_name="m", open_requests=0, budgets=[BUDGET], names=names).decode()
+    given = {"model_name": "m", "open_requests": 0, "budgets": [BUDGET], "names": names, "clock": lambda: 7.0}
+    return metrics_page(metrics, INFO, stats, **given).decode()
 
 
 def exposed() -> dict[str, tuple[str, frozenset[str]]]:

@@ -277,7 +277,6 @@ def test_what_the_engine_cannot_serve_is_refused_at_once(request_: GenerateReque
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lora": "calls"}, "no LoRA adapter is loaded under the name 'calls'"),
         ({"adapter": LoadedAdapter(b"0" * 16, 0)}, "a request names lora alone"),
         ({"transfer": {"do_remote_prefill": True}}, "send no transfer"),
     ],
@@ -290,13 +289,31 @@ def test_what_the_engine_was_not_made_for_is_refused_by_name(fields: dict[str, A
     assert message in failed.message
 
 
+def test_request_that_names_no_adapter_of_the_engine_finds_no_model() -> None:
+    (failed,) = make_loop().submit(msgspec.structs.replace(make_request(0, [1, 2]), lora="calls"))
+    assert isinstance(failed, Failed)
+    assert failed.kind is FailureKind.NOT_FOUND
+    assert "the model 'calls' is not served here" in failed.message
+
+
 class Adapters:
     """One name, whose content changes."""
 
     content = b"first adapter..."
+    is_loading = False
 
-    def find(self, name: str) -> LoadedAdapter | None:
+    def find(self, name: str, *, tenant: str) -> LoadedAdapter | None:
+        del tenant
         return LoadedAdapter(self.content, 3) if name == "calls" else None
+
+    def has(self, digest: bytes) -> bool:
+        return digest == self.content
+
+    def settle(self) -> list[Any]:
+        return []
+
+    def applied(self, plan: Any) -> None:
+        """Nothing is pinned."""
 
 
 class NotesRequests(TokenBudgetScheduler):

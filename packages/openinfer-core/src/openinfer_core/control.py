@@ -35,10 +35,14 @@ class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapte
     name: _Name
     path: _Path
     """A folder on the engine's machine."""
+    in_place: bool = False
+    """Whether it may stand in the place of another of that name; requests that came before keep the old one."""
+    tenants: tuple[_Name, ...] = ()
+    """Who may see and use it; none named: all."""
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="unload_adapter"):
-    """Frees the slot of an adapter when its last request has ended."""
+    """Requests that wait for it end with `NOT_FOUND`; its slot is free when those that run have ended."""
 
     name: _Name
 

@@ -57,6 +57,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_blocks: int
     max_num_seqs: int
     """Sequences in one step at most."""
+    max_adapters: int = 0
+    """Adapters that requests of one step may use at most; 0: none are served."""
     max_waiting: int
     """Requests in the queue at most; beyond it `submit` is answered with `Failed(OVERLOADED)`."""
     capabilities: tuple[EngineCapability, ...] = ()
@@ -66,6 +68,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Where the time of its start went; empty for an engine that does not say."""
     memory_bytes: dict[str, int] = {}
     """The ledger of its device's memory: purpose -> bytes, as `openinfer plan` prints it."""
+
+
+def adapter_part(name: str) -> str:
+    """The part of `EngineInfo.composition` that says which adapter was loaded at the start under a name."""
+    return f"adapter {name}"
 
 
 class KvTierStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,6 +127,22 @@ class GrammarStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Rows that steps went without, because their mask was not computed yet."""
     masks_pending: int = 0
     """Masks that are to be computed at this moment."""
+
+
+class AdapterStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An adapter that requests may name, at this moment."""
+
+    name: str
+    digest: str
+    """Of its content, in hexadecimal digits."""
+    path: str
+    """Its folder on the engine's machine: for operators alone."""
+    rank: int
+    tenants: tuple[str, ...] = ()
+    """Who may see and use it; none named: all."""
+    running: int = 0
+    """Unfinished requests that were admitted."""
+    waiting: int = 0
 
 
 class PluginFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -213,6 +236,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """None for an engine that hands no KV to others."""
     grammars: GrammarStats | None = None
     """None without a grammar compiler, or with one that does not say."""
+    adapters: tuple[AdapterStats, ...] = ()
+    """By name."""
     plugin_faults: tuple[PluginFaults, ...] = ()
     """One for each plug-in that is guarded."""
     slow_call: SlowCall | None = None

@@ -31,7 +31,9 @@ class FailureKind(StrEnum):
     """Why a request failed; a frontend maps it to a status code."""
 
     INVALID = "invalid"
-    """The engine cannot serve what was asked (too long, unknown LoRA, no grammar compiler)."""
+    """The engine cannot serve what was asked (too long, no grammar compiler)."""
+    NOT_FOUND = "not_found"
+    """The adapter that it names is not loaded, or was unloaded while it waited."""
     OVERLOADED = "overloaded"
     """The queue is full; try later."""
     DEADLINE = "deadline"

@@ -26,14 +26,17 @@ MAX_HINT_LENGTH = 256
 """Bound of a hint's name, and of its text, in characters."""
 
 
+NO_ADAPTER_SLOT = -1
+
+
 class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An adapter that is on the device."""
+    """An adapter that the engine has."""
 
     digest: bytes
     """Of its content, 16 bytes: KV computed with it is found by this and not by its name, under which others may be
     loaded later."""
-    slot: int
-    """Adapter slot that holds it."""
+    slot: int = NO_ADAPTER_SLOT
+    """Adapter slot that holds it: chosen by the scheduler when the request begins to run (`SlotStart.request`)."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ from openinfer_core import Refused
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafting import SharedDrafter
+from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import DeviceKind, EngineOptions
 from openinfer_engine.ranks.placement import Placement
@@ -111,6 +112,7 @@ class Backend(Protocol):
         communicator: Communicator,
         limits: WorkerLimits,
         drafter: SharedDrafter | None,
+        adapters: RankAdapters | None,
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:

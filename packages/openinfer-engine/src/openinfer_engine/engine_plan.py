@@ -18,6 +18,7 @@ from openinfer_core import (
     find_plugin,
     read_config,
 )
+from openinfer_core.engine import adapter_part
 from openinfer_core.grammars import GrammarCompiler, Vocabulary
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
 from openinfer_core.process.timeline import Timeline
@@ -39,6 +40,7 @@ from openinfer_engine.kv_tiers.choice import (
     require_snapshots,
 )
 from openinfer_engine.kv_transfer.checks import require_whole_prefixes
+from openinfer_engine.lora.choice import adapter_bytes, check_adapters
 from openinfer_engine.low_bit import check_low_bit, described_low_bit
 from openinfer_engine.memory_plan import (
     kv_cache_tokens,
@@ -90,6 +92,7 @@ class EnginePlan:
     drafter: ChosenDrafter | None
     kernel_providers: tuple[ChosenProvider, ...]
     tiers: ChosenTiers | None  # where KV blocks go in addition to the pool
+    adapters: Mapping[str, str]  # of those loaded at the start, name -> rank and content
     timeline: Timeline
     placement: Placement | None = None  # of ranks that are not all on this machine
 
@@ -146,6 +149,7 @@ class EnginePlan:
             max_itl_ms=options.max_itl_ms,
             max_drafts=0 if self.drafter is None else self.drafter.max_drafts,
             adapts_drafts=self.drafter is not None and self.drafter.is_adaptive,
+            max_adapters=options.num_adapter_slots,
             options=options.scheduler_options,
         )
 
@@ -161,6 +165,7 @@ class EnginePlan:
             num_blocks=self.num_blocks,
             max_num_seqs=self.options.max_num_seqs,
             max_waiting=self.options.max_waiting,
+            max_adapters=self.options.num_adapter_slots,
             capabilities=self._capabilities,
             composition=self.parts,
             memory_bytes=self.memory_bytes,
@@ -169,7 +174,9 @@ class EnginePlan:
     @property
     def _capabilities(self) -> tuple[EngineCapability, ...]:
         takes_predictions = self.drafter is not None and self.drafter.takes_predictions
-        return (EngineCapability.PREDICTIONS,) if takes_predictions else ()
+        predictions = (EngineCapability.PREDICTIONS,) if takes_predictions else ()
+        adapters = (EngineCapability.LOAD_ADAPTER,) if self.options.num_adapter_slots else ()
+        return predictions + adapters
 
     @property
     def parts(self) -> dict[str, str]:
@@ -187,6 +194,7 @@ class EnginePlan:
             **({} if self.options.kv_events is None else {"kv_events": self.options.kv_events}),
             **({} if self.options.kv_transfer is None else {"kv_transfer": self.options.kv_transfer}),
             "weights": str(self.options.load_format),
+            **{adapter_part(name): described for name, described in self.adapters.items()},
             **self._weight_format,
             **described_low_bit(self.options, self.config),
             **({"prefix_cache": self._prefix_cache} if self.has_states else {}),
@@ -224,8 +232,15 @@ class EnginePlan:
             "weights": ranks * self.weights_bytes,
             "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),
             **self._states_bytes,
+            **self._adapter_bytes,
             **{purpose: ranks * num_bytes for purpose, num_bytes in workspaces.items()},
         }
+
+    @property
+    def _adapter_bytes(self) -> dict[str, int]:
+        itemsize = {"itemsize_bytes": self.backend.dtype.itemsize_bytes}
+        num_bytes = adapter_bytes(self.definition, self.config, self.options, **itemsize)
+        return {"lora": self.options.tensor_parallel_size * num_bytes} if num_bytes else {}
 
     @property
     def _states_bytes(self) -> dict[str, int]:
@@ -312,6 +327,11 @@ class EnginePlan:
                 "kv_tokens_per_gib": kv_tokens_per_gib(self.layouts[0], config.max_model_tokens),
                 "max_num_seqs": config.max_num_seqs,
                 "max_step_tokens": config.max_step_tokens,
+                **(
+                    {"max_loras": config.max_adapters, "max_lora_rank": self.options.max_lora_rank}
+                    if config.max_adapters
+                    else {}
+                ),
                 **({"max_drafts": config.max_drafts} if config.max_drafts else {}),
                 **({} if config.max_itl_ms is None else {"max_itl_ms": config.max_itl_ms}),
                 "tensor_parallel_size": ranks,
@@ -358,6 +378,7 @@ def resolve(
     timeline.mark("config")
     tiers = choose_tiers(options)
     tag = _model_tag(model_dir, options)
+    adapters = check_adapters(definition, config, options)
     backend = backend or open_backend(options, rank=rank, placement=placement)
     timeline.mark("device", device_bytes=backend.used_bytes())
     kv_dtype = choose_kv_dtype(definition, options, backend)
@@ -425,6 +446,7 @@ def resolve(
         drafter=choose_drafter(options, published),
         kernel_providers=choose_providers_of_model(definition, options, backend),
         tiers=tiers,
+        adapters=adapters,
         timeline=timeline,
         placement=placement,
     )

@@ -15,7 +15,7 @@ import msgspec
 
 from openinfer_core import EngineHandle, FamilyPlan, Refused
 from openinfer_core.process.timeline import Timeline
-from openinfer_core.scheduling import Scheduler
+from openinfer_core.scheduling import PlacesAdapters, Scheduler
 from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.dry_run import dry_run
@@ -39,6 +39,8 @@ from openinfer_engine.kv_transfer import Handovers, KvTransfer, require_pins
 from openinfer_engine.lifecycle.lifecycle import WeightsInUse
 from openinfer_engine.lifecycle.orders import WeightsSource
 from openinfer_engine.loop import StepLoop
+from openinfer_engine.lora.remote_rank import LocalRank
+from openinfer_engine.lora.store import AdapterStore
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat, LoopHost
 from openinfer_engine.tracing.step_trace import Begin, StepTrace
@@ -143,6 +145,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         runner = _make_runner(engine_plan, processes, tracer)
         undo.callback(runner.close)
         pages.finish()
+        adapters = _make_adapters(engine_plan, scheduler, runner, processes, undo)
         port = _join_tiers(engine_plan, tiers, scheduler, runner, processes)
         kv_transfer = _open_transfer(engine_plan, tiers, scheduler, port)
         undo.pop_all()
@@ -159,6 +162,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         kv_events=kv_events,
         port=port,
         kv_transfer=kv_transfer,
+        adapters=adapters,
         max_drafts=engine_plan.scheduler_config.max_drafts,
         drafter_faults=None if engine_plan.drafter is None else engine_plan.drafter.faults,
         tracer=tracer,
@@ -168,13 +172,42 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
 
 
 def _weights_in_use(engine_plan: EnginePlan) -> WeightsInUse | None:
-    """None where they cannot change: on a GPU graphs hold their addresses, and a step trace could not be repeated."""
+    """None where they cannot change: on a GPU graphs hold their addresses, a step trace could not be repeated, and
+    adapters are known by the weights that they change.
+    """
     options = engine_plan.options
-    if options.device is DeviceKind.CUDA or options.step_trace is not None:
+    if options.device is DeviceKind.CUDA or options.step_trace is not None or options.num_adapter_slots:
         return None
     is_dummy = options.load_format is LoadFormat.DUMMY
     folder = None if is_dummy else str(engine_plan.model_dir.resolve())
     return WeightsInUse(WeightsSource(folder=folder), root=options.weights_root)
+
+
+def _make_adapters(
+    engine_plan: EnginePlan,
+    scheduler: Scheduler,
+    runner: ThreadRunner | ProcessRunner,
+    processes: ProcessGroup | None,
+    undo: contextlib.ExitStack,
+) -> AdapterStore | None:
+    """The adapters of `--lora`, which all ranks hold; None where no adapters are served."""
+    if not (of_ranks := runner.adapters) or not isinstance(scheduler, PlacesAdapters):
+        return None
+    options = engine_plan.options
+    first, *others = of_ranks
+    store = AdapterStore(
+        first,
+        others=[*map(LocalRank, others), *([] if processes is None else processes.adapters)],
+        max_bytes=options.lora_cache_bytes,
+        root=None if options.lora_root is None else Path(options.lora_root),
+        num_waiting=lambda digest: scheduler.adapter_users().get(digest, (0, 0))[1],
+    )
+    undo.callback(store.close)
+    for name, folder in options.adapters.items():
+        store.load_now(name, Path(folder))
+    scheduler.use_adapters(store)
+    engine_plan.mark("adapters")
+    return store
 
 
 def _prepare_tiers(engine_plan: EnginePlan, tiers: OpenTiers | None, scheduler: Scheduler) -> MemoryPrefault:

@@ -28,10 +28,10 @@ from openinfer_core import (
     RequestId,
     TokenEvent,
 )
-from openinfer_core.control import CAPABILITY_OF, ControlCommand, FlushCache, refusal_of
+from openinfer_core.control import CAPABILITY_OF, ControlCommand, FlushCache, LoadAdapter, UnloadAdapter, refusal_of
 from openinfer_core.engine import EngineState
 from openinfer_core.grammars import GrammarCompiler
-from openinfer_core.scheduling import FlushesCache, Scheduler, StepPlan
+from openinfer_core.scheduling import FlushesCache, PlacesAdapters, Scheduler, StepPlan
 from openinfer_core.scheduling.draft_counter import DraftCounter
 from openinfer_engine.adapters import AdapterTable
 from openinfer_engine.drafting import DrafterFaults
@@ -47,7 +47,7 @@ from openinfer_engine.tracing.trace import LOOP, NoTrace, Tracer
 from openinfer_engine.worker.runner import PendingStep, Runner
 
 # of a step that has nothing to run and a grammar or a KV tier to wait for; commands are heard after it
-_GRAMMAR_WAIT_S, _TIER_WAIT_S = 0.005, 0.001
+_GRAMMAR_WAIT_S, _TIER_WAIT_S, _ADAPTER_WAIT_S = 0.005, 0.001, 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,7 @@ class StepLoop:
         if not self._runs:
             is_kept = self._transfer is not None and self._transfer.is_handing_over
             return bool(self._unsaid) or is_moving or is_kept or self._runner.failure is not None
+        is_loading = self._adapters is not None and self._adapters.is_loading
         return (
             self._guard.num_unfinished > 0
             or bool(self._unsaid)
@@ -142,6 +143,7 @@ class StepLoop:
             or self._masked.num_compiling > 0
             or is_moving
             or (self._transfer is not None and self._transfer.is_busy)
+            or is_loading
             or self._runner.failure is not None
         )
 
@@ -164,8 +166,7 @@ class StepLoop:
             return [Failed(request.request_id, FailureKind.INVALID, refusal)]
         found = self._with_adapter(request)
         if found is None:
-            message = f"no LoRA adapter is loaded under the name {(request.lora or '')[:64]!r}"
-            return [Failed(request.request_id, FailureKind.INVALID, message)]
+            return [Failed(request.request_id, FailureKind.NOT_FOUND, _no_adapter(request))]
         if found.transfer is not None and self._transfer is not None:
             return self._take_transfer(found, self._transfer)
         return self._admit(found, arrived_s=self._clock())
@@ -187,6 +188,13 @@ class StepLoop:
                 return [Failed(request.request_id, FailureKind.OVERLOADED, message)]
             self._masked.begin(request, now_s=arrived_s)
             return self._add_compiled()
+        return self._add(request, arrived_s=arrived_s)
+
+    def _add(self, request: GenerateRequest, *, arrived_s: float) -> list[TokenEvent]:
+        """Not one whose adapter was unloaded while its grammar was compiled, or tiers were asked for its prefix."""
+        adapter = request.adapter
+        if adapter is not None and not (self._adapters and self._adapters.has(adapter.digest)):
+            return [Failed(request.request_id, FailureKind.NOT_FOUND, _no_adapter(request))]
         return self._guard.add(request, now_s=arrived_s)
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
@@ -219,6 +227,8 @@ class StepLoop:
             failures = self._masked.settle()
         events += self._ended(failures)
         events += self._add_compiled()
+        if self._adapters is not None:
+            events += self._settle_adapters(self._adapters)
         events += self._take_looked_up()
         # Before the plan, which uses what has come from tiers.
         if self._port is not None:
@@ -262,6 +272,34 @@ class StepLoop:
             self._kv_events.flush()
         return events
 
+    def begin_control(self, command: ControlCommand, answer: Callable[[str | None], None]) -> bool:
+        """Takes the loading of an adapter, whose files are read in a thread; see `DefersControl`."""
+        if not isinstance(command, LoadAdapter) or self._adapters is None:
+            return False
+        self._adapters.begin_load(command, answer)
+        return True
+
+    def _settle_adapters(self, adapters: AdapterTable) -> list[TokenEvent]:
+        """Answers what was loaded, and ends what waits for an adapter that cannot be had again."""
+        lost = [self._drop_adapter(each.digest, FailureKind.INTERNAL, each.message) for each in adapters.settle()]
+        return [event for events in lost for event in events]
+
+    def _drop_adapter(self, digest: bytes, kind: FailureKind, message: str) -> list[TokenEvent]:
+        return (
+            self._scheduler.drop_adapter(digest, kind, message) if isinstance(self._scheduler, PlacesAdapters) else []
+        )
+
+    def _unload(self, command: UnloadAdapter, adapters: AdapterTable) -> list[TokenEvent]:
+        digest = adapters.unload(command.name)
+        if digest is None:
+            return []
+        message = f"the model {command.name[:200]!r} was unloaded"
+        events = self._drop_adapter(digest, FailureKind.NOT_FOUND, message)
+        adapters.forget(digest)
+        events = self._withheld(events)
+        self._tracer.told(events)
+        return events
+
     def control(self, command: ControlCommand) -> list[TokenEvent]:
         """Takes the result of the step in flight first, so that nothing is under way.
 
@@ -269,6 +307,8 @@ class StepLoop:
         """
         if CAPABILITY_OF[type(command)] not in self._info.capabilities:
             raise refusal_of(command, self._info.capabilities)
+        if isinstance(command, UnloadAdapter) and self._adapters is not None:
+            return self._unload(command, self._adapters)
         before, self._in_flight = self._in_flight, None
         if before is not None:
             self._unsaid += self._follow(self._finish(before), [])
@@ -345,6 +385,8 @@ class StepLoop:
         if self._drafts is not None:
             self._drafts.count(result)
             self._masked.take_drafts(step.planned, result)
+        if self._adapters is not None:
+            self._adapters.applied(step.planned)
         with self._tracer.span(LOOP, "apply", step=step.planned.step):
             return self._guard.apply(step.planned, result)
 
@@ -363,6 +405,9 @@ class StepLoop:
             stats = self._drafts.told_in(stats)
         if self._lifecycle is not None:
             stats = self._lifecycle.told_in(stats)
+        if self._adapters is not None and isinstance(self._scheduler, PlacesAdapters):
+            told = self._adapters.stats(self._scheduler.adapter_users())
+            stats = msgspec.structs.replace(stats, adapters=told)
         if self._port is None:
             return stats
         # What the tiers did is told here, so that no scheduler has to.
@@ -378,6 +423,8 @@ class StepLoop:
         # Before the runner, whose memory its copies read and write.
         if self._port is not None:
             self._port.close()
+        if self._adapters is not None:
+            self._adapters.close()
         self._runner.close()
         self._tracer.close()
         if self._step_trace is not None:
@@ -394,6 +441,9 @@ class StepLoop:
         if self._masked.num_pending > 0:
             self._masked.wait(_GRAMMAR_WAIT_S)
             return
+        if self._adapters is not None and self._adapters.is_loading:
+            self._adapters.wait(_ADAPTER_WAIT_S)
+            return
         if unfinished := self._guard.num_unfinished:
             raise self._guard.wedged(unfinished)
         if self._masked.num_compiling > 0:
@@ -405,7 +455,7 @@ class StepLoop:
             if compiled.failure is not None:
                 events.append(compiled.failure)
             else:
-                events += self._guard.add(compiled.request, now_s=compiled.arrived_s)
+                events += self._add(compiled.request, arrived_s=compiled.arrived_s)
         return events
 
     def _refusal(self, request: GenerateRequest) -> str | None:
@@ -434,5 +484,9 @@ class StepLoop:
         """The request with the adapter that it names, by content; None if no such one is loaded."""
         if request.lora is None:
             return request
-        adapter = None if self._adapters is None else self._adapters.find(request.lora)
+        adapter = None if self._adapters is None else self._adapters.find(request.lora, tenant=request.tenant)
         return None if adapter is None else msgspec.structs.replace(request, adapter=adapter)
+
+
+def _no_adapter(request: GenerateRequest) -> str:
+    return f"the model {(request.lora or '')[:200]!r} is not served here"

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 import msgspec
 
@@ -19,6 +19,9 @@ from openinfer_engine.options import DeviceKind
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import Array, AttentionBatch, CacheFormat, Ops, PagedCache, RopeParameters, WeightPart
 from openinfer_kv_cache import KvDtype, KvSpec
+
+if TYPE_CHECKING:
+    from openinfer_engine.weights.quantised import StoredMatrix
 
 Config = TypeVar("Config")
 KvLayers: TypeAlias = Mapping[str, Sequence[PagedCache]]
@@ -165,6 +168,14 @@ class ModelDefinition(ABC, Generic[Config]):
     extra_operators: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Operators that it calls as `ops.extra[NAME]` -> who adds each, by its name in `openinfer.kernel_providers`;
     `--kernel-providers NAME=OTHER` puts another in its place."""
+
+    def adapted_matrices(self, config: Config) -> "Sequence[tuple[StoredMatrix, Shard]]":
+        """The matrices that LoRA adapters may change, and how each is cut; none: `--lora` is refused.
+
+        All that are loaded by `WeightLoader.linear` and `stacked_linear` inside of layers, and no others.
+        """
+        del config
+        return ()
 
     @abstractmethod
     def refusal(self, config: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,9 @@ import msgspec
 
 from openinfer_core import InvalidRequest
 from openinfer_core.scheduler_options import parse_scheduler_options
+from openinfer_core.scheduling import MAX_ADAPTERS
 from openinfer_engine.kv_events.setting import parse_kv_events
+from openinfer_engine.lora.setting import DEFAULT_MAX_LORAS, MAX_RANK, parse_adapters
 from openinfer_engine.speculation.setting import OFF, Speculation, parse_speculative
 
 DEFAULT_QUEUE_POLICY = "fair-share"
@@ -157,6 +159,19 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What proposes tokens that a step verifies, so that it may yield several of a sequence: off, auto, or a name of
     the group openinfer.drafters with options, as in ngram,k=6 (k: drafts of a sequence in one step, by default 4).
     What is sampled is the same with and without; see docs/reference/speculative-decoding.md."""
+    lora: list[str] = []
+    """A LoRA adapter that is loaded at the start, NAME=DIR with a folder in PEFT's layout; repeat the flag for several.
+    Clients choose one by its name in the field model; see docs/reference/lora.md."""
+    lora_root: str | None = None
+    """Folder below which adapters may be loaded while the engine runs; by default none may."""
+    max_loras: int = 0
+    """Adapters that requests of one step may use at most: each slot takes memory of the device. By default as many as
+    --lora names, 4 at most; with --lora-root alone 1, and without both none."""
+    max_lora_rank: int = 16
+    """Largest rank of an adapter, 512 at most; a slot has room for it, rounded up to a multiple of 8."""
+    lora_cache_bytes: int = 4 << 30
+    """Host memory for adapters, over all ranks; those used longest ago are dropped first, and read again when a request
+    needs them."""
     kernel_providers: dict[str, str] = {}
     """Operators of other packages: rms_norm=NAME, each NAME in the group openinfer.kernel_providers."""
     grammar_compiler: str = "auto"
@@ -202,6 +217,18 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return parse_speculative(self.speculative)
 
     @property
+    def adapters(self) -> dict[str, str]:
+        """Those that are loaded at the start: name -> folder."""
+        return parse_adapters(self.lora)
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Adapters that requests of one step may use; 0: none are served."""
+        if self.max_loras:
+            return self.max_loras
+        return min(len(self.lora), DEFAULT_MAX_LORAS) or (1 if self.lora_root is not None else 0)
+
+    @property
     def keeps_gguf(self) -> bool:
         """Whether matrices of a GGUF file stay quantised."""
         if self.gguf_weights is GgufWeights.AUTO:
@@ -230,6 +257,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check("starvation_timeout_s", self.starvation_timeout_s, 1, 86_400)
         _check("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
         _check("rank_timeout_s", self.rank_timeout_s, 1, 3600)
+        self._check_adapters()
         if not 0.05 <= self.gpu_memory_fraction <= 1:
             raise InvalidRequest(
                 f"gpu_memory_fraction is {self.gpu_memory_fraction}; it must be between 0.05 and 1",
@@ -265,6 +293,18 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise InvalidRequest("kv_tier extends the prefix cache, and prefix_cache is false", field="kv_tier")
         if self.kv_key_file is not None and not self.kv_tier and self.kv_events is None:
             raise InvalidRequest("kv_key_file is of no use without kv_tier or kv_events", field="kv_key_file")
+
+    def _check_adapters(self) -> None:
+        _check("max_loras", self.max_loras, 0, MAX_ADAPTERS)
+        _check("max_lora_rank", self.max_lora_rank, 1, MAX_RANK)
+        _check("lora_cache_bytes", self.lora_cache_bytes, 0, 2**48)
+        parse_adapters(self.lora)
+        if self.step_trace is not None and self.num_adapter_slots:
+            raise InvalidRequest(
+                "step_trace has not which adapters were in host memory, so the run could not be repeated; leave it "
+                "out, or adapters",
+                field="step_trace",
+            )
 
     def _check_not_low_bit(self) -> None:
         asked = {

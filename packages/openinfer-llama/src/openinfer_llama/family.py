@@ -1,10 +1,11 @@
 """`Llama`: the family's entry point, which configs it serves, and what the engine asks before it loads a weight."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openinfer_engine.family import EngineFamily
-from openinfer_engine.model import ModelDefinition, ModelLimits
+from openinfer_engine.model import ModelDefinition, ModelLimits, Shard
+from openinfer_engine.weights.quantised import StoredMatrix
 from openinfer_engine.weights.quantization_config import quantisation_reasons
 from openinfer_kernels import CacheFormat
 from openinfer_kv_cache import KvDtype, KvSpec, attention_group
@@ -42,6 +43,9 @@ class LlamaDefinition(ModelDefinition[model.LlamaConfig]):
     def limits(self, config: model.LlamaConfig) -> ModelLimits:
         """The context that it was trained for."""
         return ModelLimits(max_model_tokens=config.max_position_embeddings, vocab_size=config.vocab_size)
+
+    def adapted_matrices(self, config: model.LlamaConfig) -> Sequence[tuple[StoredMatrix, Shard]]:
+        return model.adapted_matrices(config)
 
     def kv_spec(
         self,

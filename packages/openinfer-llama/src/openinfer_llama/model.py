@@ -110,6 +110,18 @@ def matrices(config: LlamaConfig, layer: int) -> Mapping[str, StoredMatrix]:
     return {name.partition(".")[2]: config.matrix(f"{prefix}.{name}", *shape) for name, shape in shapes.items()}
 
 
+_ROW_PARALLEL = ("o_proj", "down_proj")
+
+
+def adapted_matrices(config: LlamaConfig) -> list[tuple[StoredMatrix, Shard]]:
+    """What adapters may change: every matrix of a layer."""
+    return [
+        (matrix, Shard.ROW_PARALLEL if name in _ROW_PARALLEL else Shard.COLUMN_PARALLEL)
+        for layer in range(config.num_hidden_layers)
+        for name, matrix in matrices(config, layer).items()
+    ]
+
+
 def tensors(config: LlamaConfig) -> Mapping[str, TensorSpec]:
     """Every tensor of the checkpoint that `load` reads, with its whole shape."""
     h = config.hidden_size

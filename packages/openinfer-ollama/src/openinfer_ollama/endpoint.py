@@ -72,7 +72,7 @@ class Answers:
         began_ns, service = time.monotonic_ns(), self._service
         service.check_serving(http_request.owner)
         request = await http_request.read_json(_chat_decoder)
-        self._check(request)
+        model = await self._check(http_request, request)
         messages = request.messages or []
         if not messages:
             await _send_loaded(http_request, request, chat_line)
@@ -82,17 +82,19 @@ class Answers:
             functions=[tool.function for tool in request.tools or ()],
             thinking=request.thinking,
         )
-        await self._answer(http_request, request, conversation, chat_line, began_ns)
+        await self._answer(http_request, request, conversation, chat_line, began_ns, model=model)
 
     async def generate(self, http_request: HttpRequest) -> None:
         began_ns, service = time.monotonic_ns(), self._service
         service.check_serving(http_request.owner)
         request = await http_request.read_json(_generate_decoder)
-        self._check(request)
+        model = await self._check(http_request, request)
         if not request.prompt:
             await _send_loaded(http_request, request, generate_line)
             return
-        await self._answer(http_request, request, self._prompt(request, request.prompt), generate_line, began_ns)
+        await self._answer(
+            http_request, request, self._prompt(request, request.prompt), generate_line, began_ns, model=model
+        )
 
     def _prompt(self, request: GenerateRequest, prompt: str) -> Conversation | str:
         """What is asked: a turn of a chat; the text as it stands if it is raw, or the model has no template."""
@@ -105,11 +107,13 @@ class Answers:
                 raise refused(name, why)
         return prompt
 
-    def _check(self, request: Request) -> None:
+    async def _check(self, http_request: HttpRequest, request: Request) -> str:
+        """The served name of the model."""
         check_rules(request)
-        served_name(self._service, request.model)
+        model = await served_name(self._service, request.model, http_request.owner)
         if request.thinking and not self._service.tells_reasoning:
             raise refused("think", f"{request.model[:200]!r} does not think, or no --reasoning-parser is chosen for it")
+        return model
 
     async def _answer(
         self,
@@ -118,10 +122,12 @@ class Answers:
         prompt: Conversation | str,
         line: Callable[..., Line],
         began_ns: int,
+        *,
+        model: str,
     ) -> None:
         form = AnswerLines(request.model, line, streams=request.streams, began_ns=began_ns)
         num_ctx = None if request.options is None else request.options.num_ctx
-        fields = generation_fields(request)
+        fields = msgspec.structs.replace(generation_fields(request), model=model)
         await answer(http_request, self._service, prompt, fields, form, context_tokens=num_ctx)
 
 

@@ -25,8 +25,8 @@ LATEST = ":latest"
 _show_decoder = msgspec.json.Decoder(ShowRequest)
 
 
-def served_name(service: Service, name: str) -> str:
-    """The served name that a client means: `qwen3` and `qwen3:latest` are one.
+async def served_name(service: Service, name: str, owner: str) -> str:
+    """The served name that a client means, or an adapter's: `qwen3` and `qwen3:latest` are one.
 
     Raises:
         ApiError: 404; the model is not served here.
@@ -34,7 +34,7 @@ def served_name(service: Service, name: str) -> str:
     for meant in (name, name.removesuffix(LATEST), name + LATEST):
         if meant in service.model_names:
             return meant
-    return service.resolve_model(name)
+    return await service.find_model(name.removesuffix(LATEST), owner)
 
 
 class Models:
@@ -68,7 +68,7 @@ class Models:
     async def show(self, http_request: HttpRequest) -> None:
         request = await http_request.read_json(_show_decoder)
         service, info = self._service, self._service.info
-        served_name(service, request.model)
+        await served_name(service, request.model, http_request.owner)
         defaults = service.sampling_defaults.values
         architecture = info.family
         shown = Shown(

@@ -1,11 +1,11 @@
 """The entry points of Qwen3, dense and mixtures: which configs they serve, what the engine asks before it loads."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 from openinfer_engine.family import EngineFamily
-from openinfer_engine.model import ModelDefinition
+from openinfer_engine.model import ModelDefinition, Shard
 from openinfer_engine.refusals import (
     PLAIN_DECODER,
     PLAIN_WEIGHTS,
@@ -17,6 +17,7 @@ from openinfer_engine.refusals import (
     value_reasons,
 )
 from openinfer_engine.weights.experts import check_expert_ranks
+from openinfer_engine.weights.quantised import StoredMatrix
 from openinfer_engine.weights.quantization_config import quantisation_reasons
 from openinfer_kernels import CacheFormat
 from openinfer_kv_cache import KvDtype, KvSpec, attention_group
@@ -63,6 +64,9 @@ class Qwen3Definition(ModelDefinition[model.Qwen3Config]):
         if model_type != self.name:
             return f"not a {self.name} model: its model_type is {model_type!r}"
         return "; ".join(self._reasons(config)) or None
+
+    def adapted_matrices(self, config: model.Qwen3Config) -> Sequence[tuple[StoredMatrix, Shard]]:
+        return model.adapted_matrices(config)
 
     def kv_spec(
         self,

@@ -158,6 +158,19 @@ def mlp_matrices(config: Qwen3Config, layer: int) -> StoredMlp:
     return StoredMlp.of(f"model.layers.{layer}.mlp", **sizes, format_of=config.format_of)
 
 
+def adapted_matrices(config: Qwen3Config) -> list[tuple[StoredMatrix, Shard]]:
+    """What adapters may change: the attention, and plain MLPs."""
+    found: list[tuple[StoredMatrix, Shard]] = []
+    for layer in range(config.num_hidden_layers):
+        *qkv, o = attention_matrices(config, layer)
+        found += [*((each, Shard.COLUMN_PARALLEL) for each in qkv), (o, Shard.ROW_PARALLEL)]
+        if config.experts(layer) is None:
+            mlp = mlp_matrices(config, layer)
+            found += [(mlp.gate, Shard.COLUMN_PARALLEL), (mlp.up, Shard.COLUMN_PARALLEL)]
+            found.append((mlp.down, Shard.ROW_PARALLEL))
+    return found
+
+
 def tensors(config: Qwen3Config) -> Mapping[str, TensorSpec]:
     """Every tensor of the checkpoint that `load` reads, with its whole shape."""
     h = config.hidden_size

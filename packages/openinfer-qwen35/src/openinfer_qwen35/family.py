@@ -1,13 +1,13 @@
 """The entry points of Qwen3.5, dense and mixtures: which configs they serve, what the engine asks before it loads."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import msgspec
 
 from openinfer_engine.family import EngineFamily
-from openinfer_engine.model import ModelDefinition
+from openinfer_engine.model import ModelDefinition, Shard
 from openinfer_engine.refusals import (
     PLAIN_DECODER,
     PLAIN_WEIGHTS,
@@ -19,6 +19,7 @@ from openinfer_engine.refusals import (
     value_reasons,
 )
 from openinfer_engine.weights.experts import check_expert_ranks
+from openinfer_engine.weights.quantised import StoredMatrix
 from openinfer_engine.weights.quantization_config import quantisation_reasons
 from openinfer_engine.weights.safetensors_file import TensorInfo
 from openinfer_kernels import CacheFormat, RopeConfigError, RopeParameters
@@ -93,6 +94,9 @@ class Qwen35Definition(ModelDefinition[model.Qwen35Config]):
         """The vision tower, the layer that drafts tokens, and the head of a tied model, which is its embedding."""
         names = {"model.visual.", "mtp."}
         return names | {"lm_head.weight"} if config.tie_word_embeddings else names
+
+    def adapted_matrices(self, config: model.Qwen35Config) -> Sequence[tuple[StoredMatrix, Shard]]:
+        return model.adapted_matrices(config)
 
     def kv_spec(
         self,

@@ -275,6 +275,19 @@ def matrices(config: Qwen35Config, layer: int) -> Mapping[str, StoredMatrix]:
     return {name.partition(".")[2]: config.matrix(f"{prefix}.{name}", *shape) for name, shape in shapes.items()}
 
 
+def adapted_matrices(config: Qwen35Config) -> list[tuple[StoredMatrix, Shard]]:
+    """What adapters may change: the mixers of both kinds, and plain MLPs."""
+    found: list[tuple[StoredMatrix, Shard]] = []
+    for layer in range(config.num_hidden_layers):
+        for name, matrix in matrices(config, layer).items():
+            found.append((matrix, Shard.ROW_PARALLEL if name in ("o_proj", "out_proj") else Shard.COLUMN_PARALLEL))
+        if config.experts(layer) is None:
+            mlp = _mlp(config, layer)
+            found += [(mlp.gate, Shard.COLUMN_PARALLEL), (mlp.up, Shard.COLUMN_PARALLEL)]
+            found.append((mlp.down, Shard.ROW_PARALLEL))
+    return found
+
+
 def tensors(config: Qwen35Config) -> Mapping[str, TensorSpec]:
     """Every tensor of the checkpoint that `load` reads, with its whole shape."""
     h, prefix = config.hidden_size, config.tensor_prefix

@@ -9,10 +9,11 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from openinfer_core.engine import EngineHandle
+from openinfer_core.engine import EngineHandle, adapter_part
 from openinfer_core.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from openinfer_server.builtin import BUILTIN
 from openinfer_server.chat.template import ChatTemplate
+from openinfer_server.errors import ServerError
 from openinfer_server.http.access import Access, Level
 from openinfer_server.http.api_errors import ApiError, internal
 from openinfer_server.http.openapi import document_route
@@ -182,9 +183,12 @@ def build_app(
     Raises:
         ConflictingRoutes: two APIs offer one method and path.
         UnusableParser, PluginError: see `choose_parsers`.
-        ServerError: traces are asked for and cannot be made.
+        ServerError: traces are asked for and cannot be made, or an adapter has the name of the model.
         UnusableKeys: see `Access.load`.
     """
+    names = tuple(options.model_name) or (handle.info.model,)
+    if taken := [name for name in names if adapter_part(name) in handle.info.composition]:
+        raise ServerError(f"{taken[0]!r} names both the model that is served and an adapter (--lora): rename one")
     metrics = ServerMetrics(max_model_tokens=handle.info.max_model_tokens)
     parsers = parsers_for(template.source if template else None, handle.info.family, options)
     admission = AdmissionControl(max_requests=max(1, handle.info.max_waiting), max_tokens=options.max_queued_tokens)

@@ -1,13 +1,14 @@
 """`Service`: what the routes of one server share."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
-from openinfer_core.engine import EngineInfo
+from openinfer_core.engine import AdapterStats, EngineInfo
 from openinfer_core.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.http.access import Access
-from openinfer_server.http.api_errors import ApiError, shutting_down
+from openinfer_server.http.api_errors import ApiError, busy, shutting_down
 from openinfer_server.limits.budgets import Budgets
 from openinfer_server.limits.worker_table import WorkerTable
 from openinfer_server.observability.metrics import ServerMetrics
@@ -18,6 +19,8 @@ from openinfer_server.parsers.choose import ModelParsers
 from openinfer_server.text.control_tokens import ControlTokens
 from openinfer_server.text.tokenizer import Tokenizer
 from openinfer_server.workers.peers import NoPeers, Peers
+
+ADAPTERS_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True)
@@ -99,8 +102,43 @@ class Service:
             raise shutting_down("the engine has ended")
         self.link.admission.check_open(owner)
 
+    async def find_model(self, name: str | None, owner: str) -> str:
+        """The model's name as answers show it: a served one, or that of an adapter that the owner may use.
+
+        Adapters are the engine's, which is asked at every request: all API workers see a change at once.
+
+        Raises:
+            ApiError: 404; there is no such model, or not for this owner.
+        """
+        if name is not None and name not in self.model_names:
+            names = [adapter.name for adapter in await self.adapters(owner)]
+            if name in names:
+                return name
+        return self.resolve_model(name)
+
+    async def adapters(self, owner: str | None) -> list[AdapterStats]:
+        """Those that the owner of a request may see and use, by name; None: all, for operators.
+
+        Raises:
+            ApiError: 503; the engine does not answer.
+        """
+        if not self.info.max_adapters:
+            return []
+        try:
+            async with asyncio.timeout(ADAPTERS_TIMEOUT_S):
+                stats = await self.link.stats()
+        except TimeoutError as error:
+            raise busy("the engine does not answer") from error
+        if stats is None:
+            raise shutting_down(self.link.ended_because)
+        return [each for each in stats.adapters if owner is None or not each.tenants or owner in each.tenants]
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a request asks for by the name of a model that `find_model` has found; None: none."""
+        return None if name is None or name in self.model_names else name
+
     def resolve_model(self, name: str | None) -> str:
-        """The model's name as answers show it."""
+        """The model's name as answers show it, of those that are no adapters'."""
         if name is None:
             return self.model_names[0]
         if name not in self.model_names:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -98,6 +98,18 @@ class EngineLoop(Protocol):
 
     def close(self) -> None:
         """Frees everything. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class DefersControl(Protocol):
+    """An `EngineLoop` some of whose commands end in a later step, such as what reads files."""
+
+    def begin_control(self, command: ControlCommand, answer: Callable[[str | None], None]) -> bool:
+        """Takes a command that takes time; False if it is one for `control`.
+
+        It is `busy` until it has called `answer`, once and in the loop's thread, also where it is closed before.
+        """
         ...
 
 
@@ -220,6 +232,8 @@ class LoopRunner:
 
     def _control(self, call: ControlCall) -> None:
         try:
+            if isinstance(self._loop, DefersControl) and self._loop.begin_control(call.command, call.answer):
+                return
             self._outbox += self._ledger.record(self._loop.control(call.command))
         except Refused as refusal:
             call.answer(str(refusal))

@@ -8,10 +8,12 @@ A step is three verbs: `plan`, run, `apply`. The loop overlaps them: it may call
 
 step.py             what a step is: `StepPlan` and `StepResult`
 scheduler.py        who decides it
+adapters.py         which adapters lie in the device's slots
 waiting_queue.py    the queue that a scheduler serves in a policy's order
 draft_counter.py    drafts and accepted ones, counted from results
 """
 
+from openinfer_core.scheduling.adapters import AdapterLoad, AdapterPort, PlacesAdapters
 from openinfer_core.scheduling.scheduler import (
     MAX_ADAPTERS,
     MAX_DRAFTS,
@@ -35,6 +37,8 @@ __all__ = [
     "MAX_ADAPTERS",
     "MAX_DRAFTS",
     "MAX_TABLES",
+    "AdapterLoad",
+    "AdapterPort",
     "BoolColumn",
     "ChangesWeights",
     "ChoosesVictim",
@@ -42,6 +46,7 @@ __all__ = [
     "FlushesCache",
     "HoldsRows",
     "Int32Column",
+    "PlacesAdapters",
     "QueuePolicy",
     "QueuePolicyConfig",
     "Scheduler",

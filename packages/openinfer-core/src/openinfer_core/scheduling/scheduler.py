@@ -51,7 +51,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """State slots after the first `max_num_seqs`, for copies. A model with states has `prefix_cache` off
     here; a scheduler that plans `StateCopy`s may share prefixes all the same, where it has copied the states."""
     max_adapters: int = 0
-    """Adapter slots of the device; a request's is `GenerateRequest.adapter`."""
+    """Adapter slots of the device; 0 without adapters. See `PlacesAdapters`."""
     max_drafts: int = 0
     """Drafts of one row at most; 0 without a drafter. Device drafts are planned only up to it."""
     adapts_drafts: bool = False
@@ -242,6 +242,8 @@ class SchedulerCapabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     model without."""
     plans_drafts: bool = False
     """Its rows may have drafts; a drafter is refused without."""
+    places_adapters: bool = False
+    """It is a `PlacesAdapters`; `--lora` and `--max-loras` are refused without."""
     frees_windows: bool = False
     """It keeps several block tables per sequence and gives back what lies behind their windows
     (`SchedulerConfig.table_windows`); without it, it is given one table, and all KV is kept."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from openinfer_core.events import TokenLogprobs
 from openinfer_core.grammars import MaskWords
 from openinfer_core.request import GenerateRequest
+from openinfer_core.scheduling.adapters import AdapterLoad
 
 Int32Column: TypeAlias = NDArray[np.int32]
 BoolColumn: TypeAlias = NDArray[np.bool_]
@@ -116,6 +117,9 @@ class StepPlan:
 
     A slot that was released has no row before a `SlotStart`, which may be in this plan.
     """
+    adapter_loads: tuple[AdapterLoad, ...] = ()
+    """Run before the step's rows: no row of a step that was not applied yet uses these adapter slots otherwise than
+    after its own load."""
     token_masks: Mapping[tuple[int, int], MaskWords] = field(default_factory=dict[tuple[int, int], MaskWords])
     """(row, sampled position from 0) -> the tokens that may be sampled there.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -122,6 +123,11 @@ class WaitingQueue(Generic[Item]):
             self._record_fault("comparison of keys", error)
             return
         self._entries = sorted(overdue, key=lambda entry: entry.waiting.arrival) + others
+
+    def first(self, num_items: int, *, tenant: str | None = None) -> list[Item]:
+        """The first so many items in the order of the keys, of one tenant if it is named."""
+        of_tenant = (each for each in self._entries if tenant is None or each.request.tenant == tenant)
+        return [entry.item for entry in islice(of_tenant, num_items)]
 
     def next(self, full: AbstractSet[str]) -> Item | None:
         """What is to be admitted next: the head, or what a `SharesRows` says, where `full` tenants have their share."""

@@ -17,7 +17,7 @@ held by one that is a `HoldsRows`.
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgspec
 
@@ -25,7 +25,14 @@ from openinfer_core.errors import InvalidRequest, Refused
 from openinfer_core.events import Failed, FailureKind
 from openinfer_core.queue_policies import FairShare, FirstComeFirstServed, Priority
 from openinfer_core.request import GenerateRequest, LoadedAdapter, RequestId
-from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, SchedulerCapabilities, StepPlan, WaitingRequest
+from openinfer_core.scheduling import (
+    PlacesAdapters,
+    QueuePolicy,
+    QueuePolicyConfig,
+    SchedulerCapabilities,
+    StepPlan,
+    WaitingRequest,
+)
 from openinfer_core.testing.errors import ConformanceError, require
 from openinfer_core.testing.scheduler_drafts import DRAFT_CHECKS
 from openinfer_core.testing.scheduler_driver import SchedulerDriver, SchedulerFactory
@@ -206,15 +213,37 @@ def check_cache_isolation(factory: SchedulerFactory) -> None:
         check_served_in_full(driver, requests)
 
 
+class _EveryAdapter:
+    """An `AdapterPort` of ranks that hold whatever they are asked for."""
+
+    def is_held(self, digest: bytes) -> bool:
+        del digest
+        return True
+
+    def hold(self, digest: bytes) -> None:
+        """It is held."""
+
+    def pin(self, digest: bytes) -> None:
+        """It stays."""
+
+    def unpin(self, digest: bytes) -> None:
+        """It stays."""
+
+    def release(self, digest: bytes) -> None:
+        """It stays."""
+
+
 def check_adapter_identity(factory: SchedulerFactory) -> None:
     """KV belongs to an adapter's content: what is loaded under its name later shares none of it."""
     prompt = tuple(range(20))
     for max_in_flight in OVERLAPS:
         config = msgspec.structs.replace(make_config(), max_adapters=2)
         driver = SchedulerDriver(factory, config, max_in_flight=max_in_flight)
+        if driver.scheduler.capabilities.places_adapters:
+            cast("PlacesAdapters", driver.scheduler).use_adapters(_EveryAdapter())
         contents = [b"first" * 4, b"first" * 4, b"other" * 4, b"first" * 4]
         requests = [
-            make_request(index, prompt=prompt, max_tokens=4, lora="adapter", adapter=LoadedAdapter(content[:16], 0))
+            make_request(index, prompt=prompt, max_tokens=4, lora="adapter", adapter=LoadedAdapter(content[:16]))
             for index, content in enumerate(contents)
         ]
         for request in requests:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ParamSpec, TypeAlias, TypeVar
 
+import msgspec
+
 from openinfer_core.engine import EngineStats
 from openinfer_core.events import (
     Failed,
@@ -22,7 +24,7 @@ from openinfer_core.events import (
 )
 from openinfer_core.ledger import Ledger
 from openinfer_core.queue_policies import FirstComeFirstServed
-from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.request import GenerateRequest, LoadedAdapter, RequestId
 from openinfer_core.scheduling import (
     HoldsRows,
     QueuePolicy,
@@ -313,7 +315,7 @@ class SchedulerDriver:
             require(start.slot not in busy, f"slot {start.slot} is started while a step in flight has a row in it")
             require(request_id in self._ledger, f"request {request_id} is started and not open")
             require(
-                start.request == self.accounts[request_id].request,
+                _without_slot(start.request) == _without_slot(self.accounts[request_id].request),
                 f"request {request_id} is started as {start.request}; {self.accounts[request_id].request} was added",
             )
 
@@ -367,3 +369,10 @@ class SchedulerDriver:
                 positions == list(range(1, first)),
                 f"{account.what} has prompt_logprobs of positions {positions}, not 1 .. {first - 1}",
             )
+
+
+def _without_slot(request: GenerateRequest) -> GenerateRequest:
+    """Where its adapter lies is the scheduler's to say."""
+    if request.adapter is None:
+        return request
+    return msgspec.structs.replace(request, adapter=LoadedAdapter(request.adapter.digest))

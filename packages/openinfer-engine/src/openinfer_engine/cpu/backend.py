@@ -6,6 +6,7 @@ from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits, make_states
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.socket_communicator import SocketCommunicator
 from openinfer_engine.drafting import SharedDrafter
+from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import EngineOptions, LowBitActivations
 from openinfer_engine.ranks.placement import Placement
@@ -98,6 +99,7 @@ class CpuBackend:
         communicator: Communicator,
         limits: WorkerLimits,
         drafter: SharedDrafter | None,
+        adapters: RankAdapters | None,
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:
@@ -112,5 +114,6 @@ class CpuBackend:
             limits=limits,
             states=states,
             drafter=drafter,
+            adapters=adapters,
             tracer=tracer,
         )

@@ -10,6 +10,7 @@ from openinfer_engine.cuda.worker import CudaWorker
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.nccl_communicator import NcclCommunicator
 from openinfer_engine.drafting import SharedDrafter
+from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import THREAD_RANKS, EngineOptions, LowBitActivations
 from openinfer_engine.ranks.interfaces import interface_of
@@ -89,6 +90,7 @@ class CudaBackend(PlannedGpu):
         communicator: Communicator,
         limits: WorkerLimits,
         drafter: SharedDrafter | None,
+        adapters: RankAdapters | None,
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:

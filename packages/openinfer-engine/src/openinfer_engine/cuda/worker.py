@@ -190,6 +190,10 @@ class CudaWorker:
             self._communicator.abort(error)
             raise
 
+    @property
+    def adapters(self) -> None:
+        """None are served on a GPU: `lora/choice.py` refuses them."""
+
     def pool_memory(self) -> DevicePool:
         slots = None if self._states is None else self._states.memory
         return DevicePool(self._kv_pool.blocks, self._ops.device, slots=slots)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from openinfer_core.request import RequestId
 from openinfer_core.scheduling import SchedulerConfig, SlotStart, StepPlan, StepResult
+from openinfer_engine.guard.adapter_check import AdapterCheck
 from openinfer_engine.guard.block_users import BlockUsers
 from openinfer_engine.guard.errors import BadPlan
 
@@ -57,6 +58,7 @@ class PlanCheck:
         self._drafts_in_flight = np.zeros(num_slots, np.int32)  # of the slot's rows that were not applied
         self._started_step = np.zeros(num_slots, np.int64)
         self._users = BlockUsers(config)
+        self._adapters = AdapterCheck(config.max_adapters)
         self._in_flight: deque[StepPlan] = deque()
         self._next_step = 0
 
@@ -67,6 +69,7 @@ class PlanCheck:
         self._check_columns(plan)
         for slot in plan.released:
             self._release(slot)
+        self._adapters.check(plan)
         if plan.started:
             self._start(plan)
         slots: Slots = plan.slots.astype(np.intp)  # once: every look into a table would do so

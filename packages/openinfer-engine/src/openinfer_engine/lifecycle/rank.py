@@ -22,6 +22,7 @@ from openinfer_engine.lifecycle.orders import (
     WeightsOrder,
     WeightsSource,
 )
+from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.model import Model
 from openinfer_engine.weights.checkpoint import Checkpoint
 from openinfer_engine.weights.copied_file import CopiedSafetensorsFile
@@ -71,6 +72,10 @@ class ReloadableWorker:
 
     def launch(self, plan: StepPlan) -> PendingStep:
         return self._worker.launch(plan)
+
+    @property
+    def adapters(self) -> RankAdapters | None:
+        return self._worker.adapters
 
     def pool_memory(self) -> PoolMemory:
         return self._worker.pool_memory()

@@ -42,6 +42,11 @@ def check_capabilities(scheduler: Scheduler, plugin: Plugin, options: EngineOpti
             f"--speculative: the scheduler {origin_of(plugin)} plans no drafts (it does not declare "
             "plans_drafts); leave one of the two out, or use token-budget"
         )
+    if options.num_adapter_slots and not declared.places_adapters:
+        raise Refused(
+            f"--lora: the scheduler {origin_of(plugin)} places no adapters (it does not declare "
+            "places_adapters); leave one of the two out, or use token-budget"
+        )
     if declared.own_policy and (options.queue_policy is not None or options.tenant_weights):
         raise Refused(
             f"the scheduler {origin_of(plugin)} orders requests by itself and asks no queue policy: leave "

@@ -18,6 +18,9 @@ there is no slot or block for that one, one of a tenant beyond its share gives w
 One that waits and whose prefix another computes at the moment is no head: it follows that one (`followers.py`), and
 comes before all that waits when the prefix is there.
 
+A sequence whose adapter has no slot is passed, within bounds, by those that `adapter_slots.py` lets in: later ones of
+its tenant first, then those of the tenant that the policy would serve next.
+
 A preempted sequence that is held (its next mask is not computed yet) is passed over until it is not. The time is
 bounded, so the same holds from then on.
 
@@ -37,8 +40,9 @@ from dataclasses import dataclass
 
 from openinfer_core.errors import ContractViolation
 from openinfer_core.request import RequestId
-from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, SlotStart, StateCopy
+from openinfer_core.scheduling import AdapterLoad, QueuePolicy, SchedulerConfig, SlotStart, StateCopy
 from openinfer_core.scheduling.waiting_queue import WaitingQueue
+from openinfer_engine.scheduler.adapter_slots import AdapterSlots
 from openinfer_engine.scheduler.admission import BlockAllocation, BlockAllocator
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.followers import MAX_FOLLOWERS, Followers
@@ -55,6 +59,8 @@ from openinfer_kv_cache import BlockSaves, KvCache, KvCacheOptions, StateSlotCop
 
 PARK_PATIENCE_S = 1.0
 """What copies into KV tiers may take before they are cancelled, when all is to leave the device."""
+BYPASS_SCAN = 256
+"""Requests of a tenant, or of all where a policy knows none, that are looked at for one that may pass."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +98,9 @@ class RunQueue:
                 self.kv.slots, num_running_slots=config.max_num_seqs, block_size_tokens=config.block_size_tokens
             )
         self.retention = Retention(self.kv, self.snapshots)
-        self.waiting = WaitingQueue[Sequence](policy, describe=_cached)
+        self.waiting = WaitingQueue[Sequence](policy, describe=self._describe)
+        self.adapters: AdapterSlots | None = None  # None where no adapters are served
+        self._bypassed: list[Sequence] = []  # by what `_next` has said last
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []  # youngest first, so that the end is next
         self.followers = Followers(block_size_tokens=config.block_size_tokens, snapshots=self.snapshots)
@@ -163,7 +171,9 @@ class RunQueue:
     # --- in ---------------------------------------------------------------------------------------------
 
     def admit(self) -> Admission | None:
-        """Lets the next sequence run if there is a slot, and blocks for every id it knows; none is passed over."""
+        """Lets the next sequence run if there is a slot, and blocks for every id it knows; none is passed over for
+        these.
+        """
         while (ready := self._take_ready()) is None:
             sequence = self._head()
             if sequence is None or not self.free_slots:
@@ -219,6 +229,7 @@ class RunQueue:
             else:
                 sequence.has_policy_fault = not self.waiting.admit(sequence)
             sequence.admission, self._num_admitted = self._num_admitted, self._num_admitted + 1
+            self._enter_adapter(sequence)
         if sequence is self._promised:
             self._promised = None
         sequence.slot = self.free_slots.pop()
@@ -271,7 +282,13 @@ class RunQueue:
         if self._divides:
             full = self.shares.full(self.waiting.tenants, [*self.preempted, *self.followers.sequences])
         promised, passed = self._promised, set[str]()
-        if promised is not None and promised.request.tenant not in full and promised.request_id not in self.held:
+        self._bypassed = []
+        if (
+            promised is not None
+            and promised.request.tenant not in full
+            and promised.request_id not in self.held
+            and (promised.adapter_slot != NO_SLOT or self.adapters is None or self.adapters.may_enter(promised))
+        ):
             return None if promised.is_held else promised
         for sequence in reversed(self.preempted):
             if sequence.request_id not in self.held and sequence.request.tenant not in full:
@@ -279,11 +296,60 @@ class RunQueue:
             self.has_passed_over = True
             passed.add(sequence.request.tenant)
         for sequence in self.followers.sequences:
-            if sequence.request.tenant not in full and not self.followers.is_waiting(sequence):
+            if sequence.request.tenant in full or self.followers.is_waiting(sequence):
+                continue
+            if self.adapters is None or self.adapters.may_enter(sequence):
                 return sequence
+            self._pass(sequence, self.adapters)
         chosen = self.waiting.next(full)
+        if self.adapters is not None and chosen is not None and not self.adapters.may_enter(chosen):
+            chosen = self._bypass(chosen, full, self.adapters)
         # Of a tenant with its share, those that have run come first.
         return None if chosen is not None and chosen.request.tenant in full & passed else chosen
+
+    def _bypass(self, chosen: Sequence, full: AbstractSet[str], adapters: AdapterSlots) -> Sequence | None:
+        """The first that may pass `chosen`, whose adapter has no slot; in the order of its tenant, then of others.
+
+        Those that are passed are noted in `_bypassed`. Tenants with their share come after the others here, too.
+        """
+        tried: set[str] = set()
+        asked: AbstractSet[str] = full
+        while True:
+            tenant = None if self.waiting.shares is None else chosen.request.tenant
+            for sequence in self.waiting.first(BYPASS_SCAN, tenant=tenant):
+                if adapters.may_enter(sequence):
+                    return sequence
+                self._pass(sequence, adapters)
+            if tenant is None:
+                return None
+            tried.add(tenant)
+            following = self.waiting.next(asked | tried)
+            if following is not None and following.request.tenant in tried:
+                asked = frozenset()
+                following = self.waiting.next(tried)
+            if following is None or following.request.tenant in tried:
+                return None
+            chosen = following
+
+    def _pass(self, sequence: Sequence, adapters: AdapterSlots) -> None:
+        """Notes that the next to run passes one whose adapter has no slot."""
+        adapters.block(sequence)
+        self._bypassed.append(sequence)
+
+    def _enter_adapter(self, sequence: Sequence) -> None:
+        if self.adapters is None:
+            return
+        self.adapters.enter(sequence)
+        for each in self._bypassed:
+            self.adapters.count_pass(each)
+        self._bypassed = []
+
+    def _describe(self, sequence: Sequence) -> tuple[int, bool]:
+        cached_tokens = sequence.kv.count_cached_tokens() if sequence.may_match else 0
+        return cached_tokens, self.adapters is None or self.adapters.is_resident(sequence)
+
+    def take_adapter_loads(self) -> tuple[AdapterLoad, ...]:
+        return () if self.adapters is None else self.adapters.take_loads()
 
     def make_room(self) -> None:
         """Where the next one finds no slot or blocks, and its tenant holds less than its share, others give way."""
@@ -534,6 +600,8 @@ class RunQueue:
                 self.released.append(sequence.slot)
                 self.shares.leave(sequence)
         sequence.transition(SequenceState.FINISHED)
+        if self.adapters is not None:
+            self.adapters.leave(sequence)
         if not sequence.is_held:
             self.give_back(sequence)
 
@@ -547,10 +615,6 @@ class RunQueue:
             sequence.kv.release()
         else:
             sequence.kv.shrink(0)
-
-
-def _cached(sequence: Sequence) -> tuple[int, bool]:
-    return sequence.kv.count_cached_tokens() if sequence.may_match else 0, True
 
 
 def _age(sequence: Sequence) -> int:

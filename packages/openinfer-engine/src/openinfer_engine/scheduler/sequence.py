@@ -34,8 +34,10 @@ accepted; when their step is applied, both are lowered by what was not (`reject`
 from collections.abc import Sequence as ListLike
 from enum import IntEnum
 
+import msgspec
+
 from openinfer_core.errors import ContractViolation
-from openinfer_core.request import GenerateRequest
+from openinfer_core.request import GenerateRequest, LoadedAdapter
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine.scheduler.state_load import StateLoad
 from openinfer_kv_cache import BlockSequence, TableLoad
@@ -85,6 +87,7 @@ class Sequence:
 
     __slots__ = (
         "accepted_drafts",
+        "adapter_slot",
         "admission",
         "arrived_s",
         "asked_tiers",
@@ -151,6 +154,7 @@ class Sequence:
         self.load: TableLoad | StateLoad | None = None
         # whether tiers were asked for what it would compute: once, and again after a preemption
         self.asked_tiers = False
+        self.adapter_slot = NO_SLOT  # from its first admission on, until it has ended
         self.has_policy_fault = False  # whether the queue policy raised on it; then its first row fails
         self.is_masked = request.sampling.is_masked  # whether it waits for each token before the next row is planned
         # host drafts of its next row, with a grammar, and those of all rows in flight
@@ -216,7 +220,15 @@ class Sequence:
         self.sent_blocks = [0] * len(self.kv.tables)
         return SlotStart(
             slot=self.slot,
-            request=self.request,
+            request=self._placed_request(),
             seed=self.seed,
             output_token_ids=tuple(self.kv.token_ids[self.prompt_tokens :]),
         )
+
+    def _placed_request(self) -> GenerateRequest:
+        """With the adapter slot that the sequence was given."""
+        adapter = self.request.adapter
+        if adapter is None or self.adapter_slot == NO_SLOT:
+            return self.request
+        placed = LoadedAdapter(digest=adapter.digest, slot=self.adapter_slot)
+        return msgspec.structs.replace(self.request, adapter=placed)

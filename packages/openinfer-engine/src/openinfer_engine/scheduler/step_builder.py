@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_core.scheduling import Int32Column, SlotStart, StateCopy, StepPlan
+from openinfer_core.scheduling import AdapterLoad, Int32Column, SlotStart, StateCopy, StepPlan
 from openinfer_engine.scheduler.sequence import Sequence
 from openinfer_engine.scheduler.windows import Windows
 from openinfer_kv_cache import StateSlotCopy
@@ -150,7 +150,14 @@ class StepBuilder:
         return end - start
 
     def build(
-        self, step: int, *, planned_s: float, released: tuple[int, ...], num_tables: int, windows: Windows | None
+        self,
+        step: int,
+        *,
+        planned_s: float,
+        released: tuple[int, ...],
+        adapter_loads: tuple[AdapterLoad, ...],
+        num_tables: int,
+        windows: Windows | None,
     ) -> tuple[StepPlan, StepInFlight]:
         new_block_counts, new_blocks = self._block_columns(num_tables)
         plan = StepPlan(
@@ -165,6 +172,7 @@ class StepBuilder:
             new_blocks=new_blocks,
             started=tuple(self.started),
             released=released,
+            adapter_loads=adapter_loads,
             state_restores=tuple(self.restores),
             state_snapshots=tuple(StateCopy(source=c.source, target=c.target) for c in self.snapshots.values()),
             **self._seldom_columns(windows),

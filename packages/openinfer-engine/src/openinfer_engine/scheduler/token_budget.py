@@ -11,8 +11,9 @@ A plan is made by walking along the run queue (`run_queue.py`) until the budget 
     preempted, then the queue's head  admitted while slots, blocks and budget last; where it is of a tenant that has no
                                       prompt under way, before the chunks of others, with half of the budget
 
-No sequence is passed over, so none starves, and the oldest always has a row, so a step is always possible. One that is
-held, because its next mask is not computed yet, has no row, keeps what it has, and is as before when its mask is there.
+No sequence is passed over, but for its adapter and within bounds (`adapter_slots.py`), so none starves, and the oldest
+always has a row, so a step is always possible. One that is held, because its next mask is not computed yet, has no row,
+keeps what it has, and is as before when its mask is there.
 
 With KV tiers (`use_tiers`), an admitted sequence first loads what the tiers have of its prefix; others are planned
 meanwhile.
@@ -33,7 +34,15 @@ from openinfer_core.errors import ContractViolation, Refused
 from openinfer_core.events import Failed, FailureKind, FinishReason, TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduler_options import refuse_unknown_options
-from openinfer_core.scheduling import QueuePolicy, SchedulerCapabilities, SchedulerConfig, StepPlan, StepResult
+from openinfer_core.scheduling import (
+    AdapterPort,
+    QueuePolicy,
+    SchedulerCapabilities,
+    SchedulerConfig,
+    StepPlan,
+    StepResult,
+)
+from openinfer_engine.scheduler.adapter_slots import AdapterSlots
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.draft_pace import DraftPace
 from openinfer_engine.scheduler.drafts import add_drafts
@@ -54,7 +63,12 @@ class TokenBudgetScheduler:
     """
 
     capabilities = SchedulerCapabilities(
-        uses_kv_tiers=True, tells_kv_events=True, copies_states=True, plans_drafts=True, frees_windows=True
+        uses_kv_tiers=True,
+        tells_kv_events=True,
+        copies_states=True,
+        plans_drafts=True,
+        frees_windows=True,
+        places_adapters=True,
     )
 
     def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
@@ -78,6 +92,25 @@ class TokenBudgetScheduler:
 
     def pin_prefix(self, digests: ListLike[Digest]) -> BlockPin:
         return self._queue.kv.pool.pin_prefix(digests)
+
+    def use_adapters(self, port: AdapterPort) -> None:
+        self._queue.adapters = AdapterSlots(self._config.max_adapters, port)
+
+    def drop_adapter(self, digest: bytes, kind: FailureKind, message: str) -> list[TokenEvent]:
+        waiting = [
+            sequence
+            for sequence in self._open.values()
+            if sequence.state is SequenceState.WAITING
+            and sequence.request.adapter is not None
+            and sequence.request.adapter.digest == digest
+        ]
+        for sequence in waiting:
+            del self._open[sequence.request_id]
+            self._queue.finish(sequence)
+        return [self._failed(sequence.request, kind, message) for sequence in waiting]
+
+    def adapter_users(self) -> dict[bytes, tuple[int, int]]:
+        return {} if self._queue.adapters is None else self._queue.adapters.users()
 
     def listen(self, listener: BlockListener) -> None:
         self._queue.kv.listen(listener)
@@ -114,6 +147,8 @@ class TokenBudgetScheduler:
             sequence.kv.release()
             return [self._failed(request, FailureKind.INTERNAL, self._queue.waiting.fault_message)]
         self._open[request.request_id] = sequence
+        if self._queue.adapters is not None:
+            self._queue.adapters.add(sequence)
         return []
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
@@ -159,6 +194,8 @@ class TokenBudgetScheduler:
     def plan(self, *, now_s: float) -> StepPlan | None:
         # First of all, so that blocks and prefixes of ended copies are there for the rows of this plan.
         self._queue.settle()
+        if self._queue.adapters is not None:
+            self._queue.adapters.now_s = now_s
         self._queue.waiting.ask_again(now_s=now_s)
         self._queue.make_room()
         builder = StepBuilder(self._config.max_step_tokens, wants_drafts=self._config.max_drafts > 0)
@@ -173,6 +210,7 @@ class TokenBudgetScheduler:
             self._counters.steps,
             planned_s=now_s,
             released=self._queue.take_released(),
+            adapter_loads=self._queue.take_adapter_loads(),
             num_tables=self._queue.num_tables,
             windows=self._queue.windows,
         )

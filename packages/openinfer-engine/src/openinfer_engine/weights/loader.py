@@ -9,6 +9,7 @@ from numpy.typing import DTypeLike
 
 from openinfer_core import InvalidCheckpoint
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.lora.arena import AdaptedPiece, AdaptedSource, piece_of, piece_of_stack
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.fused import matrices_of_stack, pad_rows, rows_of_rank, stacked_rows_of_rank, with_zeros
 from openinfer_engine.weights.quantised import StoredMatrix, read_quantised
@@ -22,6 +23,7 @@ class WeightLoader:
         self._weights = weights
         self._ops = ops
         self._communicator = communicator
+        self._adapters = weights.arena if isinstance(weights, AdaptedSource) else None
 
     def plain(self, *names: str, shard: Shard = Shard.WHOLE) -> Array:
         """Tensors below each other, in the compute dtype."""
@@ -57,8 +59,11 @@ class WeightLoader:
         parts = [(_named(each), shard) for each in matrices] + [(each, Shard.WHOLE) for each in whole]
         all_of_it = [each for each, _ in parts]
         if _is_plain(all_of_it):
-            return self._ops.upload_weight(*(self._weights.read(f"{each.name}.weight", at) for each, at in parts))
-        return self._upload(all_of_it, self._parts(parts))
+            weight = self._ops.upload_weight(*(self._weights.read(f"{each.name}.weight", at) for each, at in parts))
+        else:
+            weight = self._upload(all_of_it, self._parts(parts))
+        rank, size = self._communicator.rank, self._communicator.size
+        return self._adapted(weight, [piece_of(each, at, rank=rank, size=size) for each, at in parts])
 
     def stack(self, *matrices: StoredMatrix, num_matrices: int, shard: Shard = Shard.WHOLE) -> LinearWeight:
         """`[num_matrices, out, in]`, of as many in a row as make one; raises as `linear`."""
@@ -85,17 +90,20 @@ class WeightLoader:
     ) -> LinearWeight:
         """The same of a matrix, and below it further ones, cut by rows; names and errors as in `linear`."""
         first_of_all, *others = all_of_it = [_named(each) for each in (stacked, *below)]
+        rank, size = self._communicator.rank, self._communicator.size
+        pieces = [piece_of_stack(first_of_all, heights, rank=rank, size=size)]
+        pieces += [piece_of(each, Shard.COLUMN_PARALLEL, rank=rank, size=size) for each in others]
         if _is_plain(all_of_it):
             further = (self._weights.read(f"{each.name}.weight", Shard.COLUMN_PARALLEL) for each in others)
-            return self._ops.upload_weight(*self._stacked_parts(f"{first_of_all.name}.weight", heights), *further)
+            parts = self._stacked_parts(f"{first_of_all.name}.weight", heights)
+            return self._adapted(self._ops.upload_weight(*parts, *further), pieces)
         whole = self._parts([(first_of_all, Shard.WHOLE)])[0]
-        rank, size = self._communicator.rank, self._communicator.size
         rows = (
             whole.rows(first + rank * height // size, first + (rank + 1) * height // size)
             for first, height in zip(accumulate(heights, initial=0), heights, strict=False)
         )
         further_parts = self._parts((each, Shard.COLUMN_PARALLEL) for each in others)
-        return self._upload(all_of_it, [*rows, *further_parts])
+        return self._adapted(self._upload(all_of_it, [*rows, *further_parts]), pieces)
 
     def dequantised(self, matrix: StoredMatrix, shard: Shard = Shard.WHOLE) -> Array:
         """A matrix in the compute dtype, however it is stored: for a matrix that the model takes apart."""
@@ -121,6 +129,12 @@ class WeightLoader:
             return table, self._ops.upload_weight(*share)
         rows = len(table) // size
         return table, table[rank * rows : (rank + 1) * rows]
+
+    def _adapted(self, weight: LinearWeight, pieces: Sequence[AdaptedPiece]) -> LinearWeight:
+        """The weight as it is; where adapters are served, they have room for what they add to its product."""
+        if self._adapters is not None:
+            self._adapters.add(weight, pieces)
+        return weight
 
     def _stacked_parts(self, name: str, heights: Sequence[int]) -> tuple[WeightPart, ...]:
         rank, size = self._communicator.rank, self._communicator.size

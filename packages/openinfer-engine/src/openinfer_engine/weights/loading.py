@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeAlias
 
 from openinfer_core import InvalidCheckpoint, read_config
 from openinfer_engine.distributed.communicator import Communicator
@@ -14,6 +14,9 @@ from openinfer_engine.drafting import DrafterContext, SharedDrafter
 from openinfer_engine.engine_plan import EnginePlan
 from openinfer_engine.kernel_providers import with_providers
 from openinfer_engine.lifecycle.rank import HoldsModel, ReloadableWorker
+from openinfer_engine.lora.arena import AdaptedSource, AdapterArena
+from openinfer_engine.lora.choice import make_arena, make_rank_adapters
+from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import LoadFormat
 from openinfer_engine.tracing.trace import NoTrace, Tracer
@@ -21,6 +24,9 @@ from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.load_progress import LoadProgress
 from openinfer_engine.worker.runner import Worker
 from openinfer_kernels import Ops, WeightValueError
+from openinfer_kernels.adapted import with_adapters
+
+_Loaded: TypeAlias = tuple[Model, Ops, RankAdapters | None]
 
 
 def load_workers(
@@ -28,7 +34,7 @@ def load_workers(
 ) -> Sequence[Worker]:
     """The ranks of this process, warmed up; one per communicator, each loaded in a thread of its own."""
     with ThreadPoolExecutor(len(communicators), initializer=engine_plan.backend.enter_thread) as pool:
-        models = _load_models(engine_plan, communicators, pool, stream)
+        models = _load_models(engine_plan, communicators, pool, stream)  # with adapter slots, where there are any
         engine_plan.mark("weights")
         parts = zip(models, communicators, strict=True)
         making = [pool.submit(_make_worker, engine_plan, *each, tracer) for each in parts]
@@ -37,7 +43,7 @@ def load_workers(
 
 def _load_models(
     engine_plan: EnginePlan, communicators: Sequence[Communicator], pool: ThreadPoolExecutor, stream: TextIO | None
-) -> list[tuple[Model, Ops]]:
+) -> list[_Loaded]:
     total_bytes = len(communicators) * engine_plan.weights_bytes
     with _weights(engine_plan) as checkpoint, LoadProgress(total_bytes, stream=stream) as progress:
         loading = [pool.submit(_load_model, engine_plan, checkpoint, each, progress) for each in communicators]
@@ -59,11 +65,15 @@ def _weights(engine_plan: EnginePlan) -> Generator[Checkpoint | None]:
 
 def _load_model(
     engine_plan: EnginePlan, checkpoint: Checkpoint | None, communicator: Communicator, progress: LoadProgress
-) -> tuple[Model, Ops]:
+) -> _Loaded:
     ops = engine_plan.backend.make_ops()
     if communicator.rank == 0:
         engine_plan.mark("operators")
-    return _read_model(engine_plan, checkpoint, communicator, ops, progress), ops
+    arena = make_arena(engine_plan.options, ops)
+    model = _read_model(engine_plan, checkpoint, communicator, ops, progress, arena=arena)
+    if arena is None:
+        return model, ops, None
+    return model, ops, make_rank_adapters(arena, engine_plan.definition, engine_plan.config, engine_plan.options)
 
 
 def _read_model(
@@ -72,6 +82,8 @@ def _read_model(
     communicator: Communicator,
     ops: Ops,
     progress: LoadProgress,
+    *,
+    arena: AdapterArena | None = None,
 ) -> Model:
     definition, config, rank = engine_plan.definition, engine_plan.config, communicator.rank
     weights: WeightSource
@@ -80,12 +92,15 @@ def _read_model(
     else:
         checkpoint.join_pieces(definition.tensors(config))
         weights = RankWeights(checkpoint, rank=rank, size=communicator.size)
+    served = with_providers(ops, engine_plan.kernel_providers)
+    if arena is not None:
+        weights, served = AdaptedSource(weights, arena), with_adapters(served, arena.weights)
     try:
         with ops.loading(progress.advance):
             return definition.load(
                 config,
                 weights,
-                ops=with_providers(ops, engine_plan.kernel_providers),
+                ops=served,
                 communicator=communicator,
                 max_model_tokens=engine_plan.worker_limits.max_model_tokens,
             )
@@ -93,10 +108,8 @@ def _read_model(
         raise InvalidCheckpoint(str(error)) from error
 
 
-def _make_worker(
-    engine_plan: EnginePlan, loaded: tuple[Model, Ops], communicator: Communicator, tracer: Tracer
-) -> Worker:
-    model, ops = loaded
+def _make_worker(engine_plan: EnginePlan, loaded: _Loaded, communicator: Communicator, tracer: Tracer) -> Worker:
+    model, ops, adapters = loaded
     drafter = _make_drafter(engine_plan, model, ops, communicator, engine_plan.model_dir)
     worker = engine_plan.backend.make_worker(
         model,
@@ -106,10 +119,12 @@ def _make_worker(
         communicator=communicator,
         limits=engine_plan.worker_limits,
         drafter=drafter,
+        adapters=adapters,
         mark=engine_plan.mark if communicator.rank == 0 else _no_mark,
         tracer=tracer if communicator.rank == 0 else NoTrace(),
     )
-    if not isinstance(worker, HoldsModel):
+    # Adapters are known by the weights that they change: with them a model is not read again.
+    if adapters is not None or not isinstance(worker, HoldsModel):
         return worker
 
     def read(checkpoint: Checkpoint | None, folder: Path | None) -> tuple[Model, SharedDrafter | None]:

@@ -79,13 +79,23 @@ class SafetensorsFile:
         InvalidCheckpoint: it cannot be read, or is not a valid safetensors file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, *, data: mmap.mmap | bytes | None = None, max_header_bytes: int = MAX_HEADER_BYTES
+    ) -> None:
         self.path = path
-        self._map = _map_file(path)
+        self._map = _map_file(path) if data is None else data
         # tensors: name -> dtype, shape and place of every tensor
         self._data_start, self.tensors = read_header(
-            lambda begin, end: self._map[begin:end], num_bytes=len(self._map), path=path
+            lambda begin, end: self._map[begin:end],
+            num_bytes=len(self._map),
+            path=path,
+            max_header_bytes=max_header_bytes,
         )
+
+    @classmethod
+    def of_bytes(cls, data: bytes, path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> "SafetensorsFile":
+        """The same of a file that was read into memory; `path` names it in messages."""
+        return cls(path, data=data, max_header_bytes=max_header_bytes)
 
     def read(self, name: str) -> HostArray:
         """A whole tensor, read-only, without a copy (with one, if its data are not aligned to its dtype).
@@ -104,7 +114,7 @@ class SafetensorsFile:
 
 
 def read_header(
-    read: Callable[[int, int], bytes], *, num_bytes: int, path: Path
+    read: Callable[[int, int], bytes], *, num_bytes: int, path: Path, max_header_bytes: int = MAX_HEADER_BYTES
 ) -> tuple[int, Mapping[str, TensorInfo]]:
     """Where the data of a safetensors file begin, and the dtype, shape and place of every tensor by name.
 
@@ -112,13 +122,14 @@ def read_header(
         read: the bytes from one place of the file to another.
         num_bytes: of the file.
         path: for messages.
+        max_header_bytes: that are read of it.
 
     Raises:
         InvalidCheckpoint: it is not a valid safetensors file.
     """
     if num_bytes < _LENGTH_BYTES:
         raise InvalidCheckpoint(f"{path} is too short to be a safetensors file; was the download interrupted?")
-    data_start = _LENGTH_BYTES + _header_bytes(read(0, _LENGTH_BYTES), num_bytes, path)
+    data_start = _LENGTH_BYTES + _header_bytes(read(0, _LENGTH_BYTES), num_bytes, path, max_header_bytes)
     tensors = _tensors(read(_LENGTH_BYTES, data_start), path)
     _check_cover(tensors, data_bytes=num_bytes - data_start, path=path)
     return data_start, MappingProxyType(tensors)
@@ -135,11 +146,11 @@ def _map_file(path: Path) -> mmap.mmap:
         raise InvalidCheckpoint(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _header_bytes(length: bytes, num_bytes: int, path: Path) -> int:
+def _header_bytes(length: bytes, num_bytes: int, path: Path, max_header_bytes: int) -> int:
     header_bytes = int.from_bytes(length, "little")
-    if header_bytes > MAX_HEADER_BYTES:
+    if header_bytes > max_header_bytes:
         raise InvalidCheckpoint(
-            f"{path} announces a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are read. "
+            f"{path} announces a header of {header_bytes} bytes; at most {max_header_bytes} are read. "
             "It is no safetensors file, or a Git LFS pointer in place of one"
         )
     if _LENGTH_BYTES + header_bytes > num_bytes:

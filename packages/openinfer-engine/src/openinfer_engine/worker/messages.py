@@ -1,11 +1,11 @@
 """What the engine and the processes of its other ranks say to each other, over pipes or a socket; no pickle.
 
     engine ─► Build · Agree · RunStep … · Leave
-              LoadShare, SaveShare, CancelTransfer between the steps, with KV tiers
+              LoadShare, SaveShare, CancelTransfer between the steps, with KV tiers; HoldAdapter, DropAdapter
               Obey between the steps, when weights change
     rank   ─► Resolved · WorkerReady · Fault
               Obeyed, once for each Obey
-              TransferEnded, once for each load and save
+              TransferEnded, once for each load and save; AdapterHeld, once for each HoldAdapter
     both   ─► Heartbeat, whatever else is said
 
 Frames are those of `openinfer_core.process.wire`. End of file means that the other side is gone. Only the two ends
@@ -25,7 +25,7 @@ from openinfer_core import GenerateRequest
 from openinfer_core.engine import KvTierStats
 from openinfer_core.errors import ContractViolation
 from openinfer_core.process.wire import FrameBuffer, encode_frame
-from openinfer_core.scheduling import SlotStart, StateCopy, StepPlan
+from openinfer_core.scheduling import AdapterLoad, SlotStart, StateCopy, StepPlan
 from openinfer_engine.lifecycle.orders import WeightsOrder
 from openinfer_engine.ranks.placement import Placement
 
@@ -76,6 +76,7 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     started: list[Start]
     state_restores: list[tuple[int, int, int | None]]
     state_snapshots: list[tuple[int, int]]
+    adapter_loads: list[tuple[int, bytes]] = []
 
     @classmethod
     def of(cls, plan: StepPlan) -> "RunStep":
@@ -94,6 +95,7 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
             started=[Start(each.slot, each.request, each.seed, each.output_token_ids) for each in plan.started],
             state_restores=[(copy.source, copy.target, copy.loaded_tokens) for copy in plan.state_restores],
             state_snapshots=[(copy.source, copy.target) for copy in plan.state_snapshots],
+            adapter_loads=[(load.slot, load.digest) for load in plan.adapter_loads],
         )
 
     def plan(self) -> StepPlan:
@@ -124,6 +126,7 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
                 for source, target, loaded_tokens in self.state_restores
             ),
             state_snapshots=tuple(StateCopy(source=source, target=target) for source, target in self.state_snapshots),
+            adapter_loads=tuple(AdapterLoad(slot=slot, digest=digest) for slot, digest in self.adapter_loads),
         )
 
 
@@ -163,6 +166,20 @@ class Obeyed(msgspec.Struct, frozen=True, array_like=True, tag="obeyed"):
     failure: str | None
 
 
+class HoldAdapter(msgspec.Struct, frozen=True, array_like=True, tag="hold_adapter"):
+    """The rank reads an adapter, and keeps its share in host memory; answered by `AdapterHeld`."""
+
+    number: int
+    folder: str
+    digest: bytes  # what its content must be
+
+
+class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag="drop_adapter"):
+    """The rank need not keep an adapter in host memory; slots keep theirs."""
+
+    digest: bytes
+
+
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
     """The engine closes: no step follows."""
 
@@ -191,6 +208,14 @@ class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     stats: tuple[KvTierStats, ...]  # of the rank's tiers, so far
 
 
+class AdapterHeld(msgspec.Struct, frozen=True, array_like=True, tag="adapter_held"):
+    """The rank holds its share of an adapter, or cannot."""
+
+    number: int
+    num_bytes: int
+    refusal: str | None
+
+
 class FaultKind(StrEnum):
     """Why a rank cannot go on."""
 
@@ -206,8 +231,20 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag="fault"):
     message: str
 
 
-ToRank: TypeAlias = Build | Agree | RunStep | LoadShare | SaveShare | CancelTransfer | Obey | Heartbeat | Leave
-FromRank: TypeAlias = Resolved | WorkerReady | TransferEnded | Obeyed | Heartbeat | Fault
+ToRank: TypeAlias = (
+    Build
+    | Agree
+    | RunStep
+    | LoadShare
+    | SaveShare
+    | CancelTransfer
+    | HoldAdapter
+    | DropAdapter
+    | Obey
+    | Heartbeat
+    | Leave
+)
+FromRank: TypeAlias = Resolved | WorkerReady | TransferEnded | AdapterHeld | Obeyed | Heartbeat | Fault
 
 to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 from_rank_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

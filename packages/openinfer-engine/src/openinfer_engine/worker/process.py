@@ -38,6 +38,7 @@ from openinfer_engine.errors import GroupBroken
 from openinfer_engine.kv_tiers import MemoryPrefault, begin_prefault, open_port
 from openinfer_engine.kv_tiers.share_service import ShareOrder, ShareService
 from openinfer_engine.lifecycle.orders import ObeysOrders
+from openinfer_engine.lora.remote_rank import AdapterOrder, AdapterService
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.ranks.composition import composition_of
 from openinfer_engine.ranks.silence import STARTING_LIMIT_S, Silence, Ticker
@@ -157,9 +158,12 @@ def _load(orders: "Orders", answers: "Answers", *, model_dir: Path | None) -> "t
 
 
 def _serve(worker: Worker, share: ShareService | None, orders: "Orders", answers: "Answers") -> None:
+    adapters = None if worker.adapters is None else AdapterService(worker.adapters, answer=answers.send)
     while not isinstance(order := orders.next(), Leave):
         if isinstance(order, RunStep):
             worker.launch(order.plan())
+        elif adapters is not None and isinstance(order, AdapterOrder):
+            adapters.take(order)
         elif isinstance(order, Obey):
             answers.send(Obeyed(order.number, _obey(worker, order)))
         elif share is not None and isinstance(order, ShareOrder):

@@ -24,12 +24,14 @@ from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.kv_tiers.remote_share import RemoteShare
 from openinfer_engine.lifecycle.orders import WeightsOrder
+from openinfer_engine.lora.remote_rank import RemoteRank
 from openinfer_engine.options import DeviceKind, EngineOptions
 from openinfer_engine.ranks.contract import RankHost, RankLink, RankSpec
 from openinfer_engine.ranks.placement import Placement
 from openinfer_engine.ranks.process_host import CHILD_MODULE, ProcessRankHost
 from openinfer_engine.ranks.silence import STARTING_LIMIT_S, Silence, Ticker
 from openinfer_engine.worker.messages import (
+    AdapterHeld,
     Agree,
     Build,
     Fault,
@@ -175,6 +177,10 @@ class ProcessGroup:
     def shares(self) -> list[RemoteShare]:
         return [worker.share for worker in self._workers]
 
+    @property
+    def adapters(self) -> list[RemoteRank]:
+        return [worker.adapters for worker in self._workers]
+
     # --- steps and end ----------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan) -> None:
@@ -263,6 +269,7 @@ class ProcessGroup:
         except (OSError, ValueError, OpenInferError, msgspec.MsgspecError) as error:
             logger.error("rank %d: %s", worker.rank, error)
         worker.share.end_all()
+        worker.adapters.end_all()
         self.fail(GroupBroken(f"rank {worker.rank} has died: {worker.link.how_it_ended()}"))
 
     def _ticker(self, call: Callable[[float], None], clock: Callable[[], float], *, name: str) -> Ticker:
@@ -289,6 +296,9 @@ class ProcessGroup:
             return
         if isinstance(message, TransferEnded):
             worker.share.hear(message)
+            return
+        if isinstance(message, AdapterHeld):
+            worker.adapters.hear(message)
             return
         if isinstance(message, Heartbeat):
             return
@@ -349,6 +359,7 @@ class _Worker:
         self.rank = rank
         self.link = link
         self.share = RemoteShare(self.tell)
+        self.adapters = RemoteRank(self.tell)
         self.silence = Silence(limit_s=STARTING_LIMIT_S)
         self.resolved: Resolved | None = None
 

@@ -9,6 +9,7 @@ from openinfer_engine.engine_plan import EnginePlan
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.lifecycle.orders import ObeysOrders, WeightsOrder
+from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.tracing.trace import NoTrace, Tracer
 from openinfer_engine.weights.loading import load_workers
 from openinfer_engine.worker.process_group import CLOSE_DEADLINE_S, ProcessGroup
@@ -62,6 +63,12 @@ class ProcessRunner:
     @property
     def process_ids(self) -> list[int]:
         return self._processes.process_ids
+
+    @property
+    def adapters(self) -> list[RankAdapters]:
+        """Rank 0's alone, if adapters are served: the others are in their own processes."""
+        adapters = None if self._worker is None else self._worker.adapters
+        return [] if adapters is None else [adapters]
 
     def pool_memories(self) -> list[PoolMemory]:
         """Rank 0's alone: the others are in their own processes. Raises `RuntimeError` if the runner is closed."""

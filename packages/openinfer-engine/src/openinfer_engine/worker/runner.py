@@ -10,6 +10,7 @@ from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.lifecycle.orders import ObeysOrders, WeightsOrder
+from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.tracing.trace import NoTrace, Tracer
 
 
@@ -22,6 +23,11 @@ class Worker(Protocol):
 
     def pool_memory(self) -> PoolMemory:
         """Its blocks and slots, for KV tiers."""
+        ...
+
+    @property
+    def adapters(self) -> RankAdapters | None:
+        """Those that it holds; None where none are served."""
         ...
 
     def fence(self) -> Callable[[], None]:
@@ -81,6 +87,11 @@ class ThreadRunner:
     @property
     def failure(self) -> BaseException | None:
         return None  # a thread cannot die between steps: what fails is a step, whose result raises
+
+    @property
+    def adapters(self) -> list[RankAdapters]:
+        """Of each rank, first to last; none where none are served."""
+        return [adapters for rank in self._ranks if (adapters := rank.adapters) is not None]
 
     def pool_memories(self) -> list[PoolMemory]:
         return [rank.pool_memory() for rank in self._ranks]

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what a token's adapter adds to a product, beside the weights of the model."""
+"""Low-rank adapters: what a token's adapter adds to a product of the model's weights."""
 
 from collections.abc import Sequence
 from typing import Protocol

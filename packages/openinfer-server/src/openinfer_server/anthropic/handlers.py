@@ -84,7 +84,7 @@ class Messages:
         service.check_serving(http_request.owner)
         request = await http_request.read_json(_decoder)
         check_prompting(request)
-        model = service.resolve_model(request.model)
+        model = await service.find_model(request.model, http_request.owner)
         note_dropped_tools(service, http_request, request.tools)
         prompt, available = await self._prompt(http_request, request)
         thinking = request.thinking
@@ -112,7 +112,7 @@ class Messages:
     async def count_tokens(self, http_request: HttpRequest) -> None:
         request = await http_request.read_json(_count_decoder)
         check_prompting(request)
-        self._service.resolve_model(request.model)
+        await self._service.find_model(request.model, http_request.owner)
         note_dropped_tools(self._service, http_request, request.tools)
         prompt, _ = await self._prompt(http_request, request)
         await http_request.send(200, msgspec.json.encode(TokenCount(input_tokens=len(prompt.token_ids))))
@@ -132,7 +132,7 @@ class Messages:
     ) -> tuple[Plan, bool]:
         """What the engine is asked, and whether the context ends before `max_tokens`."""
         given: dict[str, Any] = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
-        given["stop"] = request.stop_sequences
+        given["stop"], given["model"] = request.stop_sequences, request.model
         fields = GenerationFields(**given)
         given_retention = retention_of(request.prompt_cache_key, request.prompt_cache_retention)
         contents = [message.content for message in request.messages]

@@ -151,8 +151,8 @@ def internal() -> ApiError:
 def from_failed(failed: Failed) -> ApiError:
     """The engine ended a request with a failure; its message is safe to show."""
     match failed.kind:
-        case FailureKind.INVALID:
-            return ApiError(400, failed.message, code="invalid_value")
+        case FailureKind.INVALID | FailureKind.NOT_FOUND:
+            return _client_error(failed)
         case FailureKind.OVERLOADED:
             return overloaded(failed.message)
         case FailureKind.UNAVAILABLE:
@@ -165,6 +165,12 @@ def from_failed(failed: Failed) -> ApiError:
             return shutting_down(failed.message)
         case FailureKind.INTERNAL:
             return ApiError(500, failed.message, code="internal_error")
+
+
+def _client_error(failed: Failed) -> ApiError:
+    if failed.kind is FailureKind.NOT_FOUND:
+        return ApiError(404, failed.message, param="model", code="model_not_found")
+    return ApiError(400, failed.message, code="invalid_value")
 
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")

@@ -28,6 +28,7 @@ VLLM_FAMILIES = frozenset(
         "generation_tokens_total",
         "inter_token_latency_seconds",
         "kv_cache_usage_perc",
+        "lora_requests_info",
         "num_preemptions_total",
         "num_requests_running",
         "num_requests_waiting",

@@ -5,8 +5,9 @@ Every name begins with `openinfer_`; where vLLM has a metric of the same meaning
 `metric_names.py` gives these vLLM's names where the user asks for them.
 """
 
+import time
 from collections import Counter as Counts
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from openinfer_core.engine import MASK_OUTCOMES, EngineInfo, EngineState, EngineStats, GrammarStats, KvTransferStats
 from openinfer_server.observability.exposition import Sample, render_family, render_histogram
@@ -27,6 +28,7 @@ def metrics_page(
     open_requests: int,
     budgets: Sequence[BudgetUse] = (),
     names: MetricsNames = MetricsNames.OPENINFER,
+    clock: Callable[[], float] = time.time,
 ) -> bytes:
     """The whole page; `stats` is None if the engine has ended, and then there are none of its metrics."""
     model = (("model_name", model_name),)
@@ -34,6 +36,7 @@ def metrics_page(
     lines += render_family("openinfer_engine_up", "gauge", "1 while the engine lives.", [((), int(stats is not None))])
     if stats is not None:
         lines += _of_engine(stats, model)
+        lines += _of_adapters(stats, info, now_s=clock())
     return "\n".join([*renamed(lines, names), ""]).encode()
 
 
@@ -109,6 +112,21 @@ def _constants(info: EngineInfo) -> Iterator[str]:
 def _by_label(name: str, text: str, tally: "Counts[str]", label: str, labels: Labels) -> Iterator[str]:
     samples: list[Sample] = [((*labels, (label, str(key))), count) for key, count in sorted(tally.items())]
     yield from render_family(name, "counter", text, samples)
+
+
+def _of_adapters(stats: EngineStats, info: EngineInfo, *, now_s: float) -> Iterator[str]:
+    """VLLM's labels, by which routers send a request to where its adapter is; the value is the time."""
+    if not info.max_adapters:
+        return
+    labels = (
+        ("max_lora", str(info.max_adapters)),
+        ("running_lora_adapters", ",".join(each.name for each in stats.adapters if each.running)),
+        ("waiting_lora_adapters", ",".join(each.name for each in stats.adapters if each.waiting)),
+    )
+    yield from render_family("openinfer_lora_requests_info", "gauge", "Adapters in use.", [(labels, now_s)])
+    yield from render_family(
+        "openinfer_lora_adapters", "gauge", "Adapters that requests may name.", [((), len(stats.adapters))]
+    )
 
 
 def _of_engine(stats: EngineStats, model: Labels) -> Iterator[str]:

@@ -62,7 +62,7 @@ class ChatCompletions:
         service = self._service
         request = await http_request.read_json(_decoder)
         await http_request.aside(lambda: _check(request))
-        model = service.resolve_model(request.model)
+        model = await service.find_model(request.model, http_request.owner)
         note_dropped_tools(service, http_request, request.tools)
         _, parsers = await self._prepared(http_request, request)
         body = rendered_prompt(self._shape.id_prefix, model, parsers.prompt)
@@ -79,7 +79,7 @@ class ChatCompletions:
         await http_request.aside(lambda: _check(request))
         if request.logprobs and request.include_reasoning is False and service.parsers.reasoning is not None:
             raise refused("include_reasoning", "log-probabilities show every token, those of the reasoning too")
-        model = service.resolve_model(request.model)
+        model = await service.find_model(request.model, http_request.owner)
         usage = check_stream_options(request)
         check_num_choices(request, 1, service.options)
         note_dropped_tools(service, http_request, request.tools)

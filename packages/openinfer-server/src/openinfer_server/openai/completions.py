@@ -62,7 +62,7 @@ class Completions:
         """The token ids of each prompt, as the engine would get them; nothing is generated."""
         request = await http_request.read_json(_decoder)
         check_rules(request)
-        model = self._service.resolve_model(request.model)
+        model = await self._service.find_model(request.model, http_request.owner)
         prompts = await self._prompts(http_request, request)
         rendered = [rendered_prompt(self._shape.id_prefix, model, prompt) for prompt in prompts]
         await http_request.send(200, msgspec.json.encode(rendered))
@@ -78,7 +78,7 @@ class Completions:
         check_rules(request)
         if request.best_of not in (None, request.n or 1):
             raise refused("best_of", "ask for n choices and choose yourself")
-        model = service.resolve_model(request.model)
+        model = await service.find_model(request.model, http_request.owner)
         usage = check_stream_options(request)
         prompts = await self._prompts(http_request, request)
 

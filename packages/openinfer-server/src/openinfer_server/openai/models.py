@@ -61,7 +61,8 @@ class Models:
         query = http_request.read_query(ModelQuery)
         if query.workspace_id is not None:
             raise refused("workspace_id", "this server has no workspaces")
-        names = self._service.model_names
+        parents = await self._parents(http_request)
+        names = [*self._service.model_names, *parents]
         page, has_more = _page(names, query, default=DEFAULT_LIMIT if http_request.for_anthropic else len(names))
         if http_request.for_anthropic:
             models = [self._anthropic_model(name) for name in page]
@@ -69,19 +70,27 @@ class Models:
             body = AnthropicModelList(data=models, has_more=has_more, first_id=ends[0], last_id=ends[1])
             await http_request.send(200, msgspec.json.encode(body))
         else:
-            await http_request.send(200, msgspec.json.encode(ModelList(data=[self._model(name) for name in page])))
+            listed = ModelList(data=[self._model(name, parents.get(name)) for name in page])
+            await http_request.send(200, msgspec.json.encode(listed))
 
     async def retrieve(self, http_request: HttpRequest) -> None:
-        name = self._service.resolve_model(http_request.parameters["model"])
-        model = self._anthropic_model(name) if http_request.for_anthropic else self._model(name)
+        name = await self._service.find_model(http_request.parameters["model"], http_request.owner)
+        parent = None if name in self._service.model_names else self._service.model_names[0]
+        model = self._anthropic_model(name) if http_request.for_anthropic else self._model(name, parent)
         await http_request.send(200, msgspec.json.encode(model))
 
-    def _model(self, name: str) -> Model:
+    async def _parents(self, http_request: HttpRequest) -> dict[str, str]:
+        """Adapters that the client may use -> the model that they change."""
+        adapters = await self._service.adapters(http_request.owner)
+        return {adapter.name: self._service.model_names[0] for adapter in adapters}
+
+    def _model(self, name: str, parent: str | None) -> Model:
         service = self._service
         return Model(
             id=name,
             created=service.started,
             root=service.info.model,
+            parent=parent,
             max_model_len=service.info.max_model_tokens,
             sampling_defaults=dict(service.sampling_defaults.values),
         )

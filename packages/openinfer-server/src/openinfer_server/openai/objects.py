@@ -171,7 +171,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str = "openinfer"
     root: str  # what the engine calls the model it runs; vLLM's name, as are those below
-    parent: str | None = None  # of an adapter the model it changes; none are served yet
+    parent: str | None = None  # of an adapter the model that it changes
     max_model_len: int  # tokens of its context
     sampling_defaults: dict[str, float]  # of parameters that a request does not give; those not here change nothing
 

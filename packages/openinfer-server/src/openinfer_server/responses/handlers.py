@@ -104,7 +104,7 @@ class Responses:
         service.check_serving(http_request.owner)
         request = await http_request.read_json(_decoder)
         check_response(request)
-        model = service.resolve_model(request.model)
+        model = await service.find_model(request.model, http_request.owner)
         items = await conversation_items(request, self._previous(http_request, request))
         note_dropped_tools(service, http_request, request.tools)
         offered = await http_request.aside(lambda: read_tools(request.tools))
@@ -243,7 +243,7 @@ class Responses:
     async def input_tokens(self, http_request: HttpRequest) -> None:
         request = await http_request.read_json(_count_decoder)
         check_rules(request)
-        self._service.resolve_model(request.model)
+        await self._service.find_model(request.model, http_request.owner)
         items = await conversation_items(request, self._previous(http_request, request))
         note_dropped_tools(self._service, http_request, request.tools)
         offered = read_tools(request.tools)

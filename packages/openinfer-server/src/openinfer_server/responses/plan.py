@@ -127,7 +127,8 @@ async def conversation_prompt(
 
 
 def response_plan(http_request: HttpRequest, service: Service, request: ResponseRequest, prompt: Prompt) -> Plan:
-    fields = GenerationFields(**{name: getattr(request, name) for name in SamplingFields.__struct_fields__})
+    given = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
+    fields = GenerationFields(**given, model=request.model)
     scoring = Scoring(output=(request.top_logprobs or 0) if LOGPROBS in (request.include or []) else None)
     try:
         return make_plan(

@@ -58,7 +58,7 @@ class TokenGeneration:
         service.check_serving(http_request.owner)
         request = await http_request.read_json(_decoder)
         _check(request)
-        model = service.resolve_model(request.model)
+        model = await service.find_model(request.model, http_request.owner)
         usage_wanted = check_stream_options(_fields(request))
         plan = await http_request.aside(lambda: constrained(self._plan(http_request, request), _grammar(request)))
         head = TokenResponse(request_id=request.request_id or f"gen-{secrets.token_hex(12)}", model=model, choices=[])
@@ -119,6 +119,7 @@ def _fields(request: TokenRequest) -> GenerationFields:
     shared = set(TokenSampling.__struct_fields__) & set(GenerationFields.__struct_fields__)
     return GenerationFields(
         **{name: getattr(given, name) for name in shared},
+        model=request.model,
         stream=request.stream,
         stream_options=request.stream_options,
         cache_salt=request.cache_salt,

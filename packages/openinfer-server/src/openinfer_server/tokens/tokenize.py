@@ -76,7 +76,7 @@ class Tokens:
 
     async def tokenize(self, http_request: HttpRequest) -> None:
         request = await http_request.read_json(_tokenize_decoder)
-        self._service.resolve_model(request.model)
+        await self._service.find_model(request.model, http_request.owner)
         note_dropped_tools(self._service, http_request, request.tools)
         token_ids = await self._token_ids(http_request, request)
         response = TokenizeAnswer(
@@ -133,7 +133,7 @@ class Tokens:
 
     async def detokenize(self, http_request: HttpRequest) -> None:
         request = await http_request.read_json(_detokenize_decoder)
-        self._service.resolve_model(request.model)
+        await self._service.find_model(request.model, http_request.owner)
         info = self._service.info
         if request.tokens:
             await http_request.aside(lambda: check_prompt_token_ids(request.tokens, info, "tokens"))

@@ -1,0 +1,70 @@
+"""`RankAdapters`: the adapters that one rank holds, in host memory and in its slots.
+
+hold(adapter) ─► host memory ─► place(slot, digest) ─► the slot, in the order of the steps
+"""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from openinfer_core import InvalidCheckpoint
+from openinfer_core.errors import ContractViolation
+from openinfer_core.scheduling import AdapterLoad
+from openinfer_engine.lora.adapter_folder import AdaptedModule, Adapter, read_adapter
+from openinfer_engine.lora.arena import AdapterArena, AdapterShare
+
+
+@dataclass(slots=True)
+class _Held:
+    share: AdapterShare
+    count: int = 0
+
+
+class RankAdapters:
+    """Of one rank. `hold` and `drop` are called from any thread, `place` from the one that launches steps."""
+
+    def __init__(self, arena: AdapterArena, *, modules: Mapping[str, AdaptedModule], max_rank: int) -> None:
+        self._arena = arena
+        self._modules = modules
+        self._max_rank = max_rank
+        self._lock = threading.Lock()
+        self._held: dict[bytes, _Held] = {}
+
+    def read(self, folder: Path) -> Adapter:
+        """Raises as `read_adapter`."""
+        return read_adapter(folder, modules=self._modules, max_rank=self._max_rank)
+
+    def hold(self, adapter: Adapter) -> int:
+        """Keeps this rank's share in host memory, until `drop` was called as often; returns its bytes."""
+        share = self._arena.share_of(adapter)
+        with self._lock:
+            self._held.setdefault(adapter.digest, _Held(share)).count += 1
+        return share.num_bytes
+
+    def hold_again(self, folder: Path, digest: bytes) -> int:
+        """Reads and keeps an adapter that must have this content.
+
+        Raises:
+            InvalidCheckpoint: its folder has another one by now, or cannot be read.
+        """
+        adapter = self.read(folder)
+        if adapter.digest != digest:
+            raise InvalidCheckpoint(f"{folder} has changed since this adapter was loaded; load it again")
+        return self.hold(adapter)
+
+    def drop(self, digest: bytes) -> None:
+        """Takes one `hold` back; what is in a slot stays there."""
+        with self._lock:
+            held = self._held[digest]
+            held.count -= 1
+            if not held.count:
+                del self._held[digest]
+
+    def place(self, load: AdapterLoad) -> None:
+        """Raises `ContractViolation`: the adapter is not held."""
+        with self._lock:
+            held = self._held.get(load.digest)
+        if held is None:
+            raise ContractViolation(f"adapter {load.digest.hex()} is to be placed in slot {load.slot} and is not held")
+        self._arena.place(load.slot, held.share)

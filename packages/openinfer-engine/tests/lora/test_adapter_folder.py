@@ -1,0 +1,191 @@
+"""Adapters of hostile and of odd folders: a clear error, before anything is made of them."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer_core import InvalidCheckpoint, Refused
+from openinfer_engine.lora.adapter_folder import MAX_HEADER_BYTES, AdaptedModule, module_key, read_adapter
+
+MODULES = {f"layers.{layer}.self_attn.{name}_proj": AdaptedModule(24, 16) for layer in range(2) for name in "qv"}
+PREFIX = "base_model.model.model.layers.0.self_attn"
+DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "float64": "F64", "int8": "I8"}
+
+
+def pair(name: str = f"{PREFIX}.q_proj", *, rank: int = 4, seed: int = 0, dtype: Any = np.float32) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {
+        f"{name}.lora_A.weight": rng.normal(size=(rank, 16)).astype(dtype),
+        f"{name}.lora_B.weight": rng.normal(size=(24, rank)).astype(dtype),
+    }
+
+
+def header_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    header: dict[str, Any] = {}
+    begin = 0
+    for name, array in tensors.items():
+        entry = {"dtype": DTYPES[str(array.dtype)], "shape": array.shape}
+        header[name] = {**entry, "data_offsets": [begin, begin + array.nbytes]}
+        begin += array.nbytes
+    return header
+
+
+def write(folder: Path, tensors: Mapping[str, Any], *, header: str | None = None, **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    keys = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(keys))
+    encoded = (json.dumps(header_of(tensors)) if header is None else header).encode()
+    data = b"".join(np.asarray(array).tobytes() for array in tensors.values())
+    (folder / "adapter_model.safetensors").write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+    return folder
+
+
+def read(folder: Path, max_rank: int = 16) -> Any:
+    return read_adapter(folder, modules=MODULES, max_rank=max_rank)
+
+
+def test_factors_are_found_under_every_wrappers_names(tmp_path: Path) -> None:
+    for wrapper in ("base_model.model.model.", "base_model.model.model.language_model.", "base_model.model.", "model."):
+        name = f"{wrapper}layers.1.self_attn.v_proj"
+        adapter = read(write(tmp_path / "adapter", pair(name)))
+        assert list(adapter.pairs) == ["layers.1.self_attn.v_proj"]
+        assert adapter.pairs["layers.1.self_attn.v_proj"].scale == 2
+    assert module_key("model.visual.layers.1.q_proj") is None
+    assert module_key("lm_head") is None
+
+
+def test_digest_is_of_what_is_computed(tmp_path: Path) -> None:
+    first = write(tmp_path / "first", pair())
+    assert read(write(tmp_path / "copy", pair(), task_type="CAUSAL_LM", lora_dropout=0.1)).digest == read(first).digest
+    others = {
+        "alpha": write(tmp_path / "alpha", pair(), lora_alpha=16),
+        "rslora": write(tmp_path / "rslora", pair(), use_rslora=True, lora_alpha=10),
+        "pattern": write(tmp_path / "pattern", pair(), alpha_pattern={"q_proj": 3}),
+        "tensors": write(tmp_path / "tensors", pair(seed=1)),
+        "module": write(tmp_path / "module", pair(f"{PREFIX}.v_proj")),
+        "more": write(tmp_path / "more", pair() | pair(f"{PREFIX}.v_proj")),
+        "bits": write(tmp_path / "bits", pair(dtype=np.float16)),
+    }
+    digests = {read(folder).digest for folder in (first, *others.values())}
+    assert len(digests) == 1 + len(others)
+    # alpha 8 by the root of rank 4 is alpha 16 by the rank: the same mathematics
+    same = read(write(tmp_path / "same", pair(), use_rslora=True))
+    assert same.digest == read(others["alpha"]).digest
+
+
+def test_large_factors_are_hashed_in_pieces_to_the_last_byte(tmp_path: Path) -> None:
+    modules = {"layers.0.self_attn.q_proj": AdaptedModule(40_000, 64)}
+    digests: set[bytes] = set()
+    for changed in (None, 0, 40_000 * 32 // 2, 40_000 * 32 - 1):
+        b = np.ones(40_000 * 32, np.float32)
+        if changed is not None:
+            b[changed] = 2
+        tensors = {
+            f"{PREFIX}.q_proj.lora_A.weight": np.ones((32, 64), np.float32),
+            f"{PREFIX}.q_proj.lora_B.weight": b.reshape(40_000, 32),
+        }
+        folder = write(tmp_path / "adapter", tensors, r=32)
+        digests.add(read_adapter(folder, modules=modules, max_rank=32).digest)
+    assert len(digests) == 4
+
+
+def _nan(dtype: Any, bits: float) -> dict[str, Any]:
+    tensors = pair(dtype=dtype) if dtype is not np.uint16 else {k: v.astype(np.uint16) for k, v in pair().items()}
+    tensors[f"{PREFIX}.q_proj.lora_B.weight"][3, 1] = bits
+    return tensors
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "other shape": ({f"{PREFIX}.q_proj.lora_A.weight": np.ones((4, 17), np.float32)}, {}, "must be [4, 16]"),
+    "other rank": (pair(rank=5), {}, "must be [4, 16]"),
+    "rank beyond": (pair(rank=32), {"r": 32}, "at most 16"),
+    "pattern's rank beyond": (pair(), {"rank_pattern": {"q_proj": 500}}, "at most 16"),
+    "NaN": (_nan(np.float32, np.nan), {}, "not finite"),
+    "infinity in float16": (_nan(np.float16, np.inf), {}, "not finite"),
+    "NaN in BF16": (_nan(np.uint16, 0x7FC1), {}, "not finite"),
+    "float64": (pair(dtype=np.float64), {}, "dtype F64"),
+    "one factor": ({f"{PREFIX}.q_proj.lora_A.weight": np.ones((4, 16), np.float32)}, {}, "only one of"),
+    "nothing": ({}, {}, "has no tensors"),
+    "unknown module": (pair("base_model.model.model.layers.9.self_attn.q_proj"), {}, "cannot be adapted"),
+    "head": (pair("base_model.model.lm_head"), {}, "cannot be adapted"),
+    "no layer": (pair("base_model.model.model.layers.²1.self_attn.q_proj"), {}, "cannot be adapted"),
+    "path": (pair("../../etc/passwd"), {}, "cannot be adapted"),
+    "twice": (pair() | pair("model.layers.0.self_attn.q_proj"), {}, "are the same module's"),
+    "whole module": (pair() | {f"{PREFIX}.q_proj.weight": np.ones((2, 2), np.float32)}, {}, "is no lora_A.weight"),
+    "DoRA": (pair() | {f"{PREFIX}.q_proj.lora_magnitude_vector": np.ones(24, np.float32)}, {}, "DoRA"),
+    "bias": (pair() | {f"{PREFIX}.q_proj.lora_B.bias": np.ones(24, np.float32)}, {}, "biases of adapters"),
+    "embedding": ({"base_model.model.embed.lora_embedding_A": np.ones((4, 9), np.float32)}, {}, "embeddings"),
+    "experts": (pair(f"{PREFIX}.experts.base_layer.x"), {}, "expert tensors"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_tensors_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    tensors, config, why = HOSTILE[kind]
+    if kind == "other shape":
+        tensors = pair() | tensors
+    with pytest.raises((InvalidCheckpoint, Refused)) as refusal:
+        read(write(tmp_path / "adapter", tensors, **config))
+    assert why in str(refusal.value)
+    assert len(str(refusal.value)) < 1000
+
+
+def test_name_twice_in_the_header_is_refused(tmp_path: Path) -> None:
+    tensors = pair()
+    text = json.dumps(header_of(tensors))
+    first = f"{PREFIX}.q_proj.lora_A.weight"
+    twice = f'{{"{first}": {json.dumps(header_of(tensors)[first])}, {text[1:]}'
+    with pytest.raises(InvalidCheckpoint, match="occurs twice"):
+        read(write(tmp_path / "adapter", tensors, header=twice))
+
+
+def test_million_tensors_are_refused_before_their_names_are_read(tmp_path: Path) -> None:
+    entry = '"%d": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}'
+    header = "{" + ", ".join(entry % index for index in range(80_000)) + "}"
+    assert len(header) > MAX_HEADER_BYTES
+    folder = write(tmp_path / "adapter", {}, header=header)
+    with pytest.raises(InvalidCheckpoint, match="has at most"):
+        read(folder)
+    large = {"layers.0.self_attn.q_proj": AdaptedModule(1 << 20, 1 << 20)}
+    with pytest.raises(InvalidCheckpoint, match="announces a header of"):
+        read_adapter(folder, modules=large, max_rank=16)
+
+
+def test_file_larger_than_any_adapter_of_the_model_is_not_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "adapter", pair())
+    with (folder / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(1 << 40)  # sparse
+    with pytest.raises(InvalidCheckpoint, match="has at most"):
+        read(folder)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 20, 300])
+def test_file_that_is_cut_off_is_refused(tmp_path: Path, num_bytes: int) -> None:
+    folder = write(tmp_path / "adapter", pair())
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(InvalidCheckpoint):
+        read(folder)
+
+
+def test_pickles_are_named_and_never_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "adapter", pair())
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(Refused, match="is a pickle, which is never read"):
+        read(folder)
+
+
+def test_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "adapter", pair())
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(InvalidCheckpoint, match="no regular file"):
+            read(folder)
+        (folder / name).unlink()
+        write(tmp_path / "adapter", pair())
