@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.attention.cache_formats import read_cache
 from openinfer_kernels.cpu.attention.indexer import index_scores
+from openinfer_kernels.cpu.attention.paged import check_first_key
 from openinfer_kernels.cpu.attention.window import window_attention
 from openinfer_kernels.cpu.gemm.linear import linear, soft_cap
 from openinfer_kernels.cpu.gemm.lora import lora_expand, lora_shrink
@@ -49,14 +50,16 @@ class _Scoring:
     soft_cap: float | None = None
     sinks: NDArray[Any] | None = None
     """`[H]`"""
+    first_key: int = 0
+    """Positions before it are hidden."""
 
     def first_seen(self, position: int) -> int:
         """The first position that a query at `position` sees."""
-        return 0 if self.window is None else max(0, position + 1 - self.window)
+        return self.first_key if self.window is None else max(0, position + 1 - self.window)
 
     def hidden(self, keys: NDArray[Any], queries: NDArray[Any]) -> NDArray[Any]:
         """Of keys and queries at these positions, whether the query does not see the key."""
-        later = keys > queries
+        later = (keys > queries) | (keys < self.first_key)
         return later if self.window is None else later | (keys <= queries - self.window)
 
 
@@ -94,8 +97,10 @@ def _paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: NDArray[Any] | None = None,
+    first_key: int = 0,
 ) -> NDArray[Any]:
-    scoring = _Scoring(window, soft_cap, sinks)
+    check_first_key(first_key, window=window)
+    scoring = _Scoring(window, soft_cap, sinks, first_key)
     table = batch.block_tables[cache.table]
     read, block_tokens = partial(read_cache, cache), cache.data.shape[4]
     return _attend_rows(q, read, table, block_tokens=block_tokens, batch=batch, scale=scale, scoring=scoring)

@@ -76,6 +76,7 @@ class AttentionOps(Protocol):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Array | None = None,
+        first_key: int = 0,
     ) -> Array:
         """Causal attention of each row's tokens over its paged context, softmax in float32.
 
@@ -93,6 +94,9 @@ class AttentionOps(Protocol):
             soft_cap: above 0; bounds the scores before they are masked (Gemma Team 2024, "Gemma 2", section 2).
             sinks: `[H]` float32, a logit per head that has no value, neither scaled nor capped: "attention sinks" of
                 OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.
+            first_key: positions before it are seen by no token, and what a cache holds there may be anything: drafters
+                whose first key belongs to the second token. Not together with a window, and 0 on a GPU, whose kernels
+                do not serve it. A token before it gets any result.
 
         Returns:
             `[T, H * D]`.

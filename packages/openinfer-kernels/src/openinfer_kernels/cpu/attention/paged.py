@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.attention.cache_formats import read_cache
 from openinfer_kernels.cpu.gemm.linear import soft_cap
+from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import AttentionBatch, PagedCache
 
 _KEY_NUMBERS_AT_ONCE = 1 << 16
@@ -52,6 +53,8 @@ class _Scoring:
     soft_cap: float | None
     sinks: NDArray[Any] | None
     """`[H]`"""
+    first_key: int
+    """Positions before it are hidden; 0 with a window."""
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -64,13 +67,16 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: NDArray[Any] | None = None,
+    first_key: int = 0,
 ) -> NDArray[Any]:
+    check_first_key(first_key, window=window)
     num_kv_heads, block_tokens, head_dim = cache.data.shape[3:]
-    scoring = _Scoring(window, soft_cap, sinks)
+    scoring = _Scoring(window, soft_cap, sinks, first_key)
     out = np.empty((q.shape[0], q.shape[1] * head_dim), q.dtype)
     most_tokens = _KEY_NUMBERS_AT_ONCE // (num_kv_heads * head_dim)
     for group in _row_groups(batch, window=window, block_tokens=block_tokens, max_tokens=most_tokens):
         keys, values = _gather(cache, batch.block_tables[cache.table], group, window=window)
+        keys[:, :, :first_key] = values[:, :, :first_key] = 0.0
         for first, size in _query_tiles(group, num_heads=q.shape[1]):
             tokens = group.starts[:, None] + np.arange(first, first + size)
             last_seen = (group.contexts - group.num_queries)[:, None] + np.arange(first, first + size)
@@ -78,6 +84,12 @@ def paged_attention(
             scaled = q[tokens] * np.float32(scale)
             out[tokens] = _attend(scaled, keys[:, :, seen], values[:, :, seen], last_seen - seen.start, scoring)
     return out
+
+
+def check_first_key(first_key: int, *, window: int | None) -> None:
+    """Raises `ArrayMismatchError` for what the operator does not offer."""
+    if first_key < 0 or (first_key and window is not None):
+        raise ArrayMismatchError(f"first_key {first_key} with a window of {window}: at least 0, and 0 with a window")
 
 
 def _seen_by(group: _RowGroup, first: int, size: int, *, window: int | None) -> slice:
@@ -157,6 +169,7 @@ def _attend(
     _hide_later(by_head, last_seen)
     if scoring.window is not None:
         _hide_earlier(by_head, last_seen + 1 - scoring.window)
+    by_head[..., : scoring.first_key] = -np.inf
     sinks = None
     if scoring.sinks is not None:  # [K, G S, 1]
         sinks = np.repeat(scoring.sinks, num_queries).reshape(num_kv_heads, -1, 1)

@@ -60,9 +60,11 @@ class Attention:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Array | None = None,
+        first_key: int = 0,
     ) -> Array:
         """H / K is at most 16, `scale` positive; a row without context, padding of captured steps, gets no result."""
         _check(q, cache, batch)
+        _refuse_first_key(first_key)
         num_tokens, num_rows, most = q.shape[0], len(batch.context_lens), batch.max_query_tokens
         out = cupy.empty((num_tokens, q.shape[1] * q.shape[2]), bfloat16)
         variant = variant_of(num_heads=q.shape[1], scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
@@ -127,8 +129,10 @@ class OneKernelAttention(Attention):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Array | None = None,
+        first_key: int = 0,
     ) -> Array:
         _check(q, cache, batch)
+        _refuse_first_key(first_key)
         out = cupy.empty((q.shape[0], q.shape[1] * q.shape[2]), bfloat16)
         variant = variant_of(num_heads=q.shape[1], scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
         if cache.format is CacheFormat.FP8:
@@ -146,6 +150,11 @@ def _refuse_variant(variant: Variant | None) -> None:
         raise ArrayMismatchError(
             "attention with a window, a soft cap or sinks has no kernel that reads a cache in FP8: keep it in BF16"
         )
+
+
+def _refuse_first_key(first_key: int) -> None:
+    if first_key:
+        raise ArrayMismatchError(f"attention from key {first_key} on has no kernel for GPUs: first_key must be 0")
 
 
 def _check(q: Array, cache: PagedCache, batch: AttentionBatch) -> None:
