@@ -108,6 +108,7 @@ class Backend(Protocol):
         *,
         ops: Ops,
         num_blocks: int,
+        span_blocks: int,
         layout: KvLayout,
         communicator: Communicator,
         limits: WorkerLimits,
@@ -116,7 +117,10 @@ class Backend(Protocol):
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:
-        """The rank that runs a loaded model, warmed up; `mark` is told the name of each phase that has ended."""
+        """The rank that runs a loaded model, warmed up; `mark` is told the name of each phase that has ended.
+
+        Its pool has `span_blocks` more than the scheduler knows, after those: a drafter's.
+        """
         ...
 
 

@@ -9,7 +9,7 @@ nothing that would have to be trusted, and a draft that is no token id ends its 
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -20,10 +20,16 @@ from openinfer_core.errors import BrokenPlugin, ContractViolation
 from openinfer_core.plugins import DRAFTERS, PLUGIN_ERRORS
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import Model
+from openinfer_engine.drafters.contract import DrafterRequirements, DraftMemory, KvDrafter, ObservedStep
+from openinfer_engine.drafters.requirements import AskedDrafter, ask_drafter
+from openinfer_engine.model import Model, ModelDefinition, WeightSource
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.speculation.setting import AUTO
 from openinfer_kernels import Array, Ops
+from openinfer_kv_cache import KvDtype, KvSpec
+
+MODEL_OPTION = "model"
+"""The option of a drafter that has weights of its own: their folder, as in `--speculative eagle3,model=DIR`."""
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -92,6 +98,14 @@ class DrafterContext:
     """Drafts of one row that steps are planned with at most."""
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     """Its own of `--speculative NAME,OPTION=VALUE`; those that the factory's attribute `options` names."""
+    model_config: Any = None
+    """The family's typed config."""
+    drafter_dir: Path | None = None
+    """Folder of the drafter's own weights, where its option `model` names one."""
+    requirements: DrafterRequirements | None = None
+    """What the factory asked for, on so many ranks; None for one that asks for nothing."""
+    weights: WeightSource | None = None
+    """The tensors that it asked for, as this rank sees them; open while the drafter is made."""
 
 
 DrafterFactory: TypeAlias = Callable[[DrafterContext], Drafter]
@@ -119,7 +133,14 @@ class SharedDrafter:
     """
 
     def __init__(
-        self, drafter: Drafter, *, name: str, communicator: Communicator, num_token_ids: int, faults: DrafterFaults
+        self,
+        drafter: Drafter,
+        *,
+        name: str,
+        communicator: Communicator,
+        num_token_ids: int,
+        faults: DrafterFaults,
+        requirements: DrafterRequirements | None = None,
     ) -> None:
         self._drafter: Drafter | None = drafter
         self._name = name
@@ -127,12 +148,35 @@ class SharedDrafter:
         self._num_token_ids = num_token_ids
         self._faults = faults
         self.max_drafts = drafter.max_drafts
+        self.requirements = requirements or DrafterRequirements()
+
+    @property
+    def observes(self) -> bool:
+        """Whether it is to be shown every step."""
+        return isinstance(self._drafter, KvDrafter)
 
     def start(self, starts: Sequence[SlotStart]) -> None:
         if self._drafter is None or not starts:
             return
         try:
             self._drafter.start(starts)
+        except PLUGIN_ERRORS as error:
+            self._stop(error)
+
+    def attach(self, memory: DraftMemory) -> None:
+        """Hands it what it keeps on the device, before any step."""
+        if isinstance(self._drafter, KvDrafter):
+            self._guarded(lambda drafter: drafter.attach(memory))
+
+    def observe(self, step: ObservedStep) -> None:
+        """As `KvDrafter.observe`; nothing after a fault, or for a drafter that has no KV."""
+        self._guarded(lambda drafter: drafter.observe(step))
+
+    def _guarded(self, call: Callable[[KvDrafter], None]) -> None:
+        if not isinstance(self._drafter, KvDrafter):
+            return
+        try:
+            call(self._drafter)
         except PLUGIN_ERRORS as error:
             self._stop(error)
 
@@ -186,6 +230,8 @@ class ChosenDrafter:
     is_adaptive: bool = False
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     reason: str | None = None  # why `auto` took it
+    asked: AskedDrafter | None = None
+    """What it requires of the engine; None for one that requires nothing."""
     faults: DrafterFaults = field(default_factory=DrafterFaults)
 
     @property
@@ -200,6 +246,41 @@ class ChosenDrafter:
     def takes_predictions(self) -> bool:
         """Raises `PluginError` as `Plugin.load` does."""
         return bool(getattr(self.plugin.load(), "takes_predictions", False))
+
+    def asked_for(
+        self,
+        definition: ModelDefinition[Any],
+        model_config: Any,
+        model_dir: Path,
+        options: EngineOptions,
+        *,
+        kv_dtype: KvDtype,
+        state_dtype: KvDtype,
+    ) -> "ChosenDrafter":
+        """The same with what it requires for this model; raises as `ask_drafter` and `Plugin.load`."""
+        factory = self.plugin.load()
+        self._check_options(factory)
+        asked = ask_drafter(
+            factory,
+            name=self._name,
+            drafter_dir=Path(self.options[MODEL_OPTION]) if MODEL_OPTION in self.options else None,
+            definition=definition,
+            model_config=model_config,
+            model_dir=model_dir,
+            options=options,
+            max_drafts=self.max_drafts,
+            kv_dtype=kv_dtype,
+            state_dtype=state_dtype,
+        )
+        return replace(self, asked=asked)
+
+    def weights_bytes(self, num_ranks: int, *, itemsize_bytes: int) -> int:
+        """Of one rank, at most."""
+        return 0 if self.asked is None else self.asked.weights_bytes(num_ranks, itemsize_bytes=itemsize_bytes)
+
+    def extended(self, spec: KvSpec) -> KvSpec:
+        """A rank's spec with what the drafter keeps."""
+        return spec if self.asked is None else self.asked.extended(spec)
 
     def check(self) -> None:
         """What can be known before the model is loaded: that it takes a context, and that its class drafts.
@@ -246,6 +327,7 @@ class ChosenDrafter:
             communicator=context.communicator,
             num_token_ids=context.num_token_ids,
             faults=self.faults,
+            requirements=context.requirements,
         )
 
 

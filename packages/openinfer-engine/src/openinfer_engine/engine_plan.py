@@ -90,6 +90,7 @@ class EnginePlan:
     queue_policy: Plugin
     grammar_compiler: Plugin | None
     drafter: ChosenDrafter | None
+    drafter_bytes: int  # of its weights on one rank, at most
     kernel_providers: tuple[ChosenProvider, ...]
     tiers: ChosenTiers | None  # where KV blocks go in addition to the pool
     adapters: Mapping[str, str]  # of those loaded at the start, name -> rank and content
@@ -191,6 +192,7 @@ class EnginePlan:
             **({} if self.described_tables is None else {"kv_tables": self.described_tables}),
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
             **({} if self.drafter is None else {"drafter": self.drafter.origin}),
+            **self._drafter_kv,
             **({} if self.options.kv_events is None else {"kv_events": self.options.kv_events}),
             **({} if self.options.kv_transfer is None else {"kv_transfer": self.options.kv_transfer}),
             "weights": str(self.options.load_format),
@@ -233,6 +235,7 @@ class EnginePlan:
             "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),
             **self._states_bytes,
             **self._adapter_bytes,
+            **self._drafter_memory,
             **{purpose: ranks * num_bytes for purpose, num_bytes in workspaces.items()},
         }
 
@@ -241,6 +244,35 @@ class EnginePlan:
         itemsize = {"itemsize_bytes": self.backend.dtype.itemsize_bytes}
         num_bytes = adapter_bytes(self.definition, self.config, self.options, **itemsize)
         return {"lora": self.options.tensor_parallel_size * num_bytes} if num_bytes else {}
+
+    @property
+    def span_blocks(self) -> int:
+        """Blocks of each rank's pool that no sequence has: what drafts add lies there."""
+        asked = None if self.drafter is None else self.drafter.asked
+        return 0 if asked is None else asked.span_blocks(self.options.tensor_parallel_size)
+
+    @property
+    def _drafter_memory(self) -> dict[str, int]:
+        ranks = self.options.tensor_parallel_size
+        sizes = {
+            "drafter_weights": ranks * self.drafter_bytes,
+            "drafter_spans": ranks * self.layouts[0].pool_bytes(num_blocks=self.span_blocks),
+        }
+        return {purpose: num_bytes for purpose, num_bytes in sizes.items() if num_bytes}
+
+    @property
+    def _drafter_kv(self) -> dict[str, str]:
+        """Of a drafter that keeps any; its bytes are part of `kv_cache`."""
+        asked = None if self.drafter is None else self.drafter.asked
+        if asked is None:
+            return {}
+        ranks = self.options.tensor_parallel_size
+        kept = asked.requirements(ranks)
+        layers = sum(group.num_layers for group in kept.paged)
+        described = f"{layers} layers, {ranks * asked.kv_bytes_per_token(ranks)} bytes of each token's KV"
+        if kept.slots:
+            described += f", {ranks * sum(group.bytes_per_slot for group in kept.slots)} bytes of each state slot"
+        return {"drafter_kv": described, **({} if asked.folder is None else {"drafter_model": asked.folder})}
 
     @property
     def _states_bytes(self) -> dict[str, int]:
@@ -338,7 +370,13 @@ class EnginePlan:
             },
             by_ranks=tuple(
                 plan_ranks(
-                    self.definition, self.config, self.options, self.backend, self._asked_limits, tables=self.tables
+                    self.definition,
+                    self.config,
+                    self.options,
+                    self.backend,
+                    self._asked_limits,
+                    tables=self.tables,
+                    drafter=self.drafter,
                 )
             ),
         )
@@ -353,11 +391,13 @@ def resolve(
     rank: int = 0,
     placement: Placement | None = None,
     backend: Backend | None = None,
+    drafter: ChosenDrafter | None = None,
 ) -> EnginePlan:
     """Checks a model folder and options against each other; reads no weights.
 
     `backend` stands for a device that is not here; by default the options' own is opened, where `placement` has the
-    rank: by default all are on this machine.
+    rank: by default all are on this machine. `drafter` is one that no package offers; by default the one that the
+    options name.
 
     Raises:
         InvalidCheckpoint: the folder is incomplete or contradicts its config.
@@ -382,7 +422,12 @@ def resolve(
     backend = backend or open_backend(options, rank=rank, placement=placement)
     timeline.mark("device", device_bytes=backend.used_bytes())
     kv_dtype = choose_kv_dtype(definition, options, backend)
-    specs = _specs(definition, config, tag, options, kv_dtype=kv_dtype, state_dtype=backend.dtype)
+    drafter = drafter or choose_drafter(options, published)
+    if drafter is not None:
+        drafter = drafter.asked_for(
+            definition, config, model_dir, options, kv_dtype=kv_dtype, state_dtype=backend.dtype
+        )
+    specs = _specs(definition, config, tag, options, kv_dtype=kv_dtype, state_dtype=backend.dtype, drafter=drafter)
     scheduler = find_plugin(SCHEDULERS, options.scheduler)
     queue_policy = find_plugin(QUEUE_POLICIES, options.queue_policy or DEFAULT_QUEUE_POLICY)
     max_model_tokens = longest_context(options, limits)
@@ -394,6 +439,8 @@ def resolve(
     )
     layouts = tuple(KvLayout.from_spec(tables.of(spec), block_size_tokens=options.block_size_tokens) for spec in specs)
     check_scales(layouts[0])
+    if drafter is not None and drafter.asked is not None:
+        drafter.asked.check(layouts[0])
     backend.check_layout(layouts[0])
     check_low_bit(options, config, backend)
     sizes = WorkerLimits(
@@ -410,15 +457,20 @@ def resolve(
         definition, config, backend, ranks=options.tensor_parallel_size, fp8_head=options.fp8_head
     )
     weights_bytes = weights.num_bytes
+    ranks, itemsize_bytes = options.tensor_parallel_size, backend.dtype.itemsize_bytes
+    drafter_bytes = 0 if drafter is None else drafter.weights_bytes(ranks, itemsize_bytes=itemsize_bytes)
     try:
         sizes, num_blocks = fit_context(
             sizes,
             options,
-            lambda each: num_blocks_of_pool(options, layouts[0], backend, each, weights_bytes=weights_bytes),
+            lambda each: num_blocks_of_pool(
+                options, layouts[0], backend, each, weights_bytes=weights_bytes + drafter_bytes
+            ),
             blocks_for_context=layouts[0].blocks_for_context,
         )
     except Refused as error:
-        possible = possible_ranks(plan_ranks(definition, config, options, backend, sizes, tables=tables))
+        ledgers = plan_ranks(definition, config, options, backend, sizes, tables=tables, drafter=drafter)
+        possible = possible_ranks(ledgers)
         raise Refused(f"{error}; {possible}") from error
     num_snapshots = num_snapshots_of_pool(options, layouts[0], num_blocks)
     if tiers is not None:
@@ -443,7 +495,8 @@ def resolve(
         scheduler=scheduler,
         queue_policy=queue_policy,
         grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
-        drafter=choose_drafter(options, published),
+        drafter=drafter,
+        drafter_bytes=drafter_bytes,
         kernel_providers=choose_providers_of_model(definition, options, backend),
         tiers=tiers,
         adapters=adapters,
@@ -468,8 +521,10 @@ def _specs(
     *,
     kv_dtype: KvDtype,
     state_dtype: KvDtype,
+    drafter: ChosenDrafter | None,
 ) -> list[KvSpec]:
     ranks, dtypes = options.tensor_parallel_size, {"kv_dtype": kv_dtype, "state_dtype": state_dtype}
-    return [
+    specs = [
         definition.kv_spec(config, model_tag=tag, **dtypes, num_ranks=ranks, rank_index=rank) for rank in range(ranks)
     ]
+    return specs if drafter is None else [drafter.extended(spec) for spec in specs]

@@ -9,6 +9,7 @@ import msgspec
 from openinfer_core import OpenInferError, RankLedger, Refused
 from openinfer_engine.backends import Backend
 from openinfer_engine.cpu.worker import WorkerLimits
+from openinfer_engine.drafting import ChosenDrafter
 from openinfer_engine.kv_tables import TableChoice
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import EngineOptions
@@ -115,10 +116,20 @@ def plan_ranks(
     limits: WorkerLimits,
     *,
     tables: TableChoice,
+    drafter: ChosenDrafter | None = None,
 ) -> Sequence[RankLedger]:
     """One per number of ranks, for devices like this one."""
     return [
-        _ledger(definition, config, options=options, backend=backend, limits=limits, tables=tables, ranks=ranks)
+        _ledger(
+            definition,
+            config,
+            options=options,
+            backend=backend,
+            limits=limits,
+            tables=tables,
+            drafter=drafter,
+            ranks=ranks,
+        )
         for ranks in PLANNED_RANKS
     ]
 
@@ -139,6 +150,7 @@ def _ledger(
     backend: Backend,
     limits: WorkerLimits,
     tables: TableChoice,
+    drafter: ChosenDrafter | None,
     ranks: int,
 ) -> RankLedger:
     try:
@@ -146,9 +158,12 @@ def _ledger(
         kv_dtype = choose_kv_dtype(definition, options, backend)
         dtypes = {"kv_dtype": kv_dtype, "state_dtype": backend.dtype}
         spec = definition.kv_spec(config, model_tag="plan", **dtypes, num_ranks=ranks, rank_index=0)
+        spec = spec if drafter is None else drafter.extended(spec)
         layout = KvLayout.from_spec(tables.of(spec), block_size_tokens=options.block_size_tokens)
         weights = weights_of_rank(definition, config, backend, ranks=ranks, fp8_head=options.fp8_head)
         weights_bytes = weights.num_bytes
+        if drafter is not None:
+            weights_bytes += drafter.weights_bytes(ranks, itemsize_bytes=backend.dtype.itemsize_bytes)
     except OpenInferError as error:
         return RankLedger(ranks=ranks, refusal=str(error))
 

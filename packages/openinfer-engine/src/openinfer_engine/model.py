@@ -114,6 +114,20 @@ class LastTokenModel(Protocol):
         ...
 
 
+@runtime_checkable
+class TappedModel(Protocol):
+    """A `Model` that hands over the inputs of some of its layers, for drafters that read them."""
+
+    def forward_tapped(
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, taps: Sequence[int]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """As `Model.forward`, and of each tap `i`, ascending, the residual stream `[T, h]` before layer `i`.
+
+        The stream before layer `num_hidden_layers` is what the last layer gives, before the final norm.
+        """
+        ...
+
+
 class RotaryConfig(Protocol):
     """What the defaults of `ModelDefinition` read of a config: names of `config.json`, and its rotary embedding."""
 

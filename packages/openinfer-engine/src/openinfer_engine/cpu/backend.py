@@ -95,6 +95,7 @@ class CpuBackend:
         *,
         ops: Ops,
         num_blocks: int,
+        span_blocks: int,
         layout: KvLayout,
         communicator: Communicator,
         limits: WorkerLimits,
@@ -103,7 +104,7 @@ class CpuBackend:
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:
-        kv_pool = make_pool(layout, num_blocks=num_blocks, ops=ops)
+        kv_pool = make_pool(layout, num_blocks=num_blocks + span_blocks, ops=ops)
         states = make_states(layout, limits, ops=ops)
         mark("kv_cache")
         return CpuWorker(
@@ -115,5 +116,6 @@ class CpuBackend:
             states=states,
             drafter=drafter,
             adapters=adapters,
+            first_span_block=num_blocks,
             tracer=tracer,
         )

@@ -4,7 +4,7 @@ A row of several sampled positions is sampled at the first, then at the next as 
 stands there: exactly what so many steps of one token would do, with the same penalties, masks and random numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,8 +13,12 @@ from openinfer_core import TokenLogprobs
 from openinfer_core.errors import ContractViolation
 from openinfer_core.request import NO_ADAPTER_SLOT
 from openinfer_core.scheduling import Int32Column, StepPlan, StepResult
+from openinfer_engine.cpu.draft_memory import CpuDraftMemory, SpanBlocks
 from openinfer_engine.cpu.draft_rows import InputIds, SequenceLengths, SlotDrafts, indices_of
+from openinfer_engine.cpu.step_observer import StepObserver
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.drafters.contract import DrafterRequirements
+from openinfer_engine.drafters.requirements import blocks_of_span
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.kv_tiers.pool import HostPool
 from openinfer_engine.lifecycle.memory import give_back
@@ -87,6 +91,7 @@ class CpuWorker:
         states: StateSlots | None = None,
         drafter: SharedDrafter | None = None,
         adapters: RankAdapters | None = None,
+        first_span_block: int = 0,
         tracer: Tracer | None = None,
     ) -> None:
         self._tracer = tracer or NoTrace()
@@ -110,7 +115,26 @@ class CpuWorker:
         self._prompts: dict[int, tuple[int, ...]] = {}
         self._last_ids: Array = ops.zeros((limits.max_num_seqs,), np.int32)
         self._lengths = SequenceLengths(max_num_seqs=limits.max_num_seqs)
-        self._drafts = None if drafter is None else SlotDrafts(drafter, max_num_seqs=limits.max_num_seqs, ops=ops)
+        self._first_span_block = first_span_block
+        self._drafts: SlotDrafts | None = None
+        self._observer: StepObserver | None = None
+        if drafter is not None:
+            self._join_drafter(model, drafter)
+
+    def _join_drafter(self, model: Model, drafter: SharedDrafter) -> None:
+        self._drafts = SlotDrafts(drafter, max_num_seqs=self._limits.max_num_seqs, ops=self._ops)
+        if drafter.observes:
+            self._observer = StepObserver(model, drafter, ops=self._ops)
+            drafter.attach(self._draft_memory(drafter.requirements))
+
+    def _draft_memory(self, asked: DrafterRequirements) -> CpuDraftMemory:
+        blocks = SpanBlocks(
+            first=self._first_span_block,
+            per_row=blocks_of_span(asked, self._limits.block_size_tokens),
+            groups=tuple(group.name for group in asked.paged),
+        )
+        states: Mapping[str, Array] = {} if self._states is None else self._states.tensors
+        return CpuDraftMemory(self._kv_pool, self._tables, states=states, blocks=blocks, ops=self._ops)
 
     def launch(self, plan: StepPlan) -> DoneStep:
         """Computes one step. If it fails, the other ranks are told, so that none waits for this one."""
@@ -148,13 +172,13 @@ class CpuWorker:
 
     def drop_model(self) -> None:
         self._model = _NoModel()
-        self._drafts = None
+        self._drafts = self._observer = None
         self._prompts.clear()
 
     def put_model(self, model: Model, drafter: SharedDrafter | None) -> None:
         self._model = model
-        max_num_seqs = self._limits.max_num_seqs
-        self._drafts = None if drafter is None else SlotDrafts(drafter, max_num_seqs=max_num_seqs, ops=self._ops)
+        if drafter is not None:
+            self._join_drafter(model, drafter)
 
     def drop_kv(self) -> None:
         give_back(self._kv_pool.blocks)
@@ -197,6 +221,8 @@ class CpuWorker:
             batch = self._states.join(batch, plan)
         if self._adapters is not None and (slots := self._adapter_slots[plan.slots]).max() != NO_ADAPTER_SLOT:
             batch = replace(batch, adapter_slots=self._ops.upload(np.repeat(slots, plan.counts)))
+        if self._observer is not None:
+            return self._observer.forward(plan, token_ids, batch=batch, kv_cache=self._kv_pool.layers)
         return self._model.forward(token_ids, batch=batch, kv_cache=self._kv_pool.layers)
 
     def _set_back(

@@ -86,6 +86,7 @@ class CudaBackend(PlannedGpu):
         *,
         ops: Ops,
         num_blocks: int,
+        span_blocks: int,
         layout: KvLayout,
         communicator: Communicator,
         limits: WorkerLimits,
@@ -94,7 +95,7 @@ class CudaBackend(PlannedGpu):
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:
-        kv_pool = make_pool(layout, num_blocks=num_blocks, ops=ops)
+        kv_pool = make_pool(layout, num_blocks=num_blocks + span_blocks, ops=ops)
         states = make_states(layout, limits, ops=ops)
         mark("kv_cache")
         if not isinstance(ops, CudaOps):

@@ -14,6 +14,15 @@ from openinfer_engine.testing.drafts import check_drafts, check_drafts_in_traffi
 from openinfer_engine.testing.family import FamilyHarness, check_family, check_steps, step_at_random
 from openinfer_engine.testing.golden import Golden
 from openinfer_engine.testing.launched import ask_launched, check_launched
+from openinfer_engine.testing.model_drafters import (
+    DraftedContext,
+    DraftLog,
+    RecordingFactory,
+    accepted_share,
+    agreeing_logits,
+    check_model_drafter,
+    make_drafting_loop,
+)
 from openinfer_engine.testing.quantised_family import check_quantised
 from openinfer_engine.testing.random_weights import bf16_exact, random_weights
 from openinfer_engine.testing.rank_hosts import check_rank_host
@@ -31,16 +40,21 @@ __all__ = [
     "Answer",
     "Distance",
     "DraftKind",
+    "DraftLog",
     "DraftedAnswer",
+    "DraftedContext",
     "DraftedSizes",
     "DraftedSteps",
     "FamilyHarness",
     "Golden",
     "QueriesOneOff",
     "RecordedModel",
+    "RecordingFactory",
     "RoundedOps",
     "ScriptedDrafter",
     "Traffic",
+    "accepted_share",
+    "agreeing_logits",
     "answered_logprobs",
     "ask_launched",
     "bf16_exact",
@@ -48,11 +62,13 @@ __all__ = [
     "check_drafts_in_traffic",
     "check_family",
     "check_launched",
+    "check_model_drafter",
     "check_quantised",
     "check_rank_host",
     "check_steps",
     "computed_logprobs",
     "drafted_requests",
+    "make_drafting_loop",
     "prompt_differences",
     "random_requests",
     "random_weights",

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.metadata import EntryPoint
+from types import MappingProxyType
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from openinfer_core import GenerateRequest, Plugin
 from openinfer_core.plugins import DRAFTERS
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine.drafting import ChosenDrafter, DrafterContext, DrafterFactory
-from openinfer_engine.engine_plan import EnginePlan
+from openinfer_engine.engine_plan import EnginePlan, resolve
 from openinfer_kernels import Array, HostArray
 
 _NO_IDS = -1, -(2**31), 2**31 - 1
@@ -117,11 +118,20 @@ def scripted_drafter(kind: DraftKind, outputs: Mapping[int, Sequence[int]], *, s
     return make
 
 
-def with_drafter(engine_plan: EnginePlan, factory: DrafterFactory, *, max_drafts: int = 4) -> EnginePlan:
+def with_drafter(
+    engine_plan: EnginePlan,
+    factory: DrafterFactory,
+    *,
+    max_drafts: int = 4,
+    options: Mapping[str, str] = MappingProxyType({}),
+) -> EnginePlan:
     """The same with a drafter that no package offers; for ranks of this process."""
     entry_point = EntryPoint("scripted", "openinfer_engine.testing:scripted_drafter", DRAFTERS)
     plugin = _GivenPlugin(DRAFTERS, entry_point.name, entry_point, factory)
-    return replace(engine_plan, drafter=ChosenDrafter(plugin=plugin, max_drafts=max_drafts))
+    chosen = ChosenDrafter(plugin=plugin, max_drafts=max_drafts, options=options)
+    if not hasattr(factory, "requirements"):
+        return replace(engine_plan, drafter=chosen)
+    return resolve(engine_plan.definition, engine_plan.model_dir, engine_plan.options, drafter=chosen)
 
 
 def _at_random(count: int, num_token_ids: int, rng: np.random.Generator) -> HostArray:

@@ -5,11 +5,13 @@ import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO, TypeAlias
 
 from openinfer_core import InvalidCheckpoint, read_config
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.drafters.weights import drafter_weights
 from openinfer_engine.drafting import DrafterContext, SharedDrafter
 from openinfer_engine.engine_plan import EnginePlan
 from openinfer_engine.kernel_providers import with_providers
@@ -115,6 +117,7 @@ def _make_worker(engine_plan: EnginePlan, loaded: _Loaded, communicator: Communi
         model,
         ops=ops,
         num_blocks=engine_plan.num_blocks,
+        span_blocks=engine_plan.span_blocks,
         layout=engine_plan.layouts[communicator.rank],
         communicator=communicator,
         limits=engine_plan.worker_limits,
@@ -142,7 +145,7 @@ def _make_drafter(
 ) -> SharedDrafter | None:
     if engine_plan.drafter is None:
         return None
-    limits = engine_plan.worker_limits
+    limits, asked = engine_plan.worker_limits, engine_plan.drafter.asked
     context = DrafterContext(
         model_dir=model_dir,
         config=read_config(engine_plan.model_dir),
@@ -154,8 +157,26 @@ def _make_drafter(
         num_token_ids=limits.num_token_ids,
         max_drafts=engine_plan.drafter.max_drafts,
         options=engine_plan.drafter.options,
+        model_config=engine_plan.config,
+        drafter_dir=None if asked is None else asked.drafter_dir,
+        requirements=None if asked is None else asked.requirements(communicator.size),
     )
-    return engine_plan.drafter.make(context)
+    with _drafter_weights(engine_plan, context) as weights, ops.loading():
+        return engine_plan.drafter.make(replace(context, weights=weights))
+
+
+@contextmanager
+def _drafter_weights(engine_plan: EnginePlan, context: DrafterContext) -> Generator[WeightSource | None]:
+    """The tensors that a drafter asked for; None if it asked for none."""
+    if context.requirements is None:
+        yield None
+        return
+    ranks = {"rank": context.communicator.rank, "size": context.communicator.size}
+    if engine_plan.options.load_format is LoadFormat.DUMMY:
+        yield engine_plan.backend.dummy_weights(context.requirements.tensors, **ranks)
+        return
+    with drafter_weights(context.drafter_dir or context.model_dir, **ranks) as weights:
+        yield weights
 
 
 def _no_mark(phase: str) -> None:

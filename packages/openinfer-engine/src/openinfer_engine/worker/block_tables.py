@@ -24,6 +24,14 @@ class BlockTables:
         self._num_blocks: HostArray = np.zeros((num_tables, max_num_seqs), np.int64)
         """Entries of each table, those that are void among them."""
 
+    @property
+    def block_size_tokens(self) -> int:
+        return self._block_size
+
+    def of_slots(self, slots: HostArray) -> HostArray:
+        """`[n, max_blocks]` int32, the first block table of each of these slots; entries beyond its blocks are any."""
+        return self._blocks[0, slots]
+
     def advance(self, plan: StepPlan) -> HostArray:
         """Empties the tables of slots that begin anew and appends the step's new blocks.
 

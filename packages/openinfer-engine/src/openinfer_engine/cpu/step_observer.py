@@ -1,0 +1,51 @@
+"""`StepObserver`: a model's forward pass of a step, of which a drafter sees what it asked for."""
+
+from typing import cast
+
+import numpy as np
+
+from openinfer_core import Refused
+from openinfer_core.scheduling import StepPlan
+from openinfer_engine.drafters.contract import ObservedStep
+from openinfer_engine.drafting import SharedDrafter
+from openinfer_engine.model import KvLayers, Model, TappedModel
+from openinfer_kernels import Array, AttentionBatch, Ops
+
+
+class StepObserver:
+    """Runs the model, and shows the drafter each step before it is sampled.
+
+    Raises:
+        Refused: the drafter asks for taps, and the model has none.
+    """
+
+    def __init__(self, model: Model, drafter: SharedDrafter, *, ops: Ops) -> None:
+        taps = drafter.requirements.taps
+        if taps and not isinstance(model, TappedModel):
+            raise Refused(
+                f"the drafter asks for the input of layers {', '.join(map(str, taps))}, and {type(model).__name__} "
+                "hands none over (forward_tapped)"
+            )
+        self._model = model
+        self._drafter = drafter
+        self._taps = taps
+        self._ops = ops
+
+    def forward(self, plan: StepPlan, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
+        """As `Model.forward`."""
+        taps: tuple[Array, ...] = ()
+        if self._taps:
+            model = cast("TappedModel", self._model)
+            hidden, taps = model.forward_tapped(token_ids, batch=batch, kv_cache=kv_cache, taps=self._taps)
+        else:
+            hidden = self._model.forward(token_ids, batch=batch, kv_cache=kv_cache)
+        step = ObservedStep(
+            token_ids=token_ids,
+            hidden=hidden,
+            taps=taps,
+            slots=self._ops.upload(plan.slots.astype(np.int32)),
+            last_tokens=self._ops.upload((np.cumsum(plan.counts) - 1).astype(np.int32)),
+            batch=batch,
+        )
+        self._drafter.observe(step)
+        return hidden

@@ -1,0 +1,176 @@
+"""Asking a drafter what it requires, and checking it against the model's folder, before a weight is read."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from openinfer_core import InvalidCheckpoint, Refused
+from openinfer_core.errors import BrokenPlugin
+from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting
+from openinfer_engine.model import ModelDefinition
+from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat
+from openinfer_engine.weights.checkpoint import Checkpoint
+from openinfer_engine.weights.fingerprint import fingerprint
+from openinfer_engine.weights.safetensors_file import TensorInfo
+from openinfer_engine.weights.stored_tensor import spec_bytes
+from openinfer_kv_cache import KvDtype, KvLayout, KvSpec
+
+SPAN_ROWS = 32
+"""Rows that draft together, each in blocks that no sequence has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedDrafter:
+    """A drafter's requirements for each number of ranks."""
+
+    name: str
+    factory: Any
+    definition: ModelDefinition[Any]
+    model_config: Any
+    model_dir: Path
+    drafter_dir: Path | None
+    tensors: Mapping[str, TensorInfo]
+    max_drafts: int
+    options: EngineOptions
+    kv_dtype: KvDtype
+    state_dtype: KvDtype
+
+    def requirements(self, num_ranks: int) -> DrafterRequirements:
+        """For a model on so many ranks.
+
+        Raises:
+            Refused: it does not serve this model; the message names it.
+            BrokenPlugin: it answers with something else.
+        """
+        setting = DrafterSetting(
+            definition=self.definition,
+            model_config=self.model_config,
+            model_dir=self.model_dir,
+            drafter_dir=self.drafter_dir,
+            tensors=self.tensors,
+            max_drafts=self.max_drafts,
+            block_size_tokens=self.options.block_size_tokens,
+            num_ranks=num_ranks,
+            kv_dtype=self.kv_dtype,
+            state_dtype=self.state_dtype,
+        )
+        try:
+            found = self.factory.requirements(setting)
+        except (Refused, InvalidCheckpoint) as error:
+            raise type(error)(f"drafter {self.name}: {error}") from error
+        if not isinstance(found, DrafterRequirements):
+            raise BrokenPlugin(f"drafter {self.name}: requirements() returned a {type(found).__name__}")
+        return found
+
+    def extended(self, spec: KvSpec) -> KvSpec:
+        """A rank's spec with the drafter's groups, and a tag that names its weights, too."""
+        asked = self.requirements(spec.num_ranks)
+        if asked.slots and not spec.slots:
+            raise Refused(f"drafter {self.name} keeps its state with recurrent states, and this model has none")
+        own = "" if self.drafter_dir is None else f"+{fingerprint(self.drafter_dir)}"
+        return msgspec.structs.replace(
+            spec,
+            model_tag=f"{spec.model_tag}{own}",
+            paged=(*spec.paged, *asked.paged),
+            slots=(*spec.slots, *asked.slots),
+        )
+
+    @property
+    def folder(self) -> str | None:
+        """Name and fingerprint of its own folder, for `openinfer plan` and its lock files."""
+        return None if self.drafter_dir is None else f"{self.drafter_dir.name} {fingerprint(self.drafter_dir)}"
+
+    def weights_bytes(self, num_ranks: int, *, itemsize_bytes: int) -> int:
+        """What one rank has of its weights at most: they are counted whole."""
+        specs = self.requirements(num_ranks).tensors.values()
+        return sum(spec_bytes(spec, itemsize_bytes=itemsize_bytes) for spec in specs)
+
+    def kv_bytes_per_token(self, num_ranks: int) -> int:
+        return math.ceil(sum(group.bytes_per_token for group in self.requirements(num_ranks).paged))
+
+    def span_blocks(self, num_ranks: int) -> int:
+        """Blocks of the pool that no sequence has, for what drafts add."""
+        asked = self.requirements(num_ranks)
+        return SPAN_ROWS * blocks_of_span(asked, self.options.block_size_tokens) if asked.paged else 0
+
+    def check(self, layout: KvLayout) -> None:
+        """Raises `Refused` for what no worker hands over yet, and `InvalidCheckpoint` for tensors that do not fit."""
+        asked = self.requirements(layout.num_ranks)
+        if self.options.device is not DeviceKind.CPU and (asked.paged or asked.slots or asked.taps):
+            raise Refused(
+                f"drafter {self.name}: it reads the hidden states of prompts and keeps KV of its own, which steps on "
+                f"the device {self.options.device} do not hand over yet; start with --device cpu, or --speculative off"
+            )
+        if asked.paged and layout.num_tables > 1:
+            raise Refused(
+                f"drafter {self.name}: its KV needs one block table, and layers with windows have {layout.num_tables}"
+            )
+        if asked.paged and not layout.is_dense:
+            raise Refused(
+                f"drafter {self.name}: its KV has another shape than the model's, and a block is one array of one shape"
+            )
+        if self.options.load_format is LoadFormat.SAFETENSORS:
+            _check_tensors(self.name, asked, self.drafter_dir or self.model_dir)
+
+
+def blocks_of_span(asked: DrafterRequirements, block_size_tokens: int) -> int:
+    """Of one row, wherever in a block its new positions begin."""
+    return -(-(block_size_tokens - 1 + asked.span_tokens) // block_size_tokens)
+
+
+def ask_drafter(
+    factory: Any,
+    *,
+    name: str,
+    drafter_dir: Path | None,
+    definition: ModelDefinition[Any],
+    model_config: Any,
+    model_dir: Path,
+    options: EngineOptions,
+    max_drafts: int,
+    kv_dtype: KvDtype,
+    state_dtype: KvDtype,
+) -> AskedDrafter | None:
+    """The requirements of a drafter; None for one that has none, and then needs no folder.
+
+    Raises:
+        InvalidCheckpoint: its folder is none.
+    """
+    if not hasattr(factory, "requirements"):
+        return None
+    return AskedDrafter(
+        name=name,
+        factory=factory,
+        definition=definition,
+        model_config=model_config,
+        model_dir=model_dir,
+        drafter_dir=drafter_dir,
+        tensors=_tensors_of(name, drafter_dir or model_dir, options),
+        max_drafts=max_drafts,
+        options=options,
+        kv_dtype=kv_dtype,
+        state_dtype=state_dtype,
+    )
+
+
+def _tensors_of(name: str, folder: Path, options: EngineOptions) -> Mapping[str, TensorInfo]:
+    if options.load_format is LoadFormat.DUMMY:
+        return {}
+    try:
+        with Checkpoint.open(folder, keeps_gguf=options.keeps_gguf) as checkpoint:
+            return dict(checkpoint.tensors)
+    except InvalidCheckpoint as error:
+        raise InvalidCheckpoint(f"drafter {name}: {error}") from error
+
+
+def _check_tensors(name: str, asked: DrafterRequirements, folder: Path) -> None:
+    with Checkpoint.open(folder) as checkpoint:
+        others = checkpoint.tensors.keys() - asked.tensors.keys()
+        try:
+            checkpoint.validate(asked.tensors, ignorable=others)
+        except InvalidCheckpoint as error:
+            raise InvalidCheckpoint(f"drafter {name}, {folder}: {error}") from error
