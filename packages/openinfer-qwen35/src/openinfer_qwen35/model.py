@@ -291,20 +291,27 @@ def adapted_matrices(config: Qwen35Config) -> list[tuple[StoredMatrix, Shard]]:
 def tensors(config: Qwen35Config) -> Mapping[str, TensorSpec]:
     """Every tensor of the checkpoint that `load` reads, with its whole shape."""
     h, prefix = config.hidden_size, config.tensor_prefix
-    vectors = {LayerKind.FULL: _attention_vectors(config), LayerKind.LINEAR: _linear_attention_vectors(config)}
-    shared = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
     whole: dict[str, TensorSpec] = {
         f"{prefix}embed_tokens.weight": (config.vocab_size, h),
         f"{prefix}norm.weight": (h,),
     }
     if not config.tie_word_embeddings:
         whole["lm_head.weight"] = (config.vocab_size, h)
-    for index, kind in enumerate(config.layer_kinds):
-        whole |= {f"{prefix}layers.{index}.{name}": shape for name, shape in (shared | vectors[kind]).items()}
-        stored = matrices(config, index).values()
-        whole |= {name: spec for matrix in stored for name, spec in matrix.tensors().items()}
-        whole |= _mlp_tensors(config, index)
+    for index in range(config.num_hidden_layers):
+        whole |= layer_tensors(config, index)
     return whole
+
+
+def layer_tensors(config: Qwen35Config, layer: int) -> dict[str, TensorSpec]:
+    """Those of one layer."""
+    h, prefix = config.hidden_size, f"{config.tensor_prefix}layers.{layer}"
+    is_full = config.layer_kinds[layer] is LayerKind.FULL
+    vectors = _attention_vectors(config) if is_full else _linear_attention_vectors(config)
+    vectors |= {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
+    whole: dict[str, TensorSpec] = {f"{prefix}.{name}": shape for name, shape in vectors.items()}
+    for matrix in matrices(config, layer).values():
+        whole |= matrix.tensors()
+    return whole | _mlp_tensors(config, layer)
 
 
 def _mlp(config: Qwen35Config, layer: int) -> StoredMlp:
@@ -438,7 +445,7 @@ def load(
     head = None if config.tie_word_embeddings else "lm_head.weight"
     embed_tokens, lm_head = loader.vocabulary(f"{prefix}embed_tokens.weight", head)
     layers = tuple(
-        _LayerReader(config, loader, communicator, index).read_layer() for index in range(config.num_hidden_layers)
+        LayerReader(config, loader, communicator, index).read_layer() for index in range(config.num_hidden_layers)
     )
     norm = loader.plain(f"{prefix}norm.weight")
     table = rope_table(config.rope, head_dim=config.rotary_dim, positions=max_model_tokens)  # while weights are copied
@@ -446,7 +453,9 @@ def load(
     return Qwen35Model(config, loaded, ops=ops, communicator=communicator)
 
 
-class _LayerReader:
+class LayerReader:
+    """Reads one layer; `config` says under which prefix and of which kind it is."""
+
     def __init__(self, config: Qwen35Config, loader: WeightLoader, communicator: Communicator, layer: int) -> None:
         self._heights = config.linear_heights
         self._kind = config.layer_kinds[layer]
@@ -539,8 +548,8 @@ class Qwen35Model:
     """The model on one rank; stateless, so that all sequences live in the KV cache and the states it is handed."""
 
     def __init__(self, config: Qwen35Config, weights: Weights, *, ops: Ops, communicator: Communicator) -> None:
-        self._config = config
-        self._weights = weights
+        self.config = config
+        self.weights = weights
         self._ops = ops
         self._communicator = communicator
 
@@ -553,7 +562,7 @@ class Qwen35Model:
                 `linear_attention.state [slots, layers, N, dk, dv]` are mutated: this step's tokens are consumed.
             kv_cache: of each layer of full attention, mutated: this step's K and V are appended.
         """
-        ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
+        ops, weights, eps = self._ops, self.weights, self.config.rms_norm_eps
         residual = ops.residual_embedding(token_ids, weights.embed_tokens)  # [T, h] float32
         x = ops.zero_centred_rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
         next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
@@ -564,32 +573,25 @@ class Qwen35Model:
                 case LinearAttentionWeights() as mixer:
                     x = self._linear_attention(x, mixer, batch=batch)
             x = ops.add_zero_centred_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
-            match layer.mlp:
-                case MlpWeights() as mlp:
-                    x = self._mlp(x, mlp, batch)
-                case MixtureWeights() as mixture:
-                    if mixture.shared is not None:  # goes into the residual stream by itself; its norm is of no use
-                        shared = self._mixture(x, mixture.shared, batch)
-                        ops.add_zero_centred_rms_norm(shared, residual, next_norm, eps=eps)
-                    x = self._mixture(x, mixture, batch)
+            x = self.feed_forward(x, layer.mlp, residual, next_norm=next_norm, batch=batch)
             x = ops.add_zero_centred_rms_norm(x, residual, next_norm, eps=eps)
         return x
 
     def logits(self, hidden: Array) -> Array:
         """`[n, V]` float32 for `hidden [n, h]`, on every rank."""
-        piece = self._ops.logits(hidden, self._weights.lm_head)
-        return self._communicator.all_gather(piece, axis=1)[:, : self._config.vocab_size]
+        piece = self._ops.logits(hidden, self.weights.lm_head)
+        return self._communicator.all_gather(piece, axis=1)[:, : self.config.vocab_size]
 
     def _attention(self, x: Array, mixer: AttentionWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
         """`[T, h]` of a full-attention mixer for the normed `x [T, h]`."""
-        ops, config = self._ops, self._config
+        ops, config = self._ops, self.config
         projected = ops.linear(x, mixer.qkv_proj, batch)  # [T, (2 H + 2 K) D]
         q = ops.gated_qk_norm_rope_append(  # [T, H, D]
             projected,
             q_norm=mixer.q_norm,
             k_norm=mixer.k_norm,
             eps=config.rms_norm_eps,
-            rope=self._weights.rope,
+            rope=self.weights.rope,
             cache=cache,
             batch=batch,
         )
@@ -621,8 +623,21 @@ class Qwen35Model:
             batch=batch,
         )
         z = projected[:, channels : channels + values]
-        gated = ops.gated_rms_norm(attended, z, mixer.norm, eps=self._config.rms_norm_eps)
+        gated = ops.gated_rms_norm(attended, z, mixer.norm, eps=self.config.rms_norm_eps)
         return self._communicator.all_reduce(ops.linear(gated, mixer.out_proj, batch))
+
+    def feed_forward(
+        self, x: Array, mlp: MlpWeights | MixtureWeights, residual: Array, *, next_norm: Array, batch: AttentionBatch
+    ) -> Array:
+        """`[T, h]` of a layer's MLP or mixture for the normed `x [T, h]`; one shared apart goes into `residual`."""
+        match mlp:
+            case MlpWeights():
+                return self._mlp(x, mlp, batch)
+            case MixtureWeights():
+                if mlp.shared is not None:  # goes into the residual stream by itself; its norm is of no use
+                    shared = self._mixture(x, mlp.shared, batch)
+                    self._ops.add_zero_centred_rms_norm(shared, residual, next_norm, eps=self.config.rms_norm_eps)
+                return self._mixture(x, mlp, batch)
 
     def _mlp(self, x: Array, mlp: MlpWeights, batch: AttentionBatch) -> Array:
         """`[T, h]` for the normed `x [T, h]`."""
