@@ -21,7 +21,7 @@ Letters: `T` tokens of a step, `h` hidden size, `H`/`K` query and KV heads, `D` 
 matrix is `[out, in]`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -313,8 +313,8 @@ class Qwen3Model:
     """The model on one rank; stateless, so that all sequences live in the KV cache that it is handed."""
 
     def __init__(self, config: Qwen3Config, weights: Weights, *, ops: Ops, communicator: Communicator) -> None:
-        self._config = config
-        self._weights = weights
+        self.config = config
+        self.weights = weights
         self._ops = ops
         self._communicator = communicator
 
@@ -326,7 +326,7 @@ class Qwen3Model:
             batch: where the tokens stand.
             kv_cache: of each layer, mutated: this step's K and V are appended.
         """
-        return self._forward(token_ids, batch=batch, kv_cache=kv_cache, last=None)
+        return self._forward(token_ids, batch=batch, kv_cache=kv_cache)
 
     def forward_last_tokens(
         self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, last: LogitsIndices
@@ -334,14 +334,32 @@ class Qwen3Model:
         """As `forward`, for the tokens of `last` alone, `[n, h]`; of the last layer, others have K and V made only."""
         return self._forward(token_ids, batch=batch, kv_cache=kv_cache, last=last)
 
+    def forward_tapped(
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, taps: Sequence[int]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """As `forward`, and of each tap `i` the residual stream before layer `i`, `[T, h]`."""
+        tapped: dict[int, Array] = {}
+        hidden = self._forward(token_ids, batch=batch, kv_cache=kv_cache, taps=taps, tapped=tapped)
+        return hidden, tuple(tapped[tap] for tap in taps)
+
     def _forward(
-        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, last: LogitsIndices | None
+        self,
+        token_ids: Array,
+        *,
+        batch: AttentionBatch,
+        kv_cache: KvLayers,
+        last: LogitsIndices | None = None,
+        taps: Sequence[int] = (),
+        tapped: dict[int, Array] | None = None,
     ) -> Array:
-        ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
+        ops, weights, eps = self._ops, self.weights, self.config.rms_norm_eps
         residual = ops.residual_embedding(token_ids, weights.embed_tokens)  # [T, h] float32
         x = ops.rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
         next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
-        for layer, next_norm, cache in zip(weights.layers, next_norms, kv_cache[ATTENTION], strict=True):
+        of_layers = zip(weights.layers, next_norms, kv_cache[ATTENTION], strict=True)
+        for index, (layer, next_norm, cache) in enumerate(of_layers):
+            if tapped is not None and index in taps:
+                tapped[index] = residual.astype(x.dtype)
             q = self._queries(x, layer, batch=batch, cache=cache)
             if last is not None and layer is weights.layers[-1]:
                 if not len(last.tokens):
@@ -355,12 +373,14 @@ class Qwen3Model:
                 case MixtureWeights() as mixture:
                     x = self._mixture(x, mixture, batch)
             x = ops.add_rms_norm(x, residual, next_norm, eps=eps)
+        if tapped is not None and len(weights.layers) in taps:
+            tapped[len(weights.layers)] = residual.astype(x.dtype)
         return x
 
     def logits(self, hidden: Array) -> Array:
         """`[n, V]` float32 for `hidden [n, h]`, on every rank."""
-        piece = self._ops.logits(hidden, self._weights.lm_head)
-        return self._communicator.all_gather(piece, axis=1)[:, : self._config.vocab_size]
+        piece = self._ops.logits(hidden, self.weights.lm_head)
+        return self._communicator.all_gather(piece, axis=1)[:, : self.config.vocab_size]
 
     def _queries(self, x: Array, layer: LayerWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
         """`[T, H, D]` of a layer for the normed `x [T, h]`; K and V are appended."""
@@ -368,8 +388,8 @@ class Qwen3Model:
             self._ops.linear(x, layer.qkv_proj, batch, layer.qkv_bias),  # [T, (H + 2 K) D]
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
-            eps=self._config.rms_norm_eps,
-            rope=self._weights.rope,
+            eps=self.config.rms_norm_eps,
+            rope=self.weights.rope,
             cache=cache,
             batch=batch,
         )
@@ -379,7 +399,7 @@ class Qwen3Model:
 
     def _attention(self, q: Array, layer: LayerWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
         """`[T, h]` of a layer for the queries `q [T, H, D]`."""
-        scale = self._config.head_dim**-0.5
+        scale = self.config.head_dim**-0.5
         attended = self._ops.paged_attention(q, cache, batch=batch, scale=scale)  # [T, H D]
         return self._communicator.all_reduce(self._ops.linear(attended, layer.o_proj, batch, layer.o_bias))
 
