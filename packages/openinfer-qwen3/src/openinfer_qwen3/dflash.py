@@ -1,0 +1,368 @@
+"""DFlash for Qwen3: a folder with a few layers that draft a block of tokens at once.
+
+    after layers a, b, …, of each token ─► fc ─► norm ─► K and V of each layer, once
+    [last token, mask, mask, …] ─► embedding ─► layer × N, all of which see the context and each other ─► norm ─► head
+
+Chen et al. 2026, "DFlash: Block Diffusion for Flash Speculative Decoding"; keys and tensors of the folder as in vLLM's
+`qwen3_dflash`. Each mask stands where the token is that it drafts; what stands at the last token's place is dropped. As
+many masks are computed as drafts are asked for, at most `block_size - 1`. Embedding and head are the model's.
+
+Keys and values of the context at `p` are made of the model's hidden states at `p`, and lie at slot `p`; those of the
+block lie where no other step sees them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, cast
+
+import msgspec
+import numpy as np
+
+from openinfer_core import InvalidCheckpoint, Refused, read_config
+from openinfer_core.scheduling import SlotStart
+from openinfer_engine import DrafterContext
+from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting, DraftMemory, ObservedStep
+from openinfer_engine.model import Shard, WeightSource
+from openinfer_engine.refusals import shortened
+from openinfer_engine.weights.loader import WeightLoader
+from openinfer_engine.weights.stored_tensor import TensorSpec
+from openinfer_kernels import (
+    Array,
+    AttentionBatch,
+    LinearWeight,
+    Ops,
+    PagedCache,
+    RopeConfigError,
+    RopeParameters,
+    rope_table,
+)
+from openinfer_kv_cache import attention_group
+from openinfer_qwen3.drafter_folders import check_same_shape, key_reasons_of_folder
+from openinfer_qwen3.model import Qwen3Config, Qwen3Model
+
+OPENINFER_CONTRACT = 1
+
+ATTENTION = "dflash"
+"""The paged group of its layers."""
+_NOT_SERVED: Mapping[str, str] = {
+    "attention_bias": "biases in the attention are not served",
+    "use_sliding_window": "windows are not served",
+    "use_swa": "windows are not served",
+    "causal": "a causal block is not served",
+    "is_causal": "a causal block is not served",
+    "sample_from_anchor": "drafts from the last token's place are not served",
+    "attention_sink_bias": "sinks are not served",
+    "add_swa_attention_sink_bias": "sinks are not served",
+}
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class DFlashConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What shapes the drafter, from its `config.json`, under its own names."""
+
+    hidden_size: Positive
+    intermediate_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Positive
+    vocab_size: Positive
+    rms_norm_eps: Annotated[float, msgspec.Meta(gt=0)]
+    block_size: Annotated[int, msgspec.Meta(ge=2)]
+    hidden_act: str = "silu"
+    target_layer_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    mask_token_id: Annotated[int, msgspec.Meta(ge=0)]
+    rope: RopeParameters
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """What a layer gives is what the next one is given."""
+        return tuple(layer + 1 for layer in self.target_layer_ids)
+
+
+def read_dflash(folder: Path, model: Qwen3Config, names: Mapping[str, Any]) -> DFlashConfig:
+    """The config of a folder for a model; `names` are its tensors, none of random weights.
+
+    Raises:
+        InvalidCheckpoint: the folder or its config is not whole.
+        Refused: a variant that is not served, or a drafter of another model; the message names it.
+    """
+    published = read_config(folder)
+    nested: object = published.get("dflash_config")
+    if "dflash" not in str(published.get("architectures")).lower() or not isinstance(nested, dict):
+        raise Refused(
+            f"{folder} is no DFlash folder: its architectures are {shortened(published.get('architectures'))}"
+        )
+    said = {**published, **cast("dict[str, Any]", nested)}
+    reasons = list(key_reasons_of_folder(said, _NOT_SERVED))
+    reasons += [f"{name} is a tensor of its own, which is not served" for name in _own_tensors(names)]
+    if any(kind != "full_attention" for kind in said.get("layer_types") or ()):
+        reasons.append(f"layer_types is {shortened(said['layer_types'])}: only full attention is served")
+    if said.get("is_neox_style") is False:
+        reasons.append("is_neox_style is false: only RoPE of halves is served")
+    if reasons:
+        raise Refused("; ".join(reasons))
+    try:
+        fields = {key: said[key] for key in DFlashConfig.__struct_fields__ if key in said}
+        config = msgspec.convert(fields | {"rope": RopeParameters.from_config(said)}, DFlashConfig)
+    except (msgspec.ValidationError, RopeConfigError) as error:
+        raise InvalidCheckpoint(f"{folder}: config.json is no valid DFlash config: {error}") from error
+    _check(config, model)
+    return config
+
+
+def _own_tensors(names: Mapping[str, Any]) -> list[str]:
+    return [name for name in names if name.startswith(("embed_tokens.", "lm_head.", "mask_embedding"))]
+
+
+def _check(config: DFlashConfig, model: Qwen3Config) -> None:
+    problems = [
+        f"{name} is {getattr(config, name)}, and the model's {getattr(model, name)}"
+        for name in ("vocab_size", "hidden_size")
+        if getattr(config, name) != getattr(model, name)
+    ]
+    layers = list(config.target_layer_ids)
+    if not layers or layers != sorted({*layers}) or max(layers) >= model.num_hidden_layers:
+        problems.append(f"it reads after layers {layers}: ascending ones below {model.num_hidden_layers} are needed")
+    if config.mask_token_id >= model.vocab_size:
+        problems.append(f"mask_token_id is {config.mask_token_id} of {model.vocab_size}")
+    if config.hidden_act != "silu":
+        problems.append(f"hidden_act is {config.hidden_act!r}: only silu is served")
+    if problems:
+        raise Refused(f"the drafter is another model's: {'; '.join(problems)}")
+
+
+def dflash_tensors(config: DFlashConfig) -> dict[str, TensorSpec]:
+    """Every tensor of the folder that is read."""
+    h, d, f = config.hidden_size, config.head_dim, config.intermediate_size
+    q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
+    tensors: dict[str, TensorSpec] = {
+        "fc.weight": (h, len(config.taps) * h),
+        "hidden_norm.weight": (h,),
+        "norm.weight": (h,),
+    }
+    for index in range(config.num_hidden_layers):
+        of_layer: dict[str, TensorSpec] = {
+            "input_layernorm": (h,),
+            "post_attention_layernorm": (h,),
+            "self_attn.q_norm": (d,),
+            "self_attn.k_norm": (d,),
+            "self_attn.q_proj": (q, h),
+            "self_attn.k_proj": (kv, h),
+            "self_attn.v_proj": (kv, h),
+            "self_attn.o_proj": (h, q),
+            "mlp.gate_proj": (f, h),
+            "mlp.up_proj": (f, h),
+            "mlp.down_proj": (h, f),
+        }
+        tensors |= {f"layers.{index}.{name}.weight": shape for name, shape in of_layer.items()}
+    return tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashLayer:
+    """One layer on one rank."""
+
+    input_layernorm: Array
+    """`[h]`"""
+    qkv_proj: LinearWeight
+    """`[(H + 2 K) D, h]`"""
+    kv_proj: LinearWeight
+    """`[2 K D, h]`: its last rows once more, for the context."""
+    q_norm: Array
+    """`[D]`"""
+    k_norm: Array
+    """`[D]`"""
+    o_proj: LinearWeight
+    """`[h, H D]`"""
+    post_attention_layernorm: Array
+    """`[h]`"""
+    gate_up_proj: LinearWeight
+    """`[2 F, h]`"""
+    down_proj: LinearWeight
+    """`[h, F]`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashWeights:
+    """The folder on one rank."""
+
+    fc: Array
+    """`[h, taps h]`"""
+    hidden_norm: Array
+    """`[h]`"""
+    layers: tuple[DFlashLayer, ...]
+    norm: Array
+    """`[h]`"""
+    rope: Array
+    """`[2, positions, D / 2]` float32"""
+
+
+def load_dflash(
+    config: DFlashConfig, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_positions: int
+) -> DFlashWeights:
+    """Uploads this rank's share: layers are cut as the model's are, `fc` is whole."""
+    loader = WeightLoader(weights, ops=ops, communicator=communicator)
+    table = rope_table(config.rope, head_dim=config.head_dim, positions=max_positions)
+    return DFlashWeights(
+        fc=loader.plain("fc.weight"),
+        hidden_norm=loader.plain("hidden_norm.weight"),
+        layers=tuple(_load_layer(loader, f"layers.{index}") for index in range(config.num_hidden_layers)),
+        norm=loader.plain("norm.weight"),
+        rope=ops.upload(table),
+    )
+
+
+def _load_layer(loader: WeightLoader, prefix: str) -> DFlashLayer:
+    q, k, v, o = (f"{prefix}.self_attn.{name}_proj" for name in "qkvo")
+    gate, up, down = (f"{prefix}.mlp.{name}_proj" for name in ("gate", "up", "down"))
+    return DFlashLayer(
+        input_layernorm=loader.plain(f"{prefix}.input_layernorm.weight"),
+        qkv_proj=loader.linear(q, k, v, shard=Shard.COLUMN_PARALLEL),
+        kv_proj=loader.linear(k, v, shard=Shard.COLUMN_PARALLEL),
+        q_norm=loader.plain(f"{prefix}.self_attn.q_norm.weight"),
+        k_norm=loader.plain(f"{prefix}.self_attn.k_norm.weight"),
+        o_proj=loader.linear(o, shard=Shard.ROW_PARALLEL),
+        post_attention_layernorm=loader.plain(f"{prefix}.post_attention_layernorm.weight"),
+        gate_up_proj=loader.linear(gate, up, shard=Shard.COLUMN_PARALLEL),
+        down_proj=loader.linear(down, shard=Shard.ROW_PARALLEL),
+    )
+
+
+class DFlashDrafter:
+    """Implements `Drafter` and `KvDrafter` by a DFlash folder (its option `model`).
+
+    Raises:
+        Refused: the folder is another model's.
+        InvalidCheckpoint: its tensors are not right.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("model",)
+    """Of `--speculative`: the folder."""
+
+    def __init__(self, context: DrafterContext) -> None:
+        asked, model = context.requirements, context.model
+        if not isinstance(model, Qwen3Model) or asked is None:
+            raise Refused("dflash drafts for Qwen3 models, from the folder that its option model names")
+        if context.drafter_dir is None or context.weights is None:
+            raise Refused("name the folder of its weights: --speculative dflash,model=DIR")
+        self._config = read_dflash(context.drafter_dir, model.config, asked.tensors)
+        self.max_drafts = min(context.max_drafts, self._config.block_size - 1)
+        self._model = model
+        self._ops = context.ops
+        self._communicator = context.communicator
+        self._weights = load_dflash(
+            self._config,
+            context.weights,
+            ops=context.ops,
+            communicator=context.communicator,
+            max_positions=context.max_model_tokens + self._config.block_size,
+        )
+        self._memory: DraftMemory | None = None
+
+    @staticmethod
+    def requirements(setting: DrafterSetting) -> DrafterRequirements:
+        """Its layers of KV, and a tap after each layer that it reads.
+
+        Raises:
+            Refused: no folder, another family's model, or a folder that is another model's or not served.
+            InvalidCheckpoint: its config is not valid.
+        """
+        model = setting.model_config
+        if not isinstance(model, Qwen3Config):
+            raise Refused("it drafts for Qwen3 models, and this model is none")
+        if setting.drafter_dir is None:
+            raise Refused("name the folder of its weights: --speculative dflash,model=DIR")
+        config = read_dflash(setting.drafter_dir, model, setting.tensors)
+        check_same_shape(config.num_key_value_heads, config.head_dim, model=model, setting=setting)
+        group = attention_group(
+            name=ATTENTION,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_key_value_heads // setting.num_ranks,
+            head_dim=config.head_dim,
+            dtype=setting.kv_dtype,
+            rope_tag=f"half layout: {config.rope}",
+        )
+        return DrafterRequirements(
+            tensors=dflash_tensors(config),
+            paged=(group,),
+            taps=config.taps,
+            span_tokens=1 + min(setting.max_drafts, config.block_size - 1),
+        )
+
+    def attach(self, memory: DraftMemory) -> None:
+        self._memory = memory
+
+    def start(self, starts: Sequence[SlotStart]) -> None:
+        """Nothing: all that it keeps of a sequence lies in its blocks."""
+        del starts
+
+    def observe(self, step: ObservedStep) -> None:
+        ops, weights, h = self._ops, self._weights, self._config.hidden_size
+        tapped = ops.zeros((len(step.token_ids), len(step.taps) * h))
+        for index, tap in enumerate(step.taps):
+            tapped[:, index * h : (index + 1) * h] = tap
+        hidden = ops.linear(tapped, weights.fc, step.batch)
+        context = ops.rms_norm(hidden, weights.hidden_norm, eps=self._config.rms_norm_eps)
+        for layer, cache in zip(weights.layers, self._caches, strict=True):
+            self._append(ops.linear(context, layer.kv_proj, step.batch), layer, cache, step.batch)
+
+    def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array:
+        del hidden  # it reads others
+        drafts = self._ops.zeros((len(slots), self.max_drafts), np.int32)
+        rows = self._attached.max_rows
+        for first in range(0, len(slots), rows):
+            some = slice(first, first + rows)
+            drafts[some] = self._block(slots[some], last_ids[some], lengths[some])
+        return drafts
+
+    def _block(self, slots: Array, last_ids: Array, lengths: Array) -> Array:
+        """`[n, max_drafts]` int32."""
+        size = 1 + self.max_drafts
+        span = self._attached.span(slots, lengths)
+        ids = self._ops.zeros((len(slots), size), np.int32)
+        ids[:] = self._config.mask_token_id
+        ids[:, 0] = last_ids
+        x = self._forward(ids.reshape(-1), span.rows(0, size), span.whole(size))
+        drafted = x.reshape(len(slots), size, -1)[:, 1:].reshape(len(slots) * self.max_drafts, -1)
+        likeliest = self._model.logits(drafted).argmax(axis=1)
+        return cast("Array", likeliest.astype(np.int32).reshape(len(slots), self.max_drafts))
+
+    def _forward(self, token_ids: Array, rows: AttentionBatch, whole: AttentionBatch) -> Array:
+        """`[T, h]` after the last norm; K and V are appended by `rows`, and all of a row are seen by `whole`."""
+        ops, weights, eps, config = self._ops, self._weights, self._config.rms_norm_eps, self._config
+        residual = ops.residual_embedding(token_ids, self._model.weights.embed_tokens)
+        x = ops.rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
+        next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
+        for layer, next_norm, cache in zip(weights.layers, next_norms, self._caches, strict=True):
+            q = self._append(ops.linear(x, layer.qkv_proj, rows), layer, cache, rows)
+            x = ops.paged_attention(q, cache, batch=whole, scale=config.head_dim**-0.5)
+            x = self._communicator.all_reduce(ops.linear(x, layer.o_proj, rows))
+            x = ops.add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
+            x = ops.linear(ops.linear_swiglu(x, layer.gate_up_proj, rows), layer.down_proj, rows)
+            x = ops.add_rms_norm(self._communicator.all_reduce(x), residual, next_norm, eps=eps)
+        return x
+
+    def _append(self, projected: Array, layer: DFlashLayer, cache: PagedCache, batch: AttentionBatch) -> Array:
+        return self._ops.qk_norm_rope_append(
+            projected,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=self._config.rms_norm_eps,
+            rope=self._weights.rope,
+            cache=cache,
+            batch=batch,
+        )
+
+    @property
+    def _attached(self) -> DraftMemory:
+        if self._memory is None:
+            raise RuntimeError("the drafter was attached to no memory")
+        return self._memory
+
+    @property
+    def _caches(self) -> Sequence[PagedCache]:
+        return self._attached.layers[ATTENTION]
