@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from openinfer_core import InvalidCheckpoint, Refused, read_config
+from openinfer_core.control import UpdateWeights
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine import Checkpoint, EngineOptions, build_loop, resolve
 from openinfer_engine.options import KvCacheDtype, LoadFormat
@@ -292,6 +293,34 @@ def test_plan_shows_the_folders_weights_and_kv_and_other_weights_have_another_la
     assert plan.parts["drafter_model"] != plans[1].plan().parts["drafter_model"]
     assert plan.memory_bytes["drafter_weights"] > 0
     assert plans[0].layouts[0].digest != plans[1].layouts[0].digest
+
+
+def test_weights_replaced_while_it_drafts_are_drafted_for_anew(folder: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    with Checkpoint.open(MODEL) as checkpoint:
+        tensors = {name: CpuOps().upload_weight(checkpoint.read(name)) for name in checkpoint.tensors}
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "config.json").write_bytes((MODEL / "config.json").read_bytes())
+    scaled = {name: each * rng.uniform(0.7, 1.3, each.shape).astype(np.float32) for name, each in tensors.items()}
+    save_file(scaled, new / "model.safetensors")
+    requests = random_requests(4, vocab_size=257, max_prompt_tokens=40)
+    sizes: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 4, "batch_invariant": True}
+    named = {"speculative": f"eagle3,model={folder}", "weights_root": str(tmp_path)}
+    loop = build_loop(resolve(Qwen3Definition(), MODEL, EngineOptions(**sizes, **named)))
+    fresh = build_loop(resolve(Qwen3Definition(), new, EngineOptions(**sizes)))
+    try:
+        before = run_at_once(loop, requests)
+        compared = loop.stats().spec_decode_num_draft_tokens
+        loop.control(UpdateWeights(path="new"))
+        after = run_at_once(loop, requests)
+        stats = loop.stats()
+        assert after == run_at_once(fresh, requests) != before
+    finally:
+        loop.close()
+        fresh.close()
+    assert stats.drafter_faults == 0
+    assert stats.spec_decode_num_draft_tokens > compared
 
 
 def test_dummy_weights_need_no_files_of_weights(folder: Path, tmp_path: Path) -> None:
