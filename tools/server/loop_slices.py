@@ -225,7 +225,7 @@ class Slices:
         return report
 
     def collected(self, phase: str, about: dict[str, int]) -> None:
-        """A callback of the garbage collector, which holds the interpreter whoever's thread it runs in."""
+        """A callback of the garbage collector, which holds the interpreter in any thread that it runs in."""
         thread = threading.get_ident()
         if phase == "start":
             self._begun_s[thread] = time.thread_time()

@@ -80,6 +80,8 @@ def _digest(plan: StepPlan) -> bytes:
 class _RankZero:
     """Rank 0's worker: the GPU that is looked at."""
 
+    adapters = None
+
     def __init__(self, gpu: SimulatedRunner, meeting: Meeting) -> None:
         self._gpu = gpu
         self._meeting = meeting
@@ -110,6 +112,8 @@ class _MetStep:
 
 class _Follower:
     """Another rank's worker."""
+
+    adapters = None
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
