@@ -17,6 +17,7 @@ from openinfer_core.engine import (
     EngineStats,
     GrammarStats,
     KvTierStats,
+    KvTransferStats,
     PluginFaults,
     SlowCall,
 )
@@ -206,19 +207,21 @@ def test_metrics_count_what_happened(start, info, call):
 def test_metrics_show_every_number_of_the_engine(info):
     """A number the engine offers is on the page under some name."""
     per_pos = "spec_decode_num_accepted_tokens_per_pos"
-    others = ("kv_tiers", "grammars", "plugin_faults", "slow_call", per_pos, "state", "weights_version")
+    others = ("kv_tiers", "kv_transfer", "grammars", "plugin_faults", "slow_call", per_pos, "state", "weights_version")
     names = [name for name in EngineStats.__struct_fields__ if name not in others]
     of_tier = [name for name in KvTierStats.__struct_fields__ if name not in ("tier", "failures", "condition")]
     numbers = {name: 1000 + i for i, name in enumerate(names)}
     tier_numbers = {name: 2000 + i for i, name in enumerate(of_tier)}
     of_grammars = [name for name in GrammarStats.__struct_fields__ if name != "mask_s"]
     grammar_numbers = {name: 7000 + i for i, name in enumerate(of_grammars)}
+    transfer_numbers = {name: 9100 + i for i, name in enumerate(KvTransferStats.__struct_fields__)}
     mask_s = {outcome: 8000 + i for i, outcome in enumerate(MASK_OUTCOMES)}
     tier = msgspec.convert(tier_numbers | {"tier": "host", "failures": {"timeout": 3000}}, KvTierStats)
     faults = PluginFaults(group="openinfer.schedulers", plugin="mine (my-package 1.0)", counts={"lost_request": 4000})
     stats = msgspec.structs.replace(
         msgspec.convert(numbers, EngineStats),
         kv_tiers=(tier,),
+        kv_transfer=KvTransferStats(**transfer_numbers),
         grammars=msgspec.convert(grammar_numbers | {"mask_s": mask_s}, GrammarStats, strict=False),
         plugin_faults=(faults,),
         slow_call=SlowCall(plugin="mine (my-package 1.0)", call="plan", age_s=5000.0),
@@ -228,7 +231,13 @@ def test_metrics_show_every_number_of_the_engine(info):
     )
     metrics = ServerMetrics(max_model_tokens=info.max_model_tokens)
     page = metrics_page(metrics, info, stats, model_name="parrot", open_requests=0).decode()
-    each = (*numbers.values(), *tier_numbers.values(), *grammar_numbers.values(), *mask_s.values())
+    each = (
+        *numbers.values(),
+        *tier_numbers.values(),
+        *grammar_numbers.values(),
+        *mask_s.values(),
+        *transfer_numbers.values(),
+    )
     for number in (*each, 3000, 4000, 5000):
         assert re.search(rf" {number}(\.0)?$", page, re.M), number
     for position in (0, 1):
