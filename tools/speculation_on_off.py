@@ -36,7 +36,7 @@ MODELS = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("attention", {}),
     "chunks": ("attention", {"max_step_tokens": 20, "max_num_seqs": 7}),
-    "preemption": ("attention", {"num_blocks": 14, "max_step_tokens": 40}),
+    "preemption": ("attention", {"num_blocks": 40, "block_size_tokens": 4, "max_step_tokens": 40}),
     "tiers": ("attention", {"num_blocks": 16, "kv_tier": ["host=16MiB"]}),
     "ranks": ("attention", {"tensor_parallel_size": 2, "num_blocks": 60}),
     "states": ("states", {"num_blocks": 60}),

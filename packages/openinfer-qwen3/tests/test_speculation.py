@@ -42,11 +42,15 @@ def run(
     ("options", "drafter", "happens"),
     [
         ({"max_step_tokens": 20, "max_num_seqs": 7}, "ngram", "cached_tokens"),
-        ({"num_blocks": 14, "max_step_tokens": 40}, "ngram,k=7,n_min=1,match=latest", "preemptions"),
+        (
+            {"num_blocks": 40, "block_size_tokens": 4, "max_step_tokens": 40},
+            "ngram,k=7,n_min=1,match=latest",
+            "preemptions",
+        ),
         ({"num_blocks": 24, "kv_tier": ["host=16MiB"]}, "ngram,n_min=1", "tier_tokens"),
         ({"tensor_parallel_size": 2}, "ngram,n_min=1", "accepted"),
-        ({"num_blocks": 14}, "right", "accepted"),
-        ({"num_blocks": 14}, "hostile", "preemptions"),
+        ({"num_blocks": 40, "block_size_tokens": 4}, "right", "accepted"),
+        ({"num_blocks": 40, "block_size_tokens": 4}, "hostile", "preemptions"),
     ],
 )
 def test_on_is_off(fixtures: Path, options: dict[str, Any], drafter: str, happens: str) -> None:
