@@ -102,9 +102,7 @@ def test_ranks_of_the_heads_node_and_of_another_one_repeat_their_bits(tmp_path: 
         port, token = free_port(), make_token(tmp_path)
         with (
             join(port, token, "--node", "b", "--ranks", "2") as joiner,
-            starting(
-                host(port, token, node="a", local=2), 4, model_dir=four_heads(tmp_path), load_format=LoadFormat.DUMMY
-            ) as starts,
+            starting(host(port, token, node="a", local=2), 4, **four_heads(tmp_path)) as starts,
         ):
             loop = starts.result(WAIT_S)
             runs.append(tokens_of(loop, REQUESTS[:2]))
