@@ -4,12 +4,10 @@ Run, in an environment with `ray[serve]` and openinfer with the tiny model:
 
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 python tools/ray/replicas.py --json FILE
 
-Ray carries placement and life alone: each actor starts an engine process and tells where it listens. Requests go from
-this process to the engines over TCP. What it looks at: placement, requests of several replicas, the death of a replica's
-node while streams run, the replica that comes back, and the death of Ray's control store while streams run.
-
-Seen with ray 2.60.0 on two processors that had thirty things to do: two replicas on different nodes, and sixteen requests
-over both. The deaths have not been run to their end: there, Ray's own nodes did not start in its 30 s.
+Ray carries placement and life alone: each actor starts an engine process and tells where it listens. Requests go
+from this process to the engines over TCP. What it looks at: placement, requests of several replicas, the death of a
+replica's node while streams run, the replica that comes back, and the death of Ray's control store while streams run.
+What was seen is in benchmarks/results/ray/replicas.json: times there are those of a busy machine.
 """
 
 import argparse
@@ -98,7 +96,15 @@ class Client:
 
 
 def access_of(replica: Any) -> EngineAccess:
-    return msgspec.json.decode(ray.get(replica.access.remote(), timeout=120), type=EngineAccess)
+    """Also of an actor that Ray is restarting."""
+    end_s = time.monotonic() + 120
+    while True:
+        try:
+            return msgspec.json.decode(ray.get(replica.access.remote(), timeout=120), type=EngineAccess)
+        except ray.exceptions.ActorUnavailableError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.2)
 
 
 async def scenario(cluster: Cluster, nodes: list[Any], seen: dict[str, Any]) -> None:
@@ -134,7 +140,6 @@ async def scenario(cluster: Cluster, nodes: list[Any], seen: dict[str, Any]) -> 
     seen["streams_at_the_death"] = {
         "ended_well": sum(isinstance(client.ends[each], Finished) for each in running),
         "ended_by_a_terminal_error": sum(isinstance(client.ends[each], Failed) for each in running),
-        "hang": 0,
     }
     seen["requests_right_after"] = sum(isinstance(client.ends[each], Finished) for each in after)
 
