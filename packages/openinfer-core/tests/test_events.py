@@ -29,7 +29,10 @@ GOLDEN: dict[str, tuple[TokenEvent, str]] = {
             "9194cbbfe00000000000000292070992cbbfd0000000000000cbbfe0000000000000"
         ),
     ),
-    "finished": (Finished(RequestId(5), FinishReason.STOP, 3, 2, 1, 9), "98a16605a473746f7003020109c0"),
+    "finished": (
+        Finished(RequestId(5), FinishReason.STOP, 3, 2, 1, 9, None, 4, 300),
+        "9aa16605a473746f7003020109c004cd012c",
+    ),
     "failed": (
         Failed(RequestId(70000), FailureKind.OVERLOADED, "full"),
         "94a165ce00011170aa6f7665726c6f61646564a466756c6c",
@@ -58,9 +61,16 @@ def test_event_of_a_later_release_with_appended_fields_is_decoded(name: str) -> 
     assert msgspec.msgpack.decode(later, type=TokenEvent) == event
 
 
-def test_event_without_the_fields_that_were_appended_is_decoded_from_its_recorded_bytes() -> None:
-    finished = bytes.fromhex("97a16605a473746f7003020109")  # before `transfer`
-    assert msgspec.msgpack.decode(finished, type=TokenEvent) == GOLDEN["finished"][0]
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        pytest.param("97a16605a473746f7003020109", id="before-transfer"),
+        pytest.param("98a16605a473746f7003020109c0", id="before-drafts"),
+    ],
+)
+def test_event_without_the_fields_that_were_appended_is_decoded_from_its_recorded_bytes(recorded: str) -> None:
+    finished = Finished(RequestId(5), FinishReason.STOP, 3, 2, 1, 9)
+    assert msgspec.msgpack.decode(bytes.fromhex(recorded), type=TokenEvent) == finished
 
 
 def test_transfer_of_a_finished_request_crosses_the_wire() -> None:
@@ -75,7 +85,7 @@ def test_event_of_an_earlier_release_without_optional_fields_is_decoded() -> Non
 
 def test_reasons_and_kinds_keep_their_words() -> None:
     assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort"]
-    kinds = ["invalid", "overloaded", "deadline", "internal", "shutdown", "unavailable"]
+    kinds = ["invalid", "not_found", "overloaded", "deadline", "internal", "shutdown", "unavailable"]
     assert [str(kind) for kind in FailureKind] == kinds
 
 

@@ -349,8 +349,8 @@ PROBES: Mapping[str, Mapping[str, Probe]] = {
 }
 NONE_HONOURED = {"/v1/responses": {"stream_options"}, "/v1/messages": {"metadata"}}
 """Objects no field of which is honoured; `test_field_rules.py` shows what is taken."""
-ELSEWHERE = {"previous_response_id", "kv_transfer_params"}
-"""`test_openai_responses.py` and `tests/request/test_kv_transfer.py` show what they do."""
+ELSEWHERE = {"previous_response_id", "kv_transfer_params", "prediction"}
+"""`test_openai_responses.py`, `request/test_kv_transfer.py` and `openai/test_prediction.py` show what they do."""
 
 
 @pytest.fixture

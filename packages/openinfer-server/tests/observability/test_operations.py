@@ -12,6 +12,7 @@ import pytest
 
 from openinfer_core.engine import (
     MASK_OUTCOMES,
+    AdapterStats,
     EngineCapability,
     EngineState,
     EngineStats,
@@ -207,7 +208,8 @@ def test_metrics_count_what_happened(start, info, call):
 def test_metrics_show_every_number_of_the_engine(info):
     """A number the engine offers is on the page under some name."""
     per_pos = "spec_decode_num_accepted_tokens_per_pos"
-    others = ("kv_tiers", "kv_transfer", "grammars", "plugin_faults", "slow_call", per_pos, "state", "weights_version")
+    structures = ("kv_tiers", "kv_transfer", "grammars", "adapters", "plugin_faults", "slow_call", "state")
+    others = (*structures, per_pos, "weights_version")
     names = [name for name in EngineStats.__struct_fields__ if name not in others]
     of_tier = [name for name in KvTierStats.__struct_fields__ if name not in ("tier", "failures", "condition")]
     numbers = {name: 1000 + i for i, name in enumerate(names)}
@@ -223,6 +225,7 @@ def test_metrics_show_every_number_of_the_engine(info):
         kv_tiers=(tier,),
         kv_transfer=KvTransferStats(**transfer_numbers),
         grammars=msgspec.convert(grammar_numbers | {"mask_s": mask_s}, GrammarStats, strict=False),
+        adapters=tuple(AdapterStats(name=name, digest="00", path="/", rank=8) for name in ("a", "b", "c")),
         plugin_faults=(faults,),
         slow_call=SlowCall(plugin="mine (my-package 1.0)", call="plan", age_s=5000.0),
         state=EngineState.PAUSED,
@@ -238,6 +241,7 @@ def test_metrics_show_every_number_of_the_engine(info):
         *mask_s.values(),
         *transfer_numbers.values(),
     )
+    assert re.search(r"^openinfer_lora_adapters 3$", page, re.M)
     for number in (*each, 3000, 4000, 5000):
         assert re.search(rf" {number}(\.0)?$", page, re.M), number
     for position in (0, 1):
