@@ -233,6 +233,7 @@ def test_metrics_show_every_number_of_the_engine(info):
         **{per_pos: (6000, 6001)},
     )
     metrics = ServerMetrics(max_model_tokens=info.max_model_tokens)
+    info = msgspec.structs.replace(info, max_adapters=2)
     page = metrics_page(metrics, info, stats, model_name="parrot", open_requests=0).decode()
     each = (
         *numbers.values(),
