@@ -60,12 +60,13 @@ class World:
         policy: QueuePolicy | None = None,
         port: Port | None = None,
         max_num_seqs: int = 16,
+        max_step_tokens: int = 256,
     ) -> None:
         config = SchedulerConfig(
             num_blocks=2048,
             block_size_tokens=4,
             max_num_seqs=max_num_seqs,
-            max_step_tokens=256,
+            max_step_tokens=max_step_tokens,
             max_model_tokens=256,
             max_waiting=4096,
             max_adapters=num_slots,
@@ -82,12 +83,20 @@ class World:
         self.requests: dict[int, tuple[float, int | None]] = {}
         self.run_s: dict[int, float] = {}
 
-    def add(self, number: int, adapter: int | None, *, tokens: int = 4, tenant: str = "") -> None:
+    def add(
+        self,
+        number: int,
+        adapter: int | None,
+        *,
+        tokens: int = 4,
+        tenant: str = "",
+        prefix: tuple[int, ...] = (),
+    ) -> None:
         loaded = None if adapter is None else LoadedAdapter(digest=digest_of(adapter))
         self.requests[number] = self.now_s, adapter
         request = GenerateRequest(
             request_id=RequestId(number),
-            prompt_token_ids=(number % 97, 1, 2),
+            prompt_token_ids=(*prefix, number % 97, 1, 2),
             sampling=SamplingParams(max_tokens=tokens),
             lora=None if adapter is None else str(adapter),
             adapter=loaded,
@@ -135,6 +144,24 @@ def sampled(plan: StepPlan) -> StepResult:
     """A token of every row that samples."""
     counts = (plan.max_new > 0).astype(np.int32)
     return StepResult(new_counts=counts, token_ids=np.full(int(counts.sum()), 5, np.int32))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_prompts_of_a_common_prefix_wait_for_their_adapter_as_others_do(
+    checked_scheduler: type[TokenBudgetScheduler], seed: int
+) -> None:
+    """One waits for another to compute what both begin with; meanwhile their adapter's slot may be claimed."""
+    rng = np.random.default_rng(seed)
+    world = World(checked_scheduler, num_slots=1, max_step_tokens=16)
+    prefixes = [tuple(range(10 * adapter, 10 * adapter + 80)) for adapter in range(3)]
+    for number in range(40):
+        adapter = int(rng.integers(3))
+        world.add(number, adapter, tokens=int(rng.integers(1, 60)), prefix=prefixes[adapter])
+        for _ in range(int(rng.integers(4))):
+            world.step()
+    world.run()
+    assert all(isinstance(event, Finished) for event in world.ended.values())
+    assert world.scheduler.stats().cached_tokens > 30 * 80
 
 
 def test_adapters_beyond_the_slots_take_turns(checked_scheduler: type[TokenBudgetScheduler]) -> None:
