@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from openinfer_core.errors import ContractViolation
 from openinfer_engine.scheduler.sequence import Sequence
-from openinfer_engine.scheduler.snapshots import Snapshots
-from openinfer_engine.scheduler.state_load import StateLoad
-from openinfer_engine.scheduler.state_prefixes import StatePrefixes, StatePrefixHit
+from openinfer_engine.scheduler.states.load import StateLoad
+from openinfer_engine.scheduler.states.prefixes import StatePrefixes, StatePrefixHit
+from openinfer_engine.scheduler.states.snapshots import Snapshots
 from openinfer_engine.scheduler.windows import Windows
 from openinfer_kv_cache import BlockPool, BlockSequence
 

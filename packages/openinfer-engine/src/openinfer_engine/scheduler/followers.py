@@ -18,7 +18,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from openinfer_engine.scheduler.sequence import Sequence, SequenceState
-from openinfer_engine.scheduler.snapshots import Snapshots
+from openinfer_engine.scheduler.states.snapshots import Snapshots
 from openinfer_kv_cache import Digest
 
 MAX_FOLLOWERS = 64

@@ -11,8 +11,8 @@ pool. A load that is given up keeps the sequence's blocks until no copy touches 
 
 from openinfer_core.errors import ContractViolation
 from openinfer_engine.scheduler.sequence import Sequence
-from openinfer_engine.scheduler.snapshots import Snapshots
-from openinfer_engine.scheduler.state_load import StateLoad
+from openinfer_engine.scheduler.states.load import StateLoad
+from openinfer_engine.scheduler.states.snapshots import Snapshots
 from openinfer_kv_cache import TableLoad, TierPort, begin_table_load
 
 

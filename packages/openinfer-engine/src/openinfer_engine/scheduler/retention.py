@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence as ListLike
 
 from openinfer_engine.scheduler.sequence import Sequence
-from openinfer_engine.scheduler.snapshots import Snapshots
+from openinfer_engine.scheduler.states.snapshots import Snapshots
 from openinfer_kv_cache import Digest, KvCache
 from openinfer_kv_cache.digest import table_digest
 

@@ -50,9 +50,9 @@ from openinfer_engine.scheduler.loads import Loads
 from openinfer_engine.scheduler.retention import Retention
 from openinfer_engine.scheduler.row_shares import RowShares
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
-from openinfer_engine.scheduler.snapshots import Snapshots
-from openinfer_engine.scheduler.state_prefixes import StatePrefixes
-from openinfer_engine.scheduler.state_saves import StateSaves
+from openinfer_engine.scheduler.states.prefixes import StatePrefixes
+from openinfer_engine.scheduler.states.saves import StateSaves
+from openinfer_engine.scheduler.states.snapshots import Snapshots
 from openinfer_engine.scheduler.step_builder import StepInFlight
 from openinfer_engine.scheduler.windows import Windows
 from openinfer_kv_cache import BlockSaves, KvCache, KvCacheOptions, StateSlotCopy, TierPort

@@ -39,7 +39,7 @@ import msgspec
 from openinfer_core.errors import ContractViolation
 from openinfer_core.request import GenerateRequest, LoadedAdapter
 from openinfer_core.scheduling import SlotStart
-from openinfer_engine.scheduler.state_load import StateLoad
+from openinfer_engine.scheduler.states.load import StateLoad
 from openinfer_kv_cache import BlockSequence, TableLoad
 
 NO_SLOT = -1

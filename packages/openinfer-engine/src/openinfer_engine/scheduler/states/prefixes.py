@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
-from openinfer_engine.scheduler.snapshots import Snapshots
-from openinfer_engine.scheduler.state_load import StateLoad
+from openinfer_engine.scheduler.states.load import StateLoad
+from openinfer_engine.scheduler.states.snapshots import Snapshots
 from openinfer_kv_cache import BlockSequence, CopyKind, Digest, PrefixHasher, PrefixHit, StateSlotCopy, TierPort
 
 _MOST_BOUNDARIES = 1024  # that tiers are asked for states of: a few milliseconds

@@ -4,7 +4,7 @@ As for blocks (`BlockSaves`), only a share of the snapshots is saved at a time; 
 is counted. Where snapshots are short for a sequence, copies that take longer than `PATIENCE_S` are cancelled.
 """
 
-from openinfer_engine.scheduler.snapshots import Snapshots
+from openinfer_engine.scheduler.states.snapshots import Snapshots
 from openinfer_kv_cache import Digest, PrefixHasher, StateSlotCopy, TierPort, TierTransfer
 from openinfer_kv_cache.tiers.saves import PATIENCE_S
 
