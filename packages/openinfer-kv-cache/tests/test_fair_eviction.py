@@ -18,7 +18,7 @@ from openinfer_kv_cache import (
     LeastRecentlyUsed,
     StoredBlocks,
 )
-from openinfer_kv_cache.fair_eviction import MAX_PROTECTED_OWNERS, TURNOVERS
+from openinfer_kv_cache.eviction.fair import MAX_PROTECTED_OWNERS, TURNOVERS
 from openinfer_kv_cache.testing import check_eviction_policy
 
 NUM_BLOCKS = 12

@@ -15,8 +15,8 @@ from openinfer_kv_cache.errors import (
     LayoutMismatchError,
     SequenceStateError,
 )
-from openinfer_kv_cache.eviction import EvictionPolicy, EvictsByOwner, LeastRecentlyUsed, RetainsBlocks
-from openinfer_kv_cache.fair_eviction import FairLeastRecentlyUsed
+from openinfer_kv_cache.eviction.fair import FairLeastRecentlyUsed
+from openinfer_kv_cache.eviction.policy import EvictionPolicy, EvictsByOwner, LeastRecentlyUsed, RetainsBlocks
 from openinfer_kv_cache.layout import GroupKind, KvGroupLayout, KvLayout, KvRegion, check_same_layout
 from openinfer_kv_cache.listener import BlockListener, StoredBlocks
 from openinfer_kv_cache.sequence import BlockSequence

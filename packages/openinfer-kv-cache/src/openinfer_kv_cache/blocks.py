@@ -32,8 +32,8 @@ from openinfer_kv_cache.checks import check_count, require
 from openinfer_kv_cache.counters import EvictionReason, PoolCounters
 from openinfer_kv_cache.digest import Digest
 from openinfer_kv_cache.errors import BlockStateError, EvictionPolicyError, KvConfigError
-from openinfer_kv_cache.eviction import EvictionPolicy, EvictsByOwner, Expiry, RetainsBlocks
-from openinfer_kv_cache.fair_eviction import FairLeastRecentlyUsed
+from openinfer_kv_cache.eviction.fair import FairLeastRecentlyUsed
+from openinfer_kv_cache.eviction.policy import EvictionPolicy, EvictsByOwner, Expiry, RetainsBlocks
 from openinfer_kv_cache.listener import BlockListener
 from openinfer_kv_cache.states import StateTable, Transition
 

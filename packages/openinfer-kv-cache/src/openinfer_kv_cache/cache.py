@@ -13,7 +13,7 @@ from openinfer_kv_cache.blocks import BlockPool, BlockState
 from openinfer_kv_cache.checks import check_count
 from openinfer_kv_cache.digest import PrefixHasher, table_digests
 from openinfer_kv_cache.errors import IntegrityError, KvConfigError, SequenceStateError
-from openinfer_kv_cache.eviction import EvictionPolicy
+from openinfer_kv_cache.eviction.policy import EvictionPolicy
 from openinfer_kv_cache.listener import BlockListener
 from openinfer_kv_cache.sequence import BlockSequence
 from openinfer_kv_cache.state_boundaries import StateBoundaries

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from openinfer_kv_cache.cache import KvCache, KvCacheOptions
-from openinfer_kv_cache.eviction import EvictionPolicy
+from openinfer_kv_cache.eviction.policy import EvictionPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

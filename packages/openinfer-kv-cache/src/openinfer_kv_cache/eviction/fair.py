@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
-from openinfer_kv_cache.idle_order import IdleOrder
+from openinfer_kv_cache.eviction.idle_order import IdleOrder
 
 TURNOVERS = 4
 """An owner is dormant when the pool has given out so many times its blocks since the owner took one."""
