@@ -34,8 +34,8 @@ from lowbit_products import described, random_part  # noqa: E402
 from openinfer_kernels.cpu.gemm.low_bit_activations import e4m3_codes, quantise_rows, rounded_activations  # noqa: E402
 from openinfer_kernels.cpu.gemm.quantised import dequantised, upload_quantised  # noqa: E402
 from openinfer_kernels.cuda.common.libraries import bfloat16  # noqa: E402
-from openinfer_kernels.cuda.gemm import low_bit_activations as cuda_products  # noqa: E402
 from openinfer_kernels.cuda.gemm import output_head  # noqa: E402
+from openinfer_kernels.cuda.lowbit import low_bit_activations as cuda_products  # noqa: E402
 from openinfer_kernels.cuda.ops import CudaOps  # noqa: E402
 from openinfer_kernels.weights.low_bit_activations import PromptSteps  # noqa: E402
 from openinfer_kernels.weights.quantised import Code, ScaleType  # noqa: E402

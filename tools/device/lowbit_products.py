@@ -34,9 +34,9 @@ from openinfer_kernels.cuda.gemm.gemm import Gemm  # noqa: E402
 from openinfer_kernels.cuda.gemm.grouped_gemm import GroupedGemm  # noqa: E402
 from openinfer_kernels.cuda.gemm.library_products import LibraryProducts  # noqa: E402
 from openinfer_kernels.cuda.gemm.linear import Linear  # noqa: E402
-from openinfer_kernels.cuda.gemm.lowbit_gemm import LowbitGemm  # noqa: E402
 from openinfer_kernels.cuda.gemm.quantised import Quantised  # noqa: E402
 from openinfer_kernels.cuda.gemm.tiles import Epilogue  # noqa: E402
+from openinfer_kernels.cuda.lowbit.lowbit_gemm import LowbitGemm  # noqa: E402
 from openinfer_kernels.cuda.norm.rms_norm import Norm  # noqa: E402
 from openinfer_kernels.weights.code_values import E4M3_VALUES  # noqa: E402
 from openinfer_kernels.weights.quantised import (  # noqa: E402

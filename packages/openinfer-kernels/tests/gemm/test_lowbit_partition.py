@@ -2,7 +2,7 @@
 
 import pytest
 
-from openinfer_kernels.cuda.gemm.lowbit_partition import SIZES, Room, partition_product
+from openinfer_kernels.cuda.lowbit.lowbit_partition import SIZES, Room, partition_product
 
 CLUSTERS = {
     1: {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15},

@@ -29,13 +29,13 @@ from openinfer_kernels.cuda.gemm.grouped_gemm import GroupedGemm
 from openinfer_kernels.cuda.gemm.grouped_linear import GroupedLinear
 from openinfer_kernels.cuda.gemm.library_products import LibraryProducts
 from openinfer_kernels.cuda.gemm.linear import Linear
-from openinfer_kernels.cuda.gemm.low_bit_activations import LowBitActivations
 from openinfer_kernels.cuda.gemm.output_head import Fp8Heads, OutputHeads
 from openinfer_kernels.cuda.gemm.projections import Projections
 from openinfer_kernels.cuda.gemm.quantised import Quantised
 from openinfer_kernels.cuda.linear_attention.causal_conv import CausalConv
 from openinfer_kernels.cuda.linear_attention.gated_delta_rule import GatedDeltaRule
 from openinfer_kernels.cuda.lora.lora import Lora
+from openinfer_kernels.cuda.lowbit.low_bit_activations import LowBitActivations
 from openinfer_kernels.cuda.mla.append import LatentAppend
 from openinfer_kernels.cuda.mla.latent_attention import LatentAttention
 from openinfer_kernels.cuda.moe.experts import Experts

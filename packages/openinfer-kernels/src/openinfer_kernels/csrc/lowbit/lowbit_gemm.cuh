@@ -41,7 +41,7 @@ constexpr int kAlignment = 1024;  // of swizzled boxes
 constexpr int kWarpgroup = 128;
 constexpr int kMostSlots = 16;
 
-// A weight and what a launch does; `Problem` of cuda/gemm/lowbit_gemm.py.
+// A weight and what a launch does; `Problem` of cuda/lowbit/lowbit_gemm.py.
 struct Problem {
   const uint8_t* tiles;
   void* y;

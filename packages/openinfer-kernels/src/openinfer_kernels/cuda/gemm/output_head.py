@@ -7,10 +7,10 @@ from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.memory import Memory
 from openinfer_kernels.cuda.gemm.linear import Linear
-from openinfer_kernels.cuda.gemm.low_bit_activations import LowBitActivations
-from openinfer_kernels.cuda.gemm.lowbit_gemm import LowbitGemm
-from openinfer_kernels.cuda.gemm.lowbit_tiles import LowbitTiles, TiledWeight
 from openinfer_kernels.cuda.gemm.tiles import Epilogue
+from openinfer_kernels.cuda.lowbit.low_bit_activations import LowBitActivations
+from openinfer_kernels.cuda.lowbit.lowbit_gemm import LowbitGemm
+from openinfer_kernels.cuda.lowbit.lowbit_tiles import LowbitTiles, TiledWeight
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, LinearWeight, QuantisedWeight
 from openinfer_kernels.weights.gpu_kernels import tiles_hold

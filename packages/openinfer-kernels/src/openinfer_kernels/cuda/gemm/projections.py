@@ -6,8 +6,8 @@ In the steps that `PromptSteps` says activations are quantised, too, if the oper
 from collections.abc import Callable
 
 from openinfer_kernels.cuda.gemm.linear import Linear
-from openinfer_kernels.cuda.gemm.low_bit_activations import LowBitActivations
 from openinfer_kernels.cuda.gemm.quantised import Quantised
+from openinfer_kernels.cuda.lowbit.low_bit_activations import LowBitActivations
 from openinfer_kernels.cuda.moe.experts import Experts
 from openinfer_kernels.ops import Array, AttentionBatch, LinearWeight, QuantisedWeight
 from openinfer_kernels.weights.low_bit_activations import PromptSteps

@@ -26,9 +26,9 @@ from openinfer_kernels.cuda.common.uploads import Check, Convert
 from openinfer_kernels.cuda.gemm import dispatch
 from openinfer_kernels.cuda.gemm.grouped_gemm import NAMES, Epilogue, GroupedGemm, kernels_of_format
 from openinfer_kernels.cuda.gemm.linear import Linear
-from openinfer_kernels.cuda.gemm.lowbit_gemm import LowbitGemm
-from openinfer_kernels.cuda.gemm.lowbit_tiles import LowbitTiles, TiledWeight
 from openinfer_kernels.cuda.gemm.tiles import Epilogue as DenseEpilogue
+from openinfer_kernels.cuda.lowbit.lowbit_gemm import LowbitGemm
+from openinfer_kernels.cuda.lowbit.lowbit_tiles import LowbitTiles, TiledWeight
 from openinfer_kernels.cuda.moe.experts import check_weight
 from openinfer_kernels.errors import ArrayMismatchError, WeightValueError
 from openinfer_kernels.ops import Array, HostArray, LinearWeight, QuantisedWeight

@@ -16,8 +16,8 @@ from openinfer_kernels.cuda.common.arrays import fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.gemm.linear import Linear
-from openinfer_kernels.cuda.gemm.lowbit_tiles import TiledWeight
 from openinfer_kernels.cuda.gemm.scaled_products import TOKENS_ALIGNMENT, ScaledProducts, Scaling, result_dtype
+from openinfer_kernels.cuda.lowbit.lowbit_tiles import TiledWeight
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, QuantisedWeight
 from openinfer_kernels.weights.low_bit_activations import BLOCK, group_columns

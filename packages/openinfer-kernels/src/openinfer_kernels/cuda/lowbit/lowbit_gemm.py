@@ -8,7 +8,8 @@ from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
-from openinfer_kernels.cuda.gemm.lowbit_partition import (
+from openinfer_kernels.cuda.gemm.tiles import Epilogue
+from openinfer_kernels.cuda.lowbit.lowbit_partition import (
     MOST_TOKENS_OF_SUMS,
     SIZES,
     Partition,
@@ -16,8 +17,7 @@ from openinfer_kernels.cuda.gemm.lowbit_partition import (
     Size,
     partition_product,
 )
-from openinfer_kernels.cuda.gemm.lowbit_tiles import TiledWeight
-from openinfer_kernels.cuda.gemm.tiles import Epilogue
+from openinfer_kernels.cuda.lowbit.lowbit_tiles import TiledWeight
 from openinfer_kernels.ops import Array
 
 _STEM = "lowbit_gemm_"
