@@ -117,7 +117,7 @@ def test_numbers_of_ranks_that_do_not_fit_say_why() -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openinfer_engine.engine_plan.open_backend", lambda options, rank: SmallDevice(options))
+    monkeypatch.setattr("openinfer_engine.engine_plan.open_backend", lambda options, **_: SmallDevice(options))
     with pytest.raises(Refused, match=r"it does not fit; by the same ledger it fits on 2 such devices"):
         resolve(DEFINITION, MODEL_DIR, EngineOptions())
     monkeypatch.setattr(SmallDevice, "memory_bytes", MIB)

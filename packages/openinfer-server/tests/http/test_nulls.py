@@ -77,7 +77,10 @@ BODIES: Mapping[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1, 2]},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
+    "/update_weights": {"path": "b"},
 }
+NOT_SERVED = ("lora", "update_weights")
+"""Words by which the engine of these tests refuses what it cannot do."""
 
 
 def names() -> list[str]:
@@ -137,7 +140,7 @@ def told(server: ThreadedServer, path: str, body: Any) -> tuple[int, list[str], 
 def test_nulls_in_the_apis_own_objects_change_nothing(server, path):
     body = BODIES[path]
     plain = told(server, path, body)
-    assert plain[0] == 200 or "lora" in plain[1][0], plain
+    assert plain[0] == 200 or any(word in plain[1][0] for word in NOT_SERVED), plain
     fields = st.lists(st.sampled_from(names()), max_size=4, unique=True)
 
     @settings(max_examples=25, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -8,13 +8,13 @@ line is the machine's) and caches.
 """
 
 import hashlib
+import os
 import re
 from base64 import urlsafe_b64encode
 from collections.abc import Iterable
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -206,7 +206,10 @@ def _editable_root(found: Distribution) -> Path | None:
         origin = msgspec.json.decode(text, type=_DirectUrl)
     except msgspec.MsgspecError as error:
         raise Refused(f"{found.name} {found.version} has an unreadable direct_url.json: {error}") from error
-    return Path(url2pathname(urlsplit(origin.url).path)) if origin.dir_info.editable else None
+    if not origin.dir_info.editable:
+        return None
+    path = unquote(urlsplit(origin.url).path)
+    return Path(path.removeprefix("/") if os.name == "nt" else path)  # file:///C:/folder
 
 
 def _tree(found: Distribution, project: Path) -> dict[str, str]:
