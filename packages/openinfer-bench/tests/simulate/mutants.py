@@ -264,7 +264,7 @@ def our_fault_is_the_clients(world: World) -> None:
 def bodies_decoded_on_the_event_loop(world: World) -> None:
     from openinfer_server.http.request import HttpRequest
 
-    async def at_once(self: HttpRequest, work: Callable[[], Any]) -> Any:
+    async def at_once(self: HttpRequest, work: Callable[[], Any], **_: Any) -> Any:
         return work()
 
     HttpRequest.aside = at_once  # type: ignore[method-assign]
