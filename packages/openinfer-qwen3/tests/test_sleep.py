@@ -360,5 +360,7 @@ def test_memory_of_weights_and_kv_is_given_back(tmp_path: Path) -> None:
     memory, (*resident,) = json.loads(said.stdout)
     held = memory["weights"] + memory["kv_cache"]
     assert held > 200 << 20
-    for awake, asleep in zip(resident[::2], resident[1::2], strict=True):
-        assert awake - asleep > 0.9 * held, (memory, resident)
+    given_back = [awake - asleep for awake, asleep in zip(resident[::2], resident[1::2], strict=True)]
+    # Before the first sleep not every page of the pool need have been touched, and arrays of the first step stay.
+    assert given_back[0] > 0.9 * memory["weights"], (memory, resident)
+    assert min(given_back[1:]) > 0.9 * held, (memory, resident)
