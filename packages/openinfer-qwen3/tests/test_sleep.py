@@ -361,6 +361,7 @@ def test_memory_of_weights_and_kv_is_given_back(tmp_path: Path) -> None:
     held = memory["weights"] + memory["kv_cache"]
     assert held > 200 << 20
     given_back = [awake - asleep for awake, asleep in zip(resident[::2], resident[1::2], strict=True)]
-    # Before the first sleep not every page of the pool need have been touched, and arrays of the first step stay.
+    # The first gave back 0.85 of what is held in one run, and more than 0.9 in others. Why is not known: what stays
+    # then, some 40 MB, is gone after the second.
     assert given_back[0] > 0.9 * memory["weights"], (memory, resident)
     assert min(given_back[1:]) > 0.9 * held, (memory, resident)
