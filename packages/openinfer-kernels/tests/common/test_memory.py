@@ -122,6 +122,30 @@ def test_loading_fills_every_array_by_its_end(ops, host, dtype):
         np.testing.assert_array_equal(host(found), host(ops.upload_weight(wanted.copy())))
 
 
+@pytest.mark.gpu
+def test_loading_does_not_write_where_kernels_of_the_stream_have_yet_to_read(ops, host):
+    """A temporary that was freed while the kernel that reads it waits gives its memory to a weight of the same size."""
+    if ops.name != "cuda":
+        pytest.skip("of the CUDA module only")
+    from openinfer_kernels.cuda.common.libraries import cupy
+
+    values = np.random.default_rng(0).integers(0, 1 << 15, size=1 << 20).astype(np.uint16)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        halves, kept = cupy.zeros((2, 1 << 29), np.uint8), cupy.zeros(values.shape, np.uint16)
+        stream.synchronize()
+        with ops.loading():
+            temporary = ops.upload(values)
+            place = temporary.data.ptr
+            for _ in range(100):  # a queue of some 25 ms, in which the copies' threads come to their work
+                halves[0] = halves[1]
+            kept[:] = temporary
+            del temporary
+            weight = ops.upload_weight(np.zeros(values.shape, np.uint16))
+            assert weight.data.ptr == place
+    np.testing.assert_array_equal(kept.get(), values)
+    assert not host(weight).any()
+
+
 def test_loading_tells_what_came_and_raises_what_failed(ops):
     came = []
     with ops.loading(came.append):

@@ -59,7 +59,9 @@ class Uploads:
         self._pending: list[Future[None]] = []
 
     def add(self, host: HostArray, out: Array, convert: Convert | None = None, check: Check | None = None) -> None:
-        """Queues the copy of `host` into `out`, of the same shape; neither may be touched until the end.
+        """Queues the copy of `host` into `out`, of the same shape, after what the current stream has been given.
+
+        Neither may be touched until the end.
 
         Args:
             host: float32, float16, or uint16 for BF16 bits; any strides. With `convert`, whatever that reads.
@@ -76,9 +78,13 @@ class Uploads:
                 self.add(row, place, convert, check)
             return
         rows = BUFFER_BYTES // row_bytes
+        # The memory of `out` may have been that of a temporary, which kernels of this stream have yet to read.
+        before = cupy.cuda.Event(disable_timing=True)
+        before.record()
         for begin in range(0, len(host), rows * _BUFFERS_OF_TASK):
             task = slice(begin, begin + rows * _BUFFERS_OF_TASK)
-            self._pending.append(self._threads.submit(self._copy, host[task], out[task], rows, convert, check))
+            work = _Task(host=host[task], out=out[task], rows=rows, before=before, convert=convert, check=check)
+            self._pending.append(self._threads.submit(self._copy, work))
 
     def finish(self) -> None:
         """Waits for everything that was added; raises what a copy raised."""
@@ -95,21 +101,21 @@ class Uploads:
             lane.close()
         self._lanes.clear()
 
-    def _copy(self, host: HostArray, out: Array, rows: int, convert: Convert | None, check: Check | None) -> None:
+    def _copy(self, task: "_Task") -> None:
         lane = self._lane()
         with lane.stream:
-            for begin in range(0, len(host), rows):
-                self._copy_rows(lane, host[begin : begin + rows], out[begin : begin + rows], convert, check)
-        self._progress(host.nbytes)
+            lane.stream.wait_event(task.before)
+            for begin in range(0, len(task.host), task.rows):
+                self._copy_rows(lane, task, slice(begin, begin + task.rows))
+        self._progress(task.host.nbytes)
 
-    def _copy_rows(
-        self, lane: "_Lane", host: HostArray, out: Array, convert: Convert | None, check: Check | None
-    ) -> None:
+    def _copy_rows(self, lane: "_Lane", task: "_Task", rows: slice) -> None:
+        host, out, convert = task.host[rows], task.out[rows], task.convert
         buffer = lane.next_buffer()
         staged = buffer.memory[: host.nbytes].view(host.dtype).reshape(host.shape)
         np.copyto(staged, host)
-        if check is not None:
-            check(staged)
+        if task.check is not None:
+            task.check(staged)
         if host.dtype == np.uint16 and convert is None:
             _send(staged, out, lane.stream)
         else:
@@ -126,6 +132,19 @@ class Uploads:
             lane = self._own.lane = _Lane()
             self._lanes.append(lane)
         return lane
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What a thread copies before it asks for more to do: `rows` of `host` at a time."""
+
+    host: HostArray
+    out: Array
+    rows: int
+    before: Any
+    """The event of the caller's stream that its copies wait for."""
+    convert: Convert | None
+    check: Check | None
 
 
 @dataclass(slots=True)
