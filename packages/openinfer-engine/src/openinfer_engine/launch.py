@@ -58,7 +58,9 @@ CHILD_MODULE = "openinfer_engine.child"
 
 def plan(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions) -> FamilyPlan:
     """What `launch` would do; every part is made, and the scheduler run on a fake device. Raises as these do."""
-    engine_plan = resolve(definition, model_dir, options)
+    from openinfer_engine.ranks.choice import planned_placement
+
+    engine_plan = resolve(definition, model_dir, options, placement=planned_placement(options))
     dry_run(engine_plan)
     return engine_plan.plan()
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from openinfer_core import InvalidRequest, Refused
+from openinfer_core import InvalidRequest, PluginError, Refused
+from openinfer_engine.options import DeviceKind, EngineOptions
+from openinfer_engine.ranks.choice import planned_placement
 from openinfer_engine.ranks.handshake import Node
 from openinfer_engine.ranks.interfaces import interface_of
 from openinfer_engine.ranks.join_host import arrange
@@ -127,3 +129,29 @@ def test_the_interface_of_an_address_is_found() -> None:
     for absent in ("192.0.2.1", "2001:db8::1", "nonsense"):
         with pytest.raises(Refused, match="NCCL_SOCKET_IFNAME"):
             interface_of(absent)
+
+
+def planned(rank_host: str | None, *, device: DeviceKind = DeviceKind.CUDA) -> Placement:
+    return planned_placement(EngineOptions(device=device, tensor_parallel_size=4, rank_host=rank_host))
+
+
+def test_a_plan_counts_the_gpus_of_this_node_alone() -> None:
+    placement = planned("join=0.0.0.0:7000,token-file=absent,local=3")
+    assert placement.gpus_of_node(0) == [0, 1, 2]
+    assert placement.gpus_of_node(3) == [0]
+    assert placement.spans_nodes
+    assert {place.address for place in placement.places} == {""}
+
+
+@pytest.mark.parametrize("rank_host", [None, "process", "thread"])
+def test_a_plan_of_one_machine_counts_all_gpus_here(rank_host: str | None) -> None:
+    assert planned(rank_host).gpus_of_node(0) == [0, 1, 2, 3]
+
+
+def test_a_plan_refuses_what_a_start_would() -> None:
+    with pytest.raises(Refused, match="with local=4 all 4 ranks are on this node"):
+        planned("join=0.0.0.0:7000,token-file=absent,local=4")
+    with pytest.raises(InvalidRequest, match="not of the form"):
+        planned("join=0.0.0.0:7000")
+    with pytest.raises(PluginError, match="nowhere"):
+        planned("nowhere=1")

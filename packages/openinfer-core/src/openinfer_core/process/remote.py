@@ -98,18 +98,51 @@ def join_engine(access: EngineAccess) -> "JoinedEngine":
         EngineClosed: the engine is gone.
         ContractViolation: what is there is no engine of ours.
     """
+    return join_connection(open_link(access))
+
+
+def open_link(access: EngineAccess) -> socket.socket:
+    """A connection to a running engine that has been shown the token: what the engine says first is its `Welcome`.
+
+    It may be handed on, byte for byte, to a process that may use the engine and is not told the token.
+
+    Raises:
+        EngineClosed: the engine is gone.
+    """
     connection = connect_to(access.address)
     try:
-        return JoinedEngine(connection, _greet(connection, access.token))
+        connection.sendall(encode_frame(Hello(access.token)))
+    except OSError as error:
+        connection.close()
+        raise EngineClosed(f"the engine process is gone: {error}") from error
+    return connection
+
+
+def join_connection(connection: socket.socket) -> "JoinedEngine":
+    """The handle to the engine at the other end of `open_link`; the connection is closed with it, or if this raises.
+
+    Raises:
+        EngineClosed: the engine is gone.
+        ContractViolation: what is there is no engine of ours.
+    """
+    try:
+        return JoinedEngine(connection, _welcome(connection))
     except BaseException:
         connection.close()
         raise
 
 
 def _greet(connection: socket.socket, token: str) -> EngineInfo:
-    frames = FrameBuffer()
     try:
         connection.sendall(encode_frame(Hello(token)))
+    except OSError as error:
+        raise EngineClosed(f"the engine process is gone: {error}") from error
+    return _welcome(connection)
+
+
+def _welcome(connection: socket.socket) -> EngineInfo:
+    frames = FrameBuffer()
+    try:
         while data := connection.recv(1 << 16):
             for body in frames.feed(data):
                 return _info(to_client_decoder.decode(body))

@@ -63,6 +63,8 @@ class CudaBackend(PlannedGpu):
 
     def join_group(self, ticket: bytes, *, rank: int, size: int) -> Communicator:
         nodes = self._placement.nodes
+        if self._placement.spans_nodes and not self._placement.places[rank].address:
+            raise Refused(f"--rank-host: it does not say by which address the other nodes reach rank {rank}")
         return NcclCommunicator(ticket, rank=rank, size=size, device=self._device, nodes=nodes)
 
     @property
@@ -128,7 +130,7 @@ def _check_ranks(options: EngineOptions, *, rank: int, placement: Placement) -> 
             f"tensor_parallel_size is {size}, of which {len(gpus)} ranks are on this machine and take GPUs {gpus}, and "
             f"it has {count} GPUs that the process can see (CUDA_VISIBLE_DEVICES): each rank needs one"
         )
-    if placement.spans_nodes:
-        address = placement.places[rank].address
+    address = placement.places[rank].address
+    if placement.spans_nodes and address:  # in a plan there is none
         use_interface(interface_of(address))
     nccl_library()

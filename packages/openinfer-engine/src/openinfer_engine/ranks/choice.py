@@ -1,8 +1,9 @@
 """The host of an engine's ranks, by name."""
 
 from openinfer_core import find_plugin
-from openinfer_engine.options import EngineOptions
-from openinfer_engine.ranks.contract import RankHost
+from openinfer_engine.options import THREAD_RANKS, DeviceKind, EngineOptions
+from openinfer_engine.ranks.contract import PlansPlacement, RankHost, RankSpec
+from openinfer_engine.ranks.placement import Placement
 
 RANK_HOSTS = "openinfer.rank_hosts"
 PROCESS = "process"
@@ -18,3 +19,20 @@ def open_rank_host(options: EngineOptions) -> RankHost:
     """
     name, _, setting = (options.rank_host or PROCESS).partition("=")
     return find_plugin(RANK_HOSTS, name).make(setting, contract=RankHost)
+
+
+def planned_placement(options: EngineOptions) -> Placement:
+    """Where the ranks of an engine would be, without starting any; on this machine where their host does not say.
+
+    Raises:
+        InvalidRequest: the setting is not one.
+        Refused: so many ranks cannot be had.
+        PluginError: no package offers the name.
+    """
+    on_gpu = options.device is DeviceKind.CUDA
+    if options.rank_host not in (None, PROCESS, THREAD_RANKS):
+        name, _, setting = options.rank_host.partition("=")
+        factory: object = find_plugin(RANK_HOSTS, name).load()
+        if isinstance(factory, PlansPlacement):
+            return factory.planned(setting, RankSpec(num_ranks=options.tensor_parallel_size, on_gpu=on_gpu))
+    return Placement.on_one_node(options.tensor_parallel_size)

@@ -12,7 +12,7 @@ group `openinfer.rank_hosts` is a function that makes a host of the text after t
 """
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -93,6 +93,20 @@ class RankHost(Protocol):
 
     def close(self) -> None:
         """Frees what it holds, after all links have ended. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class PlansPlacement(Protocol):
+    """What a factory of hosts may be, too. Without it `openinfer plan` takes all ranks to be on this machine."""
+
+    def planned(self, setting: str, spec: RankSpec) -> Placement:
+        """Where ranks would be; starts none, and opens nothing. Nodes that are not known yet have no address.
+
+        Raises:
+            InvalidRequest: the setting is not one.
+            Refused: so many ranks cannot be had.
+        """
         ...
 
 

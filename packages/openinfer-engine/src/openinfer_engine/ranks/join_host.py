@@ -17,8 +17,9 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 from openinfer_core import Refused
+from openinfer_core.process.mutual_proof import NotAdmitted, read_token
 from openinfer_engine.ranks.contract import RankLink, RankSpec
-from openinfer_engine.ranks.handshake import Node, NotAdmitted, admit, read_token
+from openinfer_engine.ranks.handshake import Node, admit
 from openinfer_engine.ranks.join_setting import JoinSetting
 from openinfer_engine.ranks.placement import Placement, RankPlace
 from openinfer_engine.ranks.process_host import ProcessRankHost
@@ -32,9 +33,21 @@ _LOOK_S = 0.2  # between two looks, of the thread that lets ranks in, at whether
 _HANDSHAKES = 32  # at a time; further connections wait in the listener's queue
 
 
-def open_joined(setting: str) -> "JoinRankHost":
-    """The host of `--rank-host join=…`."""
-    return JoinRankHost(JoinSetting.parse(setting))
+class JoinedRanks:
+    """Makes the host of `--rank-host join=…`, and says where its ranks would be."""
+
+    def __call__(self, setting: str) -> "JoinRankHost":
+        return JoinRankHost(JoinSetting.parse(setting))
+
+    def planned(self, setting: str, spec: RankSpec) -> Placement:
+        """The head's ranks on its first GPUs; how many nodes the others are of is not known, and taken to be one."""
+        local = JoinSetting.parse(setting).local
+        num_others = _num_to_join(spec, local)
+        places = [(0, gpu) for gpu in range(local)] + [(1, gpu) for gpu in range(num_others)]
+        return Placement(tuple(RankPlace(*place) for place in places))
+
+
+open_joined = JoinedRanks()
 
 
 class JoinRankHost:
@@ -77,12 +90,7 @@ class JoinRankHost:
         self._processes.close()
 
     def _gather(self, spec: RankSpec) -> None:
-        wanted = spec.num_ranks - self._setting.local
-        if wanted < 1:
-            raise Refused(
-                f"--rank-host join: with local={self._setting.local} all {spec.num_ranks} ranks are on this node, and "
-                "none is to join; leave --rank-host out"
-            )
+        wanted = _num_to_join(spec, self._setting.local)
         logger.info("%d of %d ranks are to join at port %d", wanted, spec.num_ranks, self.port)
         links = self._door.wait(wanted, wait_s=self._setting.wait_s)
         try:
@@ -91,6 +99,16 @@ class JoinRankHost:
             for link in links:
                 link.end(deadline_s=0)
             raise
+
+
+def _num_to_join(spec: RankSpec, local: int) -> int:
+    wanted = spec.num_ranks - local
+    if wanted < 1:
+        raise Refused(
+            f"--rank-host join: with local={local} all {spec.num_ranks} ranks are on this node, and none is to join; "
+            "leave --rank-host out"
+        )
+    return wanted
 
 
 def arrange(links: list[SocketLink], setting: JoinSetting, *, on_gpu: bool) -> tuple[list[SocketLink], Placement]:

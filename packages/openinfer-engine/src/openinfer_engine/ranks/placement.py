@@ -11,7 +11,7 @@ class RankPlace(msgspec.Struct, frozen=True, array_like=True):
 
     node: int  # 0 is the node of rank 0; ranks of one node follow each other
     gpu: int  # among those that its process sees
-    address: str = ""  # an IP address of the node that the other nodes reach; empty where there is one node
+    address: str = ""  # an IP address of the node that the other nodes reach; empty for one node, and in a plan
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True):
