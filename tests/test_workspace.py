@@ -39,6 +39,7 @@ ALLOWED_SIBLINGS = {
     "openinfer-kv-cache": {"openinfer-core"},
     "openinfer-kv-offload": {"openinfer-core", "openinfer-kv-cache"},
     "openinfer-ollama": {"openinfer-server"},
+    "openinfer-ray": {"openinfer", "openinfer-core", "openinfer-server"},
     "openinfer-server": {"openinfer-core"},
     "openinfer-tiny-model": set[str](),
 }

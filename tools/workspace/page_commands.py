@@ -126,7 +126,10 @@ def known_flags(words: list[str]) -> tuple[bool, set[str] | None]:
     if words[0] == "openinfer":
         if len(words) == 1 or words[1].startswith("-"):
             return True, {"--version", "--help"}
-        has_parts = words[1] in {"bench", "kernels"} or words[1:3] in (["simulate", "fit"], ["simulate", "replay"])
+        has_parts = words[1] in {"bench", "kernels", "ray"} or words[1:3] in (
+            ["simulate", "fit"],
+            ["simulate", "replay"],
+        )
         command = words[1:3] if has_parts and len(words) > 2 else words[1:2]
         if command[0].isupper() or command[-1].isupper() or command[-1] == "...":
             return True, None
@@ -138,7 +141,7 @@ def known_flags(words: list[str]) -> tuple[bool, set[str] | None]:
 
 @cache
 def flags_of_openinfer(command: tuple[str, ...]) -> tuple[bool, set[str] | None]:
-    takes_model = command[0] in {"serve", "generate", "plan"}
+    takes_model = command in {("serve",), ("generate",), ("plan",), ("ray", "serve")}
     text = help_of(str(OPENINFER), *command, *(["--model", "tiny"] if takes_model else []), "--help")
     return (False, None) if text is None else (True, flags_in(text))
 

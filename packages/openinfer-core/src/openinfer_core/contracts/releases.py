@@ -31,6 +31,7 @@ OUR_PACKAGES = frozenset(
         "openinfer-ollama",
         "openinfer-qwen3",
         "openinfer-qwen35",
+        "openinfer-ray",
         "openinfer-server",
         "openinfer-tiny-model",
     }

@@ -1,0 +1,168 @@
+"""What is asked of Ray: a cluster, room in it, an application of replicas, and the actor that has their addresses.
+
+Ray is imported here alone, and in the processes that it starts for us.
+"""
+
+import contextlib
+import functools
+import importlib
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from openinfer_core import Refused
+from openinfer_core.process.processors import usable_processors
+from openinfer_ray.directory import Directory, read_listing
+from openinfer_ray.options import LOCAL, RayOptions
+from openinfer_ray.replica_spec import ReplicaAddress, ReplicaSpec
+
+logger = logging.getLogger("openinfer.engine")
+
+NAMESPACE = "openinfer"
+DEPLOYMENT = "replica"
+_ANSWER_S = 10.0  # what the actor of addresses may take
+_OBJECT_STORE_BYTES = 80 << 20  # of a cluster that we start: addresses alone go through it
+_PERIODS_UNTIL_FORGOTTEN = 5
+_LEAST_FORGET_S = 15.0
+_CONSTRUCTOR_ATTEMPTS = 2
+_HEALTH_TIMEOUT_S = 30.0
+_SHUTDOWN_GRACE_S = 10.0  # beyond what requests may take, for a replica to end
+
+
+def import_ray(module: str = "ray") -> Any:
+    """A module of Ray; raises `Refused` if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Refused(
+            f"Ray Serve is not installed ({error}): pip install 'ray[serve]>=2.60,<3'. No package of openinfer "
+            "requires it, because its extra brings a binary of HAProxy, which is under the GPL"
+        ) from error
+
+
+class Bundle(msgspec.Struct, frozen=True, kw_only=True):
+    """What one replica needs of one node."""
+
+    cpus: int
+    gpus: int
+
+    @property
+    def resources(self) -> dict[str, float]:
+        return {"CPU": float(self.cpus), **({"GPU": float(self.gpus)} if self.gpus else {})}
+
+
+def connect(options: RayOptions, bundle: Bundle) -> None:
+    """Connects this process to the cluster, or starts one that ends with it; raises `Refused`."""
+    ray: Any = import_ray()
+    import_ray("ray.serve")
+    quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
+    if options.ray_address == LOCAL:
+        cpus = max(usable_processors(), options.replicas * bundle.cpus)  # on one machine they share what there is
+        quiet |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    try:
+        ray.init(address=options.ray_address, **quiet)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise Refused(f"--ray-address {options.ray_address}: {error}") from error
+    logger.info("Ray %s at %s", ray.__version__, ray.get_runtime_context().gcs_address)
+
+
+def require_room(options: RayOptions, bundle: Bundle) -> None:
+    """Raises `Refused` if the nodes that are there could not hold all replicas, were they empty.
+
+    Ray would wait for more nodes, without an end.
+    """
+    ray: Any = import_ray()
+    nodes: list[Mapping[str, float]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = sum(places_on(node, bundle) for node in nodes)
+    if room < options.replicas:
+        have = "; ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
+        raise Refused(
+            f"{options.replicas} replicas of {bundle.cpus} CPUs and {bundle.gpus} GPUs of one node each do not fit: "
+            f"the cluster has room for {room}. Its nodes have: {have}"
+        )
+
+
+def places_on(node: Mapping[str, float], bundle: Bundle) -> int:
+    """How many replicas an empty node of these resources holds."""
+    return min(math.floor(node.get(name, 0.0) / amount) for name, amount in bundle.resources.items())
+
+
+def deploy(options: RayOptions, bundle: Bundle, spec: ReplicaSpec) -> None:
+    """Runs the application, in the place of one of the same name, and waits until all replicas are loaded.
+
+    Raises:
+        Refused: a replica could not start; with what Ray knows of it.
+    """
+    from openinfer_ray.replica import Replica
+
+    serve: Any = import_ray("ray.serve")
+    serve.start(proxy_location="Disabled")  # requests do not come through Ray
+    deployment = serve.deployment(Replica).options(
+        name=DEPLOYMENT,
+        num_replicas=options.replicas,
+        placement_group_bundles=[bundle.resources],
+        placement_group_strategy="STRICT_PACK",
+        ray_actor_options={"num_cpus": bundle.cpus, "num_gpus": bundle.gpus},
+        health_check_period_s=options.replica_health_period_s,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        graceful_shutdown_timeout_s=spec.drain_deadline_s + _SHUTDOWN_GRACE_S,
+        max_constructor_retry_count=_CONSTRUCTOR_ATTEMPTS,
+    )
+    try:
+        serve.run(deployment.bind(msgspec.json.encode(spec)), name=options.ray_app, route_prefix=None)
+    except RuntimeError as error:
+        raise Refused(f"the replicas did not start: {error}") from error
+
+
+def delete(app: str) -> bool:
+    """Ends an application: its replicas answer what they have first. Returns whether there was one."""
+    serve: Any = import_ray("ray.serve")
+    if app not in serve.status().applications:
+        return False
+    serve.delete(app)
+    ray: Any = import_ray()
+    with contextlib.suppress(ValueError):  # there is no such actor
+        ray.kill(ray.get_actor(_directory_name(app), namespace=NAMESPACE))
+    return True
+
+
+def leave() -> None:
+    """Ends the connection to the cluster, and a cluster that `connect` started."""
+    import_ray().shutdown()
+
+
+def start_directory(options: RayOptions) -> None:
+    """Starts the actor that has the addresses; one that is there is kept."""
+    ray: Any = import_ray()
+    forget_s = max(_LEAST_FORGET_S, _PERIODS_UNTIL_FORGOTTEN * options.replica_health_period_s)
+    actor = ray.remote(num_cpus=0, max_restarts=-1)(Directory)
+    named = {"name": _directory_name(options.ray_app), "namespace": NAMESPACE, "get_if_exists": True}
+    ray.get(actor.options(lifetime="detached", **named).remote(forget_s).listing.remote(), timeout=60)
+
+
+def listing_of(app: str) -> Callable[[], list[ReplicaAddress]]:
+    """Asks the actor for the addresses; what it returns blocks, and raises what Ray raises."""
+    return functools.partial(_listing, app)
+
+
+def announce(app: str, address: ReplicaAddress) -> None:
+    """Tells the actor an address; raises what Ray raises."""
+    ray: Any = import_ray()
+    ray.get(_directory(app).announce.remote(msgspec.json.encode(address)), timeout=_ANSWER_S)
+
+
+def _listing(app: str) -> list[ReplicaAddress]:
+    ray: Any = import_ray()
+    return read_listing(ray.get(_directory(app).listing.remote(), timeout=_ANSWER_S))
+
+
+def _directory(app: str) -> Any:
+    ray: Any = import_ray()
+    return ray.get_actor(_directory_name(app), namespace=NAMESPACE)
+
+
+def _directory_name(app: str) -> str:
+    return f"openinfer-replicas-{app}"

@@ -1,0 +1,51 @@
+"""`RayOptions`: what a user can set about replicas, in one frozen Struct."""
+
+import re
+
+import msgspec
+
+from openinfer_core import InvalidRequest
+
+LOCAL = "local"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+_MOST_REPLICAS = 1024
+_MOST_CPUS = 1024
+_LONGEST_PERIOD_S = 3600.0
+
+
+class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many replicas there are, and where.
+
+    Raises:
+        InvalidRequest: a value is out of range; `field` names it.
+    """
+
+    replicas: int = 1
+    """Engines, each with --tensor-parallel-size GPUs of one node."""
+    replica_cpus: int = 1
+    """CPUs that Ray keeps for each replica."""
+    replica_token_file: str = ""
+    """The secret that the server and the replicas show each other, at this path on every node; empty: one is drawn, and
+    reaches the replicas through Ray."""
+    replica_health_period_s: float = 2.0
+    """Seconds between two looks of Ray Serve at a replica; after three bad ones it is replaced."""
+    ray_address: str = "auto"
+    """Of the cluster: auto for the one that runs on this machine, HOST:PORT, or local for a new one, on this machine
+    alone, that ends with the command."""
+    ray_app: str = "openinfer"
+    """Name of the application in Ray Serve."""
+
+    def __post_init__(self) -> None:
+        for name, most in (("replicas", _MOST_REPLICAS), ("replica_cpus", _MOST_CPUS)):
+            if not 1 <= getattr(self, name) <= most:
+                raise InvalidRequest(f"{name} must be in 1 .. {most}", field=name)
+        if not 0.1 <= self.replica_health_period_s <= _LONGEST_PERIOD_S:  # also refuses NaN
+            raise InvalidRequest(
+                f"replica_health_period_s must be in 0.1 .. {_LONGEST_PERIOD_S:g}", field="replica_health_period_s"
+            )
+        if not self.ray_address:
+            raise InvalidRequest("ray_address is empty: auto, HOST:PORT or local", field="ray_address")
+        if not _NAME.fullmatch(self.ray_app):
+            raise InvalidRequest(
+                f"ray_app is {self.ray_app!r}; it must have 1 to 63 letters, digits, - and _", field="ray_app"
+            )

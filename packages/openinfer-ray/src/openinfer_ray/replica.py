@@ -1,0 +1,89 @@
+"""`Replica`: what Ray Serve places, watches and replaces: an engine's process, and the port by which servers reach it.
+
+No request reaches it through Ray.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from typing import Any
+
+import msgspec
+
+from openinfer_core import EngineClosed, EngineHandle, Refused, find_plugin, load_family
+from openinfer_core.plugins import MODELS
+from openinfer_core.process.logs import set_up_logs
+from openinfer_core.process.remote import EngineAccess, RemoteEngine, open_link
+from openinfer_ray import cluster
+from openinfer_ray.relay import Relay
+from openinfer_ray.replica_spec import ReplicaAddress, ReplicaSpec, ReplicaState
+
+logger = logging.getLogger("openinfer.engine")
+
+_NAME_BYTES = 8
+_ANSWER_S = 10.0
+
+
+class Replica:
+    """Loads the model when it is made, which may take minutes; it is called by Ray Serve alone.
+
+    Raises:
+        OpenInferError: the engine cannot be had.
+    """
+
+    def __init__(self, spec: bytes) -> None:
+        set_up_logs(os.environ)
+        self._spec = msgspec.json.decode(spec, type=ReplicaSpec)
+        token = self._spec.read_token()
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(self._spec.cpus))
+        self._engine, access = launch(self._spec)
+        ray: Any = cluster.import_ray()
+        host: str = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        self._relay = Relay(listener, token=token, open_link=lambda: open_link(access))
+        self._relay.start()
+        name = f"{host}-{secrets.token_hex(_NAME_BYTES)}"
+        self._address = ReplicaAddress(name=name, host=host, port=self._relay.address[1])
+        cluster.announce(self._spec.app, self._address)
+
+    async def check_health(self) -> None:
+        """Raises `EngineClosed` if the engine has ended or hangs: Ray Serve replaces the replica then."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                stats = await self._engine.stats()
+        except TimeoutError as error:
+            raise EngineClosed(f"the engine has not answered for {_ANSWER_S:g} s") from error
+        if stats.step_age_s > self._spec.max_step_age_s:
+            raise EngineClosed(f"the engine's loop has hung for {stats.step_age_s:.0f} s")
+        await self._announce(self._address)
+
+    async def __del__(self) -> None:
+        # Ray Serve calls and awaits it before it ends a replica that it does not want any more.
+        await self._announce(msgspec.structs.replace(self._address, state=ReplicaState.LEAVING))
+        deadline_s = self._spec.drain_deadline_s
+        if not await asyncio.to_thread(self._relay.wait_until_left, timeout_s=deadline_s):
+            logger.error("%d servers have not left within %g s", self._relay.num_links, deadline_s)
+        self._relay.close()
+        await self._engine.close()
+
+    async def _announce(self, address: ReplicaAddress) -> None:
+        """Without the directory the replica goes on: servers that are connected do not need it."""
+        try:
+            await asyncio.to_thread(cluster.announce, self._spec.app, address)
+        except Exception as error:  # noqa: BLE001 - Ray raises many kinds
+            logger.warning("the directory of replicas does not answer: %s", error)
+
+
+def launch(spec: ReplicaSpec) -> tuple[EngineHandle, EngineAccess]:
+    """Starts the engine, in a process of its own, and says how others join it; raises `OpenInferError`."""
+    family = load_family(find_plugin(MODELS, spec.family))
+    options = msgspec.json.decode(spec.options, type=family.options_type)
+    engine = family.launch(spec.require_model(), options)
+    access = engine.access if isinstance(engine, RemoteEngine) else None
+    if access is None:
+        asyncio.run(engine.close())
+        raise Refused("replicas need an engine in a process of its own: --engine-host process")
+    return engine, access

@@ -1,0 +1,130 @@
+"""`openinfer ray serve`: replicas that Ray places, behind this process's server."""
+
+import argparse
+import functools
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from openinfer.commands.model_arguments import ModelArguments, parse
+from openinfer.flags import add_flags, read_flags
+from openinfer_core import EngineHandle, InvalidRequest, OpenInferError, Refused
+from openinfer_core.process.logs import set_up_logs
+from openinfer_ray import cluster
+from openinfer_ray.cluster import Bundle
+from openinfer_ray.options import RayOptions
+from openinfer_ray.ray_engine import RayEngine, join_replica
+from openinfer_ray.replica_spec import ReplicaSpec, ReplicaState
+from openinfer_server import ServerOptions
+
+logger = logging.getLogger("openinfer")
+
+_TOKEN_BYTES = 32
+_ON_GPUS = "cuda"  # the engine's `--device`; a family without that option computes on CPUs
+
+
+def run(argv: Sequence[str]) -> int:
+    """Places the replicas and serves them until SIGTERM or Ctrl-C, which ends them too; returns the exit code.
+
+    Raises:
+        OpenInferError: what the user can mend.
+    """
+    from openinfer_server import frontend_parts, run_starting
+
+    arguments = parse(argv, command="ray serve", description=__doc__ or "", configure=_configure)
+    server = read_flags(arguments.namespace, ServerOptions, preset={"model_name": [arguments.model_name]})
+    options = read_flags(arguments.namespace, RayOptions)
+    set_up_logs(os.environ)
+    bundle = bundle_of(arguments.options, options)
+    _refuse_what_is_not_there(arguments.options, server)
+    frontend_parts(arguments.model_dir, arguments.family.name, server)  # a wrong name is told before anything starts
+    spec = spec_of(arguments, options, server)
+
+    def announce(url: str) -> None:
+        name = server.model_name[0]
+        print(f"openinfer: serving {name} on {url}, {options.replicas} replicas on Ray", flush=True)  # noqa: T201
+
+    launch = functools.partial(start, options, bundle, spec, token=spec.read_token())
+    # In this thread: on Linux the processes of a cluster end with the thread that has started them.
+    cluster.connect(options, bundle)
+    try:
+        return run_starting(launch, arguments.model_dir, server, on_ready=announce)
+    finally:
+        cluster.leave()
+
+
+def bundle_of(options: msgspec.Struct, replicas: RayOptions) -> Bundle:
+    """What one replica of these options of a family needs."""
+    of_family: Any = options
+    on_gpus = str(getattr(of_family, "device", "")) == _ON_GPUS
+    return Bundle(cpus=replicas.replica_cpus, gpus=getattr(of_family, "tensor_parallel_size", 1) if on_gpus else 0)
+
+
+def spec_of(arguments: ModelArguments, options: RayOptions, server: ServerOptions) -> ReplicaSpec:
+    """What each replica is told."""
+    token = None if options.replica_token_file else secrets.token_hex(_TOKEN_BYTES)
+    return ReplicaSpec(
+        app=options.ray_app,
+        family=arguments.family.name,
+        model_dir=str(arguments.model_dir.resolve()),
+        options=msgspec.Raw(msgspec.json.encode(arguments.options)),
+        cpus=options.replica_cpus,
+        token=token,
+        token_file=str(Path(options.replica_token_file).resolve()) if options.replica_token_file else "",
+        drain_deadline_s=server.drain_deadline_s,
+        max_step_age_s=server.health_max_step_age_s,
+    )
+
+
+def start(options: RayOptions, bundle: Bundle, spec: ReplicaSpec, *, token: bytes) -> RayEngine:
+    """Starts all replicas, joins them, and returns them as one engine, which ends them when it is closed.
+
+    Raises:
+        OpenInferError: they cannot be had.
+    """
+    try:
+        cluster.require_room(options, bundle)
+        cluster.start_directory(options)
+        cluster.deploy(options, bundle, spec)
+        listing, join = cluster.listing_of(spec.app), functools.partial(join_replica, token=token)
+        joined: dict[str, EngineHandle] = {}
+        for replica in listing():
+            if replica.state is ReplicaState.SERVING:
+                _join_first(joined, replica.name, functools.partial(join, replica))
+        if not joined:
+            raise Refused("no replica of the application can be reached from this machine")
+        return RayEngine(joined, listing=listing, join=join, end=functools.partial(_end, spec.app))
+    except BaseException:
+        _end(spec.app)
+        raise
+
+
+def _join_first(joined: dict[str, EngineHandle], name: str, join: functools.partial[EngineHandle]) -> None:
+    try:
+        joined[name] = join()
+    except (OpenInferError, OSError) as error:
+        logger.warning("replica %s cannot be reached yet: %s", name, error)
+
+
+def _end(app: str) -> None:
+    try:
+        cluster.delete(app)
+    except Exception:  # Ray raises many kinds; a cluster that is gone has ended the replicas
+        logger.exception("the application %s could not be deleted", app)
+
+
+def _refuse_what_is_not_there(options: msgspec.Struct, server: ServerOptions) -> None:
+    if server.workers > 1:
+        raise InvalidRequest("replicas on Ray are served by one process: --workers 1", field="workers")
+    if getattr(options, "rank_host", None) not in (None, "process", "thread"):
+        raise InvalidRequest("a replica on Ray has the ranks of one node: leave --rank-host out", field="rank_host")
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, RayOptions)
+    add_flags(parser, ServerOptions)
