@@ -24,7 +24,16 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_core import Failed, Finished, GenerateRequest, RequestId, SamplingParams, TokenEvent, Tokens
+from openinfer_core import (
+    EngineHandle,
+    Failed,
+    Finished,
+    GenerateRequest,
+    RequestId,
+    SamplingParams,
+    TokenEvent,
+    Tokens,
+)
 from openinfer_core.process.engine_process import LinkKind
 from openinfer_core.process.remote import RemoteEngine, open_link
 from openinfer_core.process.wire import Events, encode_frame, to_client_decoder
@@ -34,7 +43,7 @@ from openinfer_core.scheduling import StepPlan
 from openinfer_core.simulated import SimulatedLoop, SimulatedOptions, spawn_simulated
 from openinfer_engine.kv_events.schema import BlockStored, KvEventBatch
 from openinfer_engine.worker.messages import RunStep
-from openinfer_ray.ray_engine import join_replica
+from openinfer_ray.ray_engine import RayEngine, join_replica
 from openinfer_ray.relay import Relay
 from openinfer_ray.replica_spec import ReplicaAddress
 
@@ -62,6 +71,7 @@ def main() -> None:
     report["kv_events"] = kv_events()
     report["router"] = [route(replicas, tokens) for replicas in arguments.gpus for tokens in (1_024, 8_192, 65_536)]
     report["hop"] = asyncio.run(hop())
+    report["reading"] = asyncio.run(reading())
     report["replicas"] = [replicas_of(count) for count in arguments.gpus]
     one = report["replicas"][0]["tokens_per_s"] / report["replicas"][0]["replicas"]
     for each in report["replicas"]:
@@ -181,6 +191,37 @@ async def hop(rounds: int = 2_000) -> dict[str, float]:
         "direct_p99_us": round(sorted(direct_us)[rounds * 99 // 100], 1),
         "relayed_p99_us": round(sorted(relayed_us)[rounds * 99 // 100], 1),
     }
+
+
+async def reading() -> dict[str, float]:
+    """Tokens of 64 paced streams, read in this process: of the engine's own socket, and of a server's replica."""
+    options = SimulatedOptions(rows_per_step=ROWS, tpot_s=TPOT_S)
+    engine = spawn_simulated(options, link=LinkKind.UNIX)
+    access = engine.access
+    assert access is not None
+    relay = Relay(socket.create_server(("127.0.0.1", 0)), token=KEY, open_link=lambda: open_link(access))
+    relay.start()
+    host, port = relay.address
+    joined = join_replica(ReplicaAddress(name="r", host=host, port=port), token=KEY)
+    routed = RayEngine({"r": joined}, listing=list, join=lambda _: joined, end=lambda: None)
+    direct_us = await read_us(engine)
+    routed_us = await read_us(routed)
+    await routed.close()
+    relay.close()
+    await engine.close()
+    return {"direct_us_per_token": direct_us, "routed_and_relayed_us_per_token": routed_us}
+
+
+async def read_us(engine: EngineHandle, tokens_each: int = 400) -> float:
+    """Microseconds of processor per token of 64 requests that run together; the engine is another process."""
+    for number in range(ROWS):
+        engine.submit(request(number, range(16), tokens_each))
+    began_s, ended = time.process_time(), 0
+    async for events in engine.events():
+        ended += sum(isinstance(event, Finished) for event in events)
+        if ended == ROWS:
+            break
+    return round((time.process_time() - began_s) / (ROWS * tokens_each) * 1e6, 2)
 
 
 async def asked_us(engine: RemoteEngine) -> float:
