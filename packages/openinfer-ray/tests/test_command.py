@@ -64,6 +64,7 @@ def test_room_is_counted_by_whole_replicas_of_one_node() -> None:
         {"replica_cpus": 0},
         {"replica_health_period_s": float("nan")},
         {"ray_address": ""},
+        {"ray_address": "ray://10.0.0.1:10001"},
         {"ray_app": "a/b"},
         {"ray_app": ""},
     ],

@@ -43,8 +43,12 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidRequest(
                 f"replica_health_period_s must be in 0.1 .. {_LONGEST_PERIOD_S:g}", field="replica_health_period_s"
             )
-        if not self.ray_address:
-            raise InvalidRequest("ray_address is empty: auto, HOST:PORT or local", field="ray_address")
+        if not self.ray_address or "://" in self.ray_address:
+            raise InvalidRequest(
+                f"ray_address is {self.ray_address!r}; it must be auto, HOST:PORT or local: the command runs on a "
+                "node, not through Ray's client",
+                field="ray_address",
+            )
         if not _NAME.fullmatch(self.ray_app):
             raise InvalidRequest(
                 f"ray_app is {self.ray_app!r}; it must have 1 to 63 letters, digits, - and _", field="ray_app"
