@@ -34,6 +34,7 @@ def spec(**changed: object) -> ReplicaSpec:
         "token_file": "",
         "drain_deadline_s": 1.0,
         "max_step_age_s": 1.0,
+        "timeout_s": 1.0,
     }
     return msgspec.convert(fields | changed, ReplicaSpec)
 
@@ -63,6 +64,7 @@ def test_room_is_counted_by_whole_replicas_of_one_node() -> None:
         {"replicas": 5000},
         {"replica_cpus": 0},
         {"replica_health_period_s": float("nan")},
+        {"replica_timeout_s": 0.0},
         {"ray_address": ""},
         {"ray_address": "ray://10.0.0.1:10001"},
         {"ray_app": "a/b"},

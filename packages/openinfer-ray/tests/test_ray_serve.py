@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="replicas on Ray need Linux")
 
 COMMAND = [sys.executable, "-m", "openinfer.commands.main", "ray"]
-GIVE_UP_S = 280.0  # of the whole test, on the slowest machine
+GIVE_UP_S = 900.0  # of the whole test, which takes 40 s, or 190 on a machine with load 25
 
 
 class Server:
@@ -32,6 +32,7 @@ class Server:
     def __init__(self, log: Path) -> None:
         self._log = log
         flags = ["--ray-address", "local", "--replicas", "2", "--replica-health-period-s", "0.5", "--port", "0"]
+        flags += ["--drain-deadline-s", "240", "--replica-timeout-s", "120"]  # however slow the machine is
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [*COMMAND, "serve", "tiny", *flags], stdout=subprocess.PIPE, stderr=errors, text=True
@@ -63,7 +64,7 @@ class Server:
         body |= {"ignore_eos": True}
         ended, has_begun = "cut", False
         try:
-            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=120) as answer:
+            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=GIVE_UP_S) as answer:
                 if answer.status_code != 200:
                     return "error" if answer.status_code == 503 else f"status {answer.status_code}"
                 for line in answer.iter_lines():
@@ -114,7 +115,7 @@ def test_a_replica_is_killed_under_load_and_replaced_and_a_deleted_application_d
     assert len(before) == 2
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor(16) as clients:
-        streams = [clients.submit(server.stream, 300, begun) for _ in range(16)]
+        streams = [clients.submit(server.stream, 200, begun) for _ in range(16)]
         for _ in streams:
             begun.acquire()
         victim = next(iter(before.values()))
@@ -132,18 +133,18 @@ def test_a_replica_is_killed_under_load_and_replaced_and_a_deleted_application_d
     assert address is not None
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor(8) as clients:
-        streams = [clients.submit(server.stream, 400, begun) for _ in range(8)]
+        streams = [clients.submit(server.stream, 200, begun) for _ in range(8)]
         for _ in streams:
             begun.acquire()
         deleting = subprocess.run([*COMMAND, "delete", "--ray-address", address[1]], check=False)
         assert {stream.result() for stream in streams} == {"done"}
     assert deleting.returncode == 0
     assert server.engines == {}
-    refused = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a"}, timeout=60)
+    refused = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a"}, timeout=GIVE_UP_S)
     assert refused.status_code == 503
     children = server.children
     assert server.stop() == 0
-    assert psutil.wait_procs(children, timeout=60)[1] == []
+    assert psutil.wait_procs(children, timeout=GIVE_UP_S)[1] == []
 
 
 def _command_line(process: psutil.Process) -> list[str]:

@@ -28,7 +28,7 @@ _OBJECT_STORE_BYTES = 80 << 20  # of a cluster that we start: addresses alone go
 _PERIODS_UNTIL_FORGOTTEN = 5
 _LEAST_FORGET_S = 15.0
 _CONSTRUCTOR_ATTEMPTS = 2
-_HEALTH_TIMEOUT_S = 30.0
+_HEALTH_TIMEOUT_S = 20.0  # beyond what an engine may take to answer, for a look at a replica
 _SHUTDOWN_GRACE_S = 10.0  # beyond what requests may take, for a replica to end
 
 
@@ -107,7 +107,7 @@ def deploy(options: RayOptions, bundle: Bundle, spec: ReplicaSpec) -> None:
         placement_group_strategy="STRICT_PACK",
         ray_actor_options={"num_cpus": bundle.cpus, "num_gpus": bundle.gpus},
         health_check_period_s=options.replica_health_period_s,
-        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        health_check_timeout_s=spec.timeout_s + _HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=spec.drain_deadline_s + _SHUTDOWN_GRACE_S,
         max_constructor_retry_count=_CONSTRUCTOR_ATTEMPTS,
     )

@@ -10,7 +10,9 @@ from openinfer_core.process.logs import set_up_logs
 from openinfer_ray import cluster
 from openinfer_ray.options import LOCAL, RayOptions
 
-_OF_SERVE = frozenset({"replicas", "replica_cpus", "replica_token_file", "replica_health_period_s"})
+_OF_SERVE = frozenset(
+    {"replicas", "replica_cpus", "replica_token_file", "replica_health_period_s", "replica_timeout_s"}
+)
 
 
 def run(argv: Sequence[str]) -> int:

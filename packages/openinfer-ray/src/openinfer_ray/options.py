@@ -29,6 +29,8 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     reaches the replicas through Ray."""
     replica_health_period_s: float = 2.0
     """Seconds between two looks of Ray Serve at a replica; after three bad ones it is replaced."""
+    replica_timeout_s: float = 10.0
+    """Seconds that a replica may take to answer before the server, or Ray Serve, takes it for gone."""
     ray_address: str = "auto"
     """Of the cluster: auto for the one that runs on this machine, HOST:PORT, or local for a new one, on this machine
     alone, that ends with the command."""
@@ -39,10 +41,9 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name, most in (("replicas", _MOST_REPLICAS), ("replica_cpus", _MOST_CPUS)):
             if not 1 <= getattr(self, name) <= most:
                 raise InvalidRequest(f"{name} must be in 1 .. {most}", field=name)
-        if not 0.1 <= self.replica_health_period_s <= _LONGEST_PERIOD_S:  # also refuses NaN
-            raise InvalidRequest(
-                f"replica_health_period_s must be in 0.1 .. {_LONGEST_PERIOD_S:g}", field="replica_health_period_s"
-            )
+        for name in ("replica_health_period_s", "replica_timeout_s"):
+            if not 0.1 <= getattr(self, name) <= _LONGEST_PERIOD_S:  # also refuses NaN
+                raise InvalidRequest(f"{name} must be in 0.1 .. {_LONGEST_PERIOD_S:g}", field=name)
         if not self.ray_address or "://" in self.ray_address:
             raise InvalidRequest(
                 f"ray_address is {self.ray_address!r}; it must be auto, HOST:PORT or local: the command runs on a "

@@ -23,7 +23,6 @@ from openinfer_ray.replica_spec import ReplicaAddress, ReplicaSpec, ReplicaState
 logger = logging.getLogger("openinfer.engine")
 
 _NAME_BYTES = 8
-_ANSWER_S = 10.0
 
 
 class Replica:
@@ -52,10 +51,10 @@ class Replica:
     async def check_health(self) -> None:
         """Raises `EngineClosed` if the engine has ended or hangs: Ray Serve replaces the replica then."""
         try:
-            async with asyncio.timeout(_ANSWER_S):
+            async with asyncio.timeout(self._spec.timeout_s):
                 stats = await self._engine.stats()
         except TimeoutError as error:
-            raise EngineClosed(f"the engine has not answered for {_ANSWER_S:g} s") from error
+            raise EngineClosed(f"the engine has not answered for {self._spec.timeout_s:g} s") from error
         if stats.step_age_s > self._spec.max_step_age_s:
             raise EngineClosed(f"the engine's loop has hung for {stats.step_age_s:.0f} s")
         await self._announce(self._address)

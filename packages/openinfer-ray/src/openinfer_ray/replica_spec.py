@@ -22,6 +22,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     token_file: str
     drain_deadline_s: float
     max_step_age_s: float
+    timeout_s: float  # for the engine to answer
 
     def read_token(self) -> bytes:
         """The secret; raises `InvalidRequest` if there is no file of it on this node."""

@@ -17,6 +17,7 @@ from openinfer_core import EngineHandle, InvalidRequest, OpenInferError, Refused
 from openinfer_core.process.logs import set_up_logs
 from openinfer_ray import cluster
 from openinfer_ray.cluster import Bundle
+from openinfer_ray.following import Times
 from openinfer_ray.options import RayOptions
 from openinfer_ray.ray_engine import RayEngine, join_replica
 from openinfer_ray.replica_spec import ReplicaSpec, ReplicaState
@@ -78,6 +79,7 @@ def spec_of(arguments: ModelArguments, options: RayOptions, server: ServerOption
         token_file=str(Path(options.replica_token_file).resolve()) if options.replica_token_file else "",
         drain_deadline_s=server.drain_deadline_s,
         max_step_age_s=server.health_max_step_age_s,
+        timeout_s=options.replica_timeout_s,
     )
 
 
@@ -98,7 +100,8 @@ def start(options: RayOptions, bundle: Bundle, spec: ReplicaSpec, *, token: byte
                 _join_first(joined, replica.name, functools.partial(join, replica))
         if not joined:
             raise Refused("no replica of the application can be reached from this machine")
-        return RayEngine(joined, listing=listing, join=join, end=functools.partial(_end, spec.app))
+        times = Times(patience_s=options.replica_timeout_s)
+        return RayEngine(joined, listing=listing, join=join, end=functools.partial(_end, spec.app), times=times)
     except BaseException:
         _end(spec.app)
         raise
