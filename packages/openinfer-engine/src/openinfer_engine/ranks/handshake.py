@@ -84,7 +84,7 @@ def introduce(
     try:
         mutual_proof.introduce(connection, body, token=token, protocol=_PROTOCOL, deadline_s=deadline_s)
     except Refused as error:
-        raise Refused(f"this rank cannot join: {error}") from error
+        raise Refused(f"the head does not take this rank: {error}") from error
 
 
 def _check_node(node: Node) -> None:
