@@ -49,16 +49,18 @@ class BlockAllocator:
         self.prefixes: StatePrefixes | None = None  # with KV tiers, for a model with recurrent states
 
     def allocate(
-        self, sequence: Sequence, *, running: ListLike[Sequence], loading: ListLike[Sequence]
+        self, sequence: Sequence, *, running: ListLike[Sequence], loading: ListLike[Sequence], kept_blocks: int = 0
     ) -> BlockAllocation | None:
         """Takes blocks for every id a sequence knows; each that runs or loads keeps one per table in reserve.
+
+        `kept_blocks` more are left for other tenants.
 
         None, with nothing changed, if blocks are short, or others compute or load what it needs first.
         """
         # One block per table stays spare: a newcomer that took the last ones would be preempted at their next block.
         kv, spare_blocks = sequence.kv, self._num_tables * (len(running) + len(loading))
         windowed_tokens = self._windowed_tokens(sequence, is_alone=not spare_blocks)
-        spare_blocks += self._protected_blocks(sequence, spare_blocks)
+        spare_blocks += self._protected_blocks(sequence, spare_blocks) + kept_blocks
         if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks, windowed_tokens=windowed_tokens):
             self._hurry()
             return None

@@ -9,6 +9,10 @@ no other waits that holds less than its share. From then on
 
 Who gives way has generated some tokens since it began or resumed, so that each goes on, and the oldest of all that run
 never does.
+
+What a tenant held within its share in the last steps, and holds no more, is kept for a while (`RECENT_STEPS`) from
+those that hold their share: a client's next request, which comes a moment after the one before has ended, would find
+that taken, and would have to wait until others have given way once more.
 """
 
 from collections import Counter
@@ -24,6 +28,32 @@ LEAST_PROGRESS_TOKENS = 16
 PROGRESS_PER_GIVEN_TOKEN = 1 / 64
 """and more of them, the more there would be to compute again."""
 
+RECENT_STEPS = 64
+"""Steps after which what a tenant held is forgotten; up to twice as many."""
+
+
+class _Peaks:
+    """What tenants held at most, of rows or blocks, in the last steps."""
+
+    __slots__ = ("_before", "_now")
+
+    def __init__(self) -> None:
+        self._now: dict[str, int] = {}
+        self._before: dict[str, int] = {}
+
+    def note(self, tenant: str, amount: int) -> None:
+        if amount > self._now.get(tenant, 0):
+            self._now[tenant] = amount
+
+    def turn(self) -> None:
+        self._now, self._before = {}, self._now
+
+    def tenants(self) -> AbstractSet[str]:
+        return self._now.keys() | self._before.keys()
+
+    def of(self, tenant: str) -> int:
+        return max(self._now.get(tenant, 0), self._before.get(tenant, 0))
+
 
 class RowShares:
     """Of one pool and its slots; `weight` is a tenant's share relative to others'."""
@@ -33,6 +63,8 @@ class RowShares:
         self._num_slots = num_slots
         self._weight = weight
         self.rows: Counter[str] = Counter()  # sequences with a slot, by tenant
+        self._recent_rows, self._recent_blocks = _Peaks(), _Peaks()
+        self._steps_noted = 0
 
     def enter(self, sequence: Sequence) -> None:
         """It takes a slot."""
@@ -44,6 +76,33 @@ class RowShares:
         self.rows[tenant] -= 1
         if not self.rows[tenant]:
             del self.rows[tenant]
+
+    def note_step(self) -> None:
+        """Called once for each step, before anything is admitted to it."""
+        self._steps_noted += 1
+        if self._steps_noted % RECENT_STEPS == 0:
+            self._recent_rows.turn()
+            self._recent_blocks.turn()
+        for tenant, num_rows in self.rows.items():
+            self._recent_rows.note(tenant, num_rows)
+            self._recent_blocks.note(tenant, self._pool.used_blocks(tenant))
+
+    def kept_from(self, sequence: Sequence, *, num_blocks: int) -> tuple[int, int]:
+        """Slots and blocks that a sequence leaves to others, which held them lately; none within its tenant's share."""
+        tenant = sequence.request.tenant
+        recent = self._recent_rows.tenants()
+        if not self.rows[tenant] or not recent - {tenant}:
+            return 0, 0  # where nothing of it runs, it may be the only one that goes on
+        share = self._shares(recent | {tenant})
+        if self._excess(tenant, share(tenant), more_rows=1, more_blocks=num_blocks) <= 0:
+            return 0, 0
+        slots = blocks = 0
+        for other in recent - {tenant}:
+            part = share(other)
+            slots += max(0, min(self._recent_rows.of(other), int(part * self._num_slots)) - self.rows[other])
+            most_blocks = min(self._recent_blocks.of(other), int(part * self._pool.num_blocks))
+            blocks += max(0, most_blocks - self._pool.used_blocks(other))
+        return slots, blocks
 
     def full(self, waiting: Mapping[str, int], preempted: Iterable[Sequence]) -> AbstractSet[str]:
         """Tenants that hold their share or more; none if no other tenant has something waiting."""

@@ -178,13 +178,24 @@ class RunQueue:
             sequence = self._head()
             if sequence is None or not self.free_slots:
                 return None
-            allocation = self._allocator.allocate(sequence, running=self.running, loading=self._loading)
+            kept_slots, kept_blocks = self._kept_from(sequence)
+            if len(self.free_slots) <= kept_slots:
+                return None
+            allocation = self._allocator.allocate(
+                sequence, running=self.running, loading=self._loading, kept_blocks=kept_blocks
+            )
             if allocation is None:
                 return None
             self._leave(sequence)
             if not self._begin_load(sequence, allocation):
                 return self._start(sequence, allocation.cached_tokens)
         return self._start(*ready)
+
+    def _kept_from(self, sequence: Sequence) -> tuple[int, int]:
+        if not self._divides:
+            return 0, 0
+        num_blocks = self.num_tables * self.kv.pool.blocks_for(sequence.known_tokens)
+        return self.shares.kept_from(sequence, num_blocks=num_blocks)
 
     def _head(self) -> Sequence | None:
         """The next one that does not follow another."""
@@ -353,6 +364,8 @@ class RunQueue:
 
     def make_room(self) -> None:
         """Where the next one finds no slot or blocks, and its tenant holds less than its share, others give way."""
+        if self._divides:
+            self.shares.note_step()
         if not self._divides or not self._has_more():
             return
         if any(sequence.is_held for sequence in self.preempted):

@@ -4,7 +4,8 @@ A plan is made by walking along the run queue (`run_queue.py`) until the budget 
 
     running, next id on the device    one token each; where blocks run short, the youngest of all is preempted,
                                       or the one that the queue policy chooses;
-                                      with a grammar every other step, once the last token is known
+                                      with a grammar every other step, once the last token is known;
+                                      of a tenant that has very many, in turns (`decode_turns.py`)
     their drafts                      where blocks and budget are left (`drafts.py`)
     running, given ids left           chunks of prompts, or of what a preemption made them lose; where a block table has
                                       a window, as long as there are blocks for, the first ones as a decode row's
@@ -44,6 +45,7 @@ from openinfer_core.scheduling import (
 )
 from openinfer_engine.scheduler.adapter_slots import AdapterSlots
 from openinfer_engine.scheduler.counters import Counters
+from openinfer_engine.scheduler.decode_turns import DecodeTurns
 from openinfer_engine.scheduler.draft_pace import DraftPace
 from openinfer_engine.scheduler.drafts import add_drafts
 from openinfer_engine.scheduler.integrity import check_integrity
@@ -84,6 +86,7 @@ class TokenBudgetScheduler:
         self._open: dict[RequestId, Sequence] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._itl_limiter = ItlLimiter(config.max_itl_ms)
+        self._decode_turns = DecodeTurns()
         self._draft_pace = DraftPace(config.max_itl_ms) if config.adapts_drafts else None
 
     def use_tiers(self, port: TierPort) -> None:
@@ -222,6 +225,7 @@ class TokenBudgetScheduler:
         """One token for every sequence that has its next id on the device; returns those with given ids left."""
         unfilled: list[Sequence] = []
         is_short, running = False, SequenceState.RUNNING
+        sitting_out = self._sitting_out()
         for sequence in tuple(self._queue.running):  # preemptions take from the list
             computed_tokens = sequence.computed_tokens
             if sequence.state is not running:
@@ -233,12 +237,8 @@ class TokenBudgetScheduler:
                     unfilled.append(sequence)
                 else:
                     is_short = True
-            elif computed_tokens == sequence.target_tokens:
+            elif computed_tokens == sequence.target_tokens or self._waits_for_mask(sequence) or sequence in sitting_out:
                 continue
-            elif sequence.is_masked and (
-                computed_tokens >= sequence.known_tokens or sequence.request_id in self._queue.held
-            ):
-                continue  # its last token is in flight, or the mask that follows from it is not computed yet
             elif computed_tokens < sequence.capacity_tokens:
                 builder.add_decode_row(sequence, ())
             elif not is_short and (new_blocks := self._allocate_next(sequence, builder)) is not None:
@@ -248,6 +248,25 @@ class TokenBudgetScheduler:
                 is_short = True
         builder.close_decode_rows()
         return [sequence for sequence in unfilled if sequence.state is SequenceState.RUNNING]
+
+    def _waits_for_mask(self, sequence: Sequence) -> bool:
+        """Its last token is in flight, or the mask that follows from it is not computed yet."""
+        if not sequence.is_masked:
+            return False
+        return sequence.computed_tokens >= sequence.known_tokens or sequence.request_id in self._queue.held
+
+    def _sitting_out(self) -> AbstractSet[Sequence]:
+        """Decode rows of a tenant that would make another tenant's slow, and whose turn it is not."""
+        running = self._queue.shares.rows
+        if len(running) < 2:
+            return frozenset()
+        ready = (
+            sequence
+            for sequence in self._queue.running
+            if sequence.given_tokens <= sequence.computed_tokens != sequence.target_tokens
+            and not self._waits_for_mask(sequence)
+        )
+        return self._decode_turns.sitting_out(ready, running)
 
     def _allocate_next(self, sequence: Sequence, builder: StepBuilder) -> ListLike[int] | None:
         return self._queue.allocate_next(sequence, self._in_flight, builder.rows)
@@ -329,6 +348,7 @@ class TokenBudgetScheduler:
         """Raises `ContractViolation`: `plan` is not the oldest in flight, or the result has another number of rows."""
         step = self._take_in_flight(plan, result)
         self._itl_limiter.note(step, applied_s=now_s)
+        self._decode_turns.note(step, applied_s=now_s)
         if self._draft_pace is not None:
             self._draft_pace.note_step(step, applied_s=now_s)
         outputs = OutputProcessor(

@@ -1,0 +1,150 @@
+"""Decode rows of one tenant next to another's, by what steps took; seconds are the test's."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from openinfer_core import GenerateRequest, RequestId, SamplingParams
+from openinfer_core.queue_policies import FairShare
+from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
+from openinfer_core.testing.fake_device import FakeDevice
+from openinfer_engine.scheduler import TokenBudgetScheduler
+from openinfer_engine.scheduler.decode_turns import LEAST_ROWS, TURN_STEPS
+from openinfer_engine.scheduler.itl_limit import OTHERS_MS
+
+BASE_MS = 3.0
+MAX_TOKENS = 3000
+
+
+class Timed:
+    """A scheduler whose steps take a time that follows from their rows."""
+
+    def __init__(self, *, row_ms: float, num_slots: int = 256) -> None:
+        config = SchedulerConfig(
+            num_blocks=2**18, block_size_tokens=4, max_num_seqs=num_slots, max_step_tokens=4096, max_model_tokens=4096
+        )
+        self.scheduler = TokenBudgetScheduler(config, FairShare(QueuePolicyConfig()))
+        self._device = FakeDevice(config)
+        self._row_ms = row_ms
+        self._now_s = 0.0
+        self._num_requests = 0
+        self.tenants: dict[RequestId, str] = {}
+
+    def add(self, tenant: str, num: int, **sampling: Any) -> None:
+        for _ in range(num):
+            request_id = RequestId(self._num_requests)
+            self._num_requests += 1
+            self.tenants[request_id] = tenant
+            params = SamplingParams(**{"max_tokens": MAX_TOKENS, **sampling})
+            prompt = (1 + request_id % 200, 2, 3)
+            request = GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling=params, tenant=tenant)
+            self.scheduler.add(request, now_s=self._now_s)
+
+    def step(self) -> tuple[float, Counter[RequestId]]:
+        """Its milliseconds, and the tokens of each request."""
+        plan = self.scheduler.plan(now_s=self._now_s)
+        assert plan is not None
+        took_ms = BASE_MS + self._row_ms * plan.num_rows
+        self._now_s += took_ms * 1e-3
+        events = self.scheduler.apply(plan, self._device.run(plan), now_s=self._now_s)
+        return took_ms, Counter(event.request_id for event in events)
+
+    def steps(self, num: int) -> tuple[list[float], Counter[RequestId]]:
+        taken = [self.step() for _ in range(num)]
+        return [ms for ms, _ in taken], sum((tokens for _, tokens in taken), Counter[RequestId]())
+
+    def tokens_of(self, tenant: str, tokens: Counter[RequestId]) -> list[int]:
+        return [tokens[request_id] for request_id, each in self.tenants.items() if each == tenant]
+
+
+@pytest.fixture
+def dear() -> Timed:
+    """200 rows of one tenant next to 16 of another, where a row takes a tenth of a millisecond."""
+    timed = Timed(row_ms=0.1)
+    timed.add("many", 200)
+    timed.steps(40)
+    timed.add("few", 16)
+    timed.steps(40)
+    return timed
+
+
+def test_many_rows_add_to_a_step_what_they_may_and_no_more(dear: Timed) -> None:
+    took_ms, tokens = dear.steps(160)
+    assert max(took_ms) <= 1.05 * (BASE_MS + 16 * 0.1 + OTHERS_MS)
+    assert set(dear.tokens_of("few", tokens)) == {160}  # a row in each step
+
+
+def test_rows_that_take_turns_all_go_on_alike(dear: Timed) -> None:
+    _, tokens = dear.steps(8 * TURN_STEPS)
+    of_many = dear.tokens_of("many", tokens)
+    assert min(of_many) > 0
+    assert max(of_many) - min(of_many) <= 2 * TURN_STEPS
+
+
+def test_a_tenant_alone_has_all_its_rows_in_each_step(dear: Timed) -> None:
+    alone = Timed(row_ms=0.1)
+    alone.add("many", 200)
+    alone.steps(4)
+    _, tokens = alone.steps(50)
+    assert set(alone.tokens_of("many", tokens)) == {50}
+
+
+def test_where_rows_cost_little_none_sits_out() -> None:
+    timed = Timed(row_ms=0.01)
+    timed.add("many", 200)
+    timed.steps(40)
+    timed.add("few", 16)
+    timed.steps(2)
+    _, tokens = timed.steps(50)
+    assert set(timed.tokens_of("many", tokens)) == {50}
+
+
+def test_a_tenant_with_half_of_the_rows_has_them_in_each_step() -> None:
+    timed = Timed(row_ms=1.0)
+    for tenant in ("a", "b"):
+        timed.add(tenant, 60)
+    timed.steps(60)
+    _, tokens = timed.steps(40)
+    assert set(timed.tokens_of("a", tokens)) == set(timed.tokens_of("b", tokens)) == {40}
+
+
+def test_few_rows_go_on_however_dear_they_are() -> None:
+    timed = Timed(row_ms=100.0)
+    timed.add("many", 50)
+    timed.steps(30)
+    timed.add("few", 1)
+    timed.steps(2)
+    for _ in range(20):
+        _, tokens = timed.step()
+        assert sum(each > 0 for each in timed.tokens_of("many", tokens)) >= LEAST_ROWS
+
+
+def test_all_rows_come_back_when_the_other_tenant_has_ended() -> None:
+    timed = Timed(row_ms=0.1)
+    timed.add("many", 200)
+    timed.steps(40)
+    timed.add("few", 16, max_tokens=30)
+    timed.steps(60)
+    _, tokens = timed.steps(10)
+    assert set(timed.tokens_of("many", tokens)) == {10}
+
+
+def test_a_newcomers_next_request_finds_the_slot_of_the_one_before() -> None:
+    """The flood does not get what a client gives back for a moment, and gets it when the client has gone."""
+    timed = Timed(row_ms=0.01, num_slots=32)
+    timed.add("flood", 100)
+    timed.steps(30)
+    timed.add("few", 4, max_tokens=20)
+    timed.steps(60)  # others have given way, and these have ended
+    before = timed.scheduler.stats().share_preemptions
+    assert before > 0
+    for _ in range(5):
+        timed.add("few", 4, max_tokens=20)
+        timed.step()  # its prompt is in the first step
+        _, tokens = timed.steps(20)
+        assert set(timed.tokens_of("few", tokens)[-4:]) <= {19, 20}
+        timed.steps(3)
+    assert timed.scheduler.stats().share_preemptions == before
+    timed.steps(200)
+    assert timed.scheduler.stats().running == 32
