@@ -15,6 +15,7 @@ from openinfer_server.observability.metrics_snapshot import BudgetUse
 from openinfer_server.options import ServerOptions
 
 READING_THREADS = 2  # more would only keep the interpreter from the event loop
+READING_NICENESS = 5  # less would hold the interpreter for long where others use all processors
 _UNBOUNDED = 2**62  # of a server that is not ours, or does not listen yet
 
 
@@ -44,7 +45,7 @@ class Budgets:
             connections=ConnectionTable(_UNBOUNDED),
             requests=SharedBudget("requests", _UNBOUNDED, unit="requests", per_worker=True),
             body_bytes=SharedBudget("body_bytes", options.max_open_body_bytes, unit="bytes of requests"),
-            threads=FairQueue("openinfer-read", num_threads=READING_THREADS),
+            threads=FairQueue("openinfer-read", num_threads=READING_THREADS, niceness=READING_NICENESS),
         )
 
     def share(self, table: WorkerTable) -> None:

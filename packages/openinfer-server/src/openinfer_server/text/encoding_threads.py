@@ -6,6 +6,8 @@ What has begun cannot be stopped, so texts of three sizes have threads of their 
     up to 2^20              what contexts hold
     longer                  one thread: an encoding takes up to 200 bytes for each character while it is made
 
+These threads come after those that stream tokens: a processor that is wanted by both is mostly the others'.
+
 A text whose beginning is known waits as long as what is new of it (`run_rest`).
 
 Texts of more than 2^20 characters are taken only by models whose context may hold them, at 8 characters a token.
@@ -40,6 +42,7 @@ HUGE_CHARACTERS = 2**20
 CHARACTERS_PER_CONTEXT_TOKEN = 8  # prose has 4 to 5
 CHARACTERS_PER_THREAD = 2**24  # as many as the longest prompt that a body makes; some 16 s of a processor's work
 LOOK_UPS_PER_ENCODING = 64
+NICENESS, LONG_NICENESS = 5, 10  # nearly all of the work is done without the interpreter
 _PROCESSORS_PER_LONG_THREAD = 4
 _MAX_LONG_THREADS = 4
 
@@ -77,9 +80,9 @@ class EncodingThreads:
         self.max_characters = HUGE_CHARACTERS
         limit = CHARACTERS_PER_THREAD * num_long
         self.characters = SharedBudget("encode_characters", limit, unit="characters of text to encode", per_worker=True)
-        self.texts = FairQueue("openinfer-encode", num_threads=2 * num_long)
-        self.long_texts = FairQueue("openinfer-encode-long", num_threads=num_long)
-        self.huge_texts = FairQueue("openinfer-encode-huge")
+        self.texts = FairQueue("openinfer-encode", num_threads=2 * num_long, niceness=NICENESS)
+        self.long_texts = FairQueue("openinfer-encode-long", num_threads=num_long, niceness=LONG_NICENESS)
+        self.huge_texts = FairQueue("openinfer-encode-huge", niceness=LONG_NICENESS)
 
     def cover(self, max_model_tokens: int) -> None:
         """Takes what a context of so many tokens may hold."""
