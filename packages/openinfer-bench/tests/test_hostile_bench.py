@@ -3,13 +3,17 @@
 import asyncio
 import json
 import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from openinfer_bench import hostile
-from openinfer_bench.hostile.arms import FULL, Row, Size, failures
+from openinfer_bench.hostile.arms import FULL, Row, Size, failures, wait_until_quiet
 from openinfer_bench.hostile.attacks import ATTACKS, HONEST, run_attack
+from openinfer_bench.hostile.guard_killer import GuardKiller, is_guard
 from openinfer_bench.hostile.lanes import in_lanes
 from openinfer_bench.hostile.victims import Seen
 from openinfer_bench.http_client import HANG, Address, Answer
@@ -102,6 +106,75 @@ def test_requests_under_way_at_the_end_are_admitted_and_silent_connections_are_n
     honest, idle = asyncio.run(attack(HONEST)), asyncio.run(attack("idle"))
     assert 0 < honest.admitted <= 3
     assert (idle.admitted, idle.outcomes) == (0, {})
+
+
+def outcome_of_half_closed(answer: bytes) -> dict[str, int]:
+    """Of a server that answers so when the client has ended its side."""
+
+    async def attack():
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.write(answer)
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            address = Address(*server.sockets[0].getsockname())
+            return await run_attack("half-closed", address, asyncio.sleep(60), count=1, concurrency=1)
+
+    return dict(asyncio.run(attack()).outcomes)
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\ndata: {}\n\ndata: [DONE]\n\n", "200"),
+        (b"HTTP/1.1 200 OK\r\n\r\ndata: {}\n\n", "cut"),
+        (b"", "closed"),
+    ],
+)
+def test_half_closed_connection_without_its_whole_answer_is_not_foreseen(answer: bytes, outcome: str):
+    assert outcome_of_half_closed(answer) == {outcome: 1}
+    assert (outcome in ATTACKS["half-closed"].outcomes) == (outcome == "200")
+
+
+def test_an_arm_begins_when_nothing_is_left_of_the_one_before():
+    read: list[float] = []
+
+    def processor_s() -> float:  # works for ten looks, then rests
+        read.append(0.01 * min(len(read), 10))
+        return read[-1]
+
+    asyncio.run(wait_until_quiet(processor_s, period_s=0.01, most_s=60))
+    assert len(read) == 12
+
+
+def test_a_server_that_never_rests_is_measured_all_the_same():
+    read: list[float] = []
+
+    def processor_s() -> float:
+        read.append(float(len(read)))
+        return read[-1]
+
+    asyncio.run(wait_until_quiet(processor_s, period_s=0.01, most_s=0.2))
+    assert len(read) == 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells which process works")
+def test_the_guard_is_killed_while_it_works_and_no_other_process_is(tmp_path):
+    program = tmp_path / "guard_process.py"
+    program.write_text("while True: pass")
+    other = tmp_path / "other.py"
+    other.write_text("while True: pass")
+    with (
+        subprocess.Popen([sys.executable, str(program)]) as guard,
+        subprocess.Popen([sys.executable, str(other)]) as bystander,
+        GuardKiller(os.getpid()) as killer,
+    ):
+        assert guard.wait(60) == -signal.SIGKILL
+        assert not is_guard(bystander.pid)
+        assert bystander.poll() is None
+        bystander.kill()
+    assert killer.num_killed == 1
 
 
 def test_every_attack_says_what_it_is():

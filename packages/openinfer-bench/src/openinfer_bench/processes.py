@@ -41,6 +41,21 @@ def tree_memory(pid: int) -> TreeMemory:
     )
 
 
+def tree_processor_s(pid: int) -> float:
+    """Processor time of `pid` and its descendants so far; of those that have ended it is missing.
+
+    Raises:
+        Refused: not on Linux, or the process has ended.
+    """
+    if not sys.platform.startswith("linux"):
+        raise Refused("the processor time of processes is read from /proc, which Linux has")
+    try:
+        ticks = sum(_ticks(each) for each in descendants(pid))
+    except OSError as error:
+        raise Refused(f"process {pid} cannot be looked at: {error}") from error
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def device_memory_mib() -> float | None:
     """Memory in use on the first GPU that this process may see, by everyone; None without `nvidia-smi`."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
@@ -58,6 +73,12 @@ def descendants(pid: int) -> list[int]:
         for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
             found += descendants(int(child))
     return found
+
+
+def _ticks(pid: int) -> int:
+    """Of processor time, the system's and its own."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return int(fields[11]) + int(fields[12])
 
 
 def _rollup(pid: int) -> tuple[int, int]:

@@ -8,17 +8,18 @@ import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from openinfer_bench.hostile.attacks import ATTACKS, HONEST, Counts
+from openinfer_bench.hostile.guard_killer import GuardKiller
 from openinfer_bench.hostile.victims import Seen, ask_all, percentile
 from openinfer_bench.http_client import Address, unverified
-from openinfer_bench.processes import tree_memory
+from openinfer_bench.processes import tree_memory, tree_processor_s
 from openinfer_bench.served import served
 from openinfer_core.errors import EngineClosed, Refused
 
@@ -30,6 +31,7 @@ _KEYS = {"victim": "a-key-of-the-victims", "attacker": "a-key-of-the-attacker"}
 _KV_BLOCKS = 1024
 _OLD_BUDGETS_MIB = {"kv_cache": 64.0, "grammars": 256.0}  # of servers that have no metric of them, for this model
 _SAMPLE_EVERY_S = 0.5
+_QUIET = 0.1  # of a processor
 _MIB = 2**20
 _BUDGET = re.compile(r'openinfer_budget_limit\{budget="\w*_bytes"\} (\S+)')
 _KV_CACHE = re.compile(r'openinfer_engine_memory_bytes\{purpose="kv_cache"\} (\S+)')
@@ -110,7 +112,9 @@ async def _measure(name: str, size: Size, address: Address, pid: int) -> Row:
     on_grammars = ATTACKS[name].on_grammars
 
     async def arm(attacker: str, concurrency: int) -> tuple[Seen, Counts]:
-        with _attacking(attacker, address, concurrency) as counts:
+        await wait_until_quiet(lambda: tree_processor_s(pid))
+        kills_guard = attacker != HONEST and ATTACKS[attacker].kills_guard
+        with _attacking(attacker, address, concurrency) as counts, GuardKiller(pid) if kills_guard else nullcontext():
             seen = await ask_all(
                 address,
                 _KEYS["victim"],
@@ -132,6 +136,26 @@ async def _measure(name: str, size: Size, address: Address, pid: int) -> Row:
         during, counts = await arm(name, 0)
     last, _ = await arm(HONEST, round(admitted))
     return _row(name, admitted, (first, last), during, counts, size=size, idle_mib=idle_mib, peak=peak, address=address)
+
+
+async def wait_until_quiet(processor_s: Callable[[], float], *, period_s: float = 0.5, most_s: float = 60.0) -> None:
+    """Returns when a server has nothing left of the arm before, which would count as the next one's, or after `most_s`.
+
+    Args:
+        processor_s: processor time of the server so far.
+        period_s: in which it is looked at twice.
+        most_s: that a server may work on for clients which have left.
+    """
+    before_s = float("-inf")
+    for _ in range(round(most_s / period_s)):
+        try:
+            now_s = processor_s()
+        except Refused:  # a process of the tree ended meanwhile
+            now_s = float("inf")
+        if now_s - before_s <= _QUIET * period_s:
+            return
+        before_s = now_s
+        await asyncio.sleep(period_s)
 
 
 def _row(

@@ -41,6 +41,7 @@ class Attack:
         is_stranger: the attacker has no key.
         on_grammars: victims ask for grammars, new ones; else for plain streams.
         before_tls: the server has a certificate; the attacker ends no handshake.
+        kills_guard: the guard process of grammars is killed now and then, as the kernel does where memory is short.
     """
 
     attacker: Attacker
@@ -50,6 +51,7 @@ class Attack:
     is_stranger: bool = False
     on_grammars: bool = False
     before_tls: bool = False
+    kills_guard: bool = False
 
 
 def _attack(
@@ -61,6 +63,7 @@ def _attack(
     is_stranger: bool = False,
     on_grammars: bool = False,
     before_tls: bool = False,
+    kills_guard: bool = False,
 ) -> Attack:
     return Attack(
         attacker=attacker,
@@ -70,6 +73,7 @@ def _attack(
         is_stranger=is_stranger,
         on_grammars=on_grammars,
         before_tls=before_tls,
+        kills_guard=kills_guard,
     )
 
 
@@ -86,15 +90,20 @@ ATTACKS: Mapping[str, Attack] = {
         unfinished_handshake, "closed 408 hang", "handshakes that never end", 400, is_stranger=True, before_tls=True
     ),
     "slow-heads": _attack(slow_head, "408 closed 503", "heads that never end", 400, is_stranger=True),
-    "slow-bodies": _attack(slow_body, "408 429 503 closed", "bodies of 8 MB that never end", 200),
+    "slow-bodies": _attack(slow_body, "408 429 503 closed", "bodies of 8 MB that never end", 400),
     "slow-readers": _attack(unread_stream, "left", "streams that are not read", 60),
-    "half-closed": _attack(half_closed, "left", "long answers to connections that are half closed", 50),
+    "half-closed": _attack(half_closed, "200 429 503", "connections that are half closed, and want their answers", 50),
     "two-lengths": _attack(two_lengths, "400 closed", "bodies of two lengths"),
     "dear-masks": _attack(posting(_DEAR), _ANY, "12 x n=16 rows of one schema of 237 KB", 12),
     "new-schemas": _attack(posting(bodies.new_large_schema), _ANY, "schemas of 240 KB, each a new one", 16),
     "queued-schemas": _attack(posting(bodies.new_schema), _ANY, "70 new schemas at a time", 70, on_grammars=True),
     "guard-deaths": _attack(
-        posting(bodies.exploding_regex), "400 429 503", "grammars that end the guard", 4, on_grammars=True
+        posting(bodies.exploding_regex),
+        "400 429 503",
+        "grammars that end the guard, which is killed while it tries good ones, too",
+        4,
+        on_grammars=True,
+        kills_guard=True,
     ),
     "regexes": _attack(
         posting(bodies.exploding_regex), "400 429 503", "grammars that end the guard, beside plain streams"

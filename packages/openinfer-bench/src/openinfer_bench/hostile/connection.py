@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 PATIENCE_S = 30.0
 _PIECE_BYTES = 64 * 2**10
 _READ_BYTES = 2**16
+_LAST_BYTES = 64
 
 Outcome = str
 
@@ -69,11 +70,13 @@ class Connection:
         with contextlib.suppress(OSError):
             self._writer.write_eof()
 
-    async def read_to_end(self) -> None:
-        """Reads what is left of an answer."""
+    async def read_to_end(self) -> bytes:
+        """The last bytes of an answer."""
+        last = b""
         with contextlib.suppress(OSError):
-            while await self._reader.read(_READ_BYTES):
-                pass
+            while part := await self._reader.read(_READ_BYTES):
+                last = (last + part)[-_LAST_BYTES:]
+        return last
 
     async def close(self) -> None:
         """Ends it."""

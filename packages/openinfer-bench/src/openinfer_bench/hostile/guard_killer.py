@@ -1,0 +1,67 @@
+"""`GuardKiller`: ends the process that tries grammars, as the kernel does where memory is short."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from openinfer_bench.processes import descendants
+
+_EVERY_S = 2.0  # an engine asks once more, in a fresh process, which is left time to answer
+_LOOK_EVERY_S = 0.002
+_PROGRAM = b"guard_process.py"
+_RUNS = "R"
+
+
+class GuardKiller:
+    """Kills a server's guard process while it works on a grammar, every two seconds. A context manager.
+
+    Attributes:
+        num_killed: how often.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.num_killed = 0
+        self._pid = pid
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="openinfer-guard-killer", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._left.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause_s = _LOOK_EVERY_S
+        while not self._left.wait(pause_s):
+            pause_s = _EVERY_S if self._kill_working() else _LOOK_EVERY_S
+
+    def _kill_working(self) -> bool:
+        try:
+            guard = next((pid for pid in descendants(self._pid) if is_guard(pid)), None)
+            if guard is None or not works(guard):
+                return False
+            os.kill(guard, signal.SIGKILL)
+        except OSError:  # a process of the tree ended meanwhile
+            return False
+        self.num_killed += 1
+        return True
+
+
+def is_guard(pid: int) -> bool:
+    """Whether a process tries grammars; raises `OSError` if it has ended."""
+    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return any(argument.endswith(_PROGRAM) for argument in arguments)
+
+
+def works(pid: int) -> bool:
+    """Whether a thread of a process has or wants a processor; raises `OSError` if it has ended."""
+    threads = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return any(text.rpartition(") ")[2].startswith(_RUNS) for text in threads)
