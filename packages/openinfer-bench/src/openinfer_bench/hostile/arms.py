@@ -121,6 +121,7 @@ async def _measure(name: str, size: Size, address: Address, pid: int) -> Row:
                 requests=size.requests,
                 deadline_s=size.deadline_s,
                 on_grammars=on_grammars,
+                least_s=0.0 if attacker == HONEST else ATTACKS[attacker].least_s,
             )
         return seen, counts
 

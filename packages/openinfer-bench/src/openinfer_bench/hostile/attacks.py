@@ -42,6 +42,7 @@ class Attack:
         on_grammars: victims ask for grammars, new ones; else for plain streams.
         before_tls: the server has a certificate; the attacker ends no handshake.
         kills_guard: the guard process of grammars is killed now and then, as the kernel does where memory is short.
+        least_s: that its arm takes, where what it does adds up.
     """
 
     attacker: Attacker
@@ -52,6 +53,7 @@ class Attack:
     on_grammars: bool = False
     before_tls: bool = False
     kills_guard: bool = False
+    least_s: float = 0.0
 
 
 def _attack(
@@ -64,6 +66,7 @@ def _attack(
     on_grammars: bool = False,
     before_tls: bool = False,
     kills_guard: bool = False,
+    least_s: float = 0.0,
 ) -> Attack:
     return Attack(
         attacker=attacker,
@@ -74,6 +77,7 @@ def _attack(
         on_grammars=on_grammars,
         before_tls=before_tls,
         kills_guard=kills_guard,
+        least_s=least_s,
     )
 
 
@@ -95,7 +99,9 @@ ATTACKS: Mapping[str, Attack] = {
     "half-closed": _attack(half_closed, "200 429 503", "connections that are half closed, and want their answers", 50),
     "two-lengths": _attack(two_lengths, "400 closed", "bodies of two lengths"),
     "dear-masks": _attack(posting(_DEAR), _ANY, "12 x n=16 rows of one schema of 237 KB", 12),
-    "new-schemas": _attack(posting(bodies.new_large_schema), _ANY, "schemas of 240 KB, each a new one", 16),
+    "new-schemas": _attack(
+        posting(bodies.new_large_schema), _ANY, "schemas of 240 KB, each a new one", 16, least_s=25.0
+    ),
     "queued-schemas": _attack(posting(bodies.new_schema), _ANY, "70 new schemas at a time", 70, on_grammars=True),
     "guard-deaths": _attack(
         posting(bodies.exploding_regex),

@@ -26,20 +26,19 @@ def dear_masks() -> dict[str, object]:
     return {"type": "object", "properties": {"a": items}, "required": ["a"], "description": "x" * 220_000}
 
 
-def new_schema(num_properties: int = 100, num_values: int = 8) -> bytes:
+def new_schema(num_properties: int = 100, num_values: int = 8, max_tokens: int = 4) -> bytes:
     """A completion with a schema that no one has sent."""
     own = next(_numbers)
     properties = {
         f"p{number}_{own}": {"enum": [f"{number} {value} {own}" * 4 for value in range(num_values)]}
         for number in range(num_properties)
     }
-    return constrained({"type": "object", "properties": properties}, max_tokens=4)
+    return constrained({"type": "object", "properties": properties}, max_tokens=max_tokens)
 
 
 def new_large_schema() -> bytes:
-    """A completion with a schema of 240 KB that no one has sent, and that takes megabytes when it is compiled."""
-    own, schema = next(_numbers), dear_masks()
-    return constrained({**schema, "title": f"t{own}", "required": ["a", f"b{own}"]}, max_tokens=16, temperature=1.0)
+    """A completion with a schema of 240 KB that no one has sent, and that takes 4 MiB when it is compiled."""
+    return new_schema(num_properties=68, num_values=100, max_tokens=16)
 
 
 def new_regex(max_tokens: int = 22) -> bytes:

@@ -44,12 +44,18 @@ class Seen:
         self.gaps_s += [late - early for early, late in itertools.pairwise(times[1:])]
 
 
-async def ask_all(address: Address, key: str, *, requests: int, deadline_s: float, on_grammars: bool) -> Seen:
-    """So many requests, as long as there is time for them; those under way at the deadline are taken as they are."""
-    seen, left, end_s = Seen(), iter(range(requests)), time.monotonic() + deadline_s
+async def ask_all(
+    address: Address, key: str, *, requests: int, deadline_s: float, on_grammars: bool, least_s: float = 0.0
+) -> Seen:
+    """So many requests, as long as there is time for them; those under way at the deadline are taken as they are.
+
+    There are more of them until `least_s` have passed.
+    """
+    begin_s = time.monotonic()
+    seen, num_begun, end_s = Seen(), itertools.count(1), begin_s + deadline_s
 
     async def client() -> None:
-        for _ in left:
+        while next(num_begun) <= requests or time.monotonic() < begin_s + least_s:
             body = bodies.new_regex(TOKENS) if on_grammars else _plain()
             seen.add(await ask(address, "/v1/completions", body, key=key, deadline_s=end_s - time.monotonic()))
             if time.monotonic() >= end_s:
