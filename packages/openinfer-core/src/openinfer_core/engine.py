@@ -197,6 +197,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     preemptions: int = 0
     share_preemptions: int = 0
     """Of these, those by which a tenant beyond its share of slots or blocks made room for another."""
+    share_rows_sat_out: int = 0
+    """Decode rows that a step went without, because more of their tenant's would have made another's slow."""
     tenants: int = 0
     """Tenants that have requests running or waiting."""
     protected_blocks: int = 0

@@ -13,6 +13,7 @@ class Counters:
     generated_tokens: int = 0
     preemptions: int = 0
     share_preemptions: int = 0
+    share_rows_sat_out: int = 0
     protected_blocks: int = 0  # at the last plan while requests waited
     tenants: int = 0  # at the last plan
     wasted_rows: int = 0

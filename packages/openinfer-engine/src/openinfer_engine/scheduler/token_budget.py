@@ -266,7 +266,9 @@ class TokenBudgetScheduler:
             if sequence.given_tokens <= sequence.computed_tokens != sequence.target_tokens
             and not self._waits_for_mask(sequence)
         )
-        return self._decode_turns.sitting_out(ready, running)
+        sitting_out = self._decode_turns.sitting_out(ready, running)
+        self._counters.share_rows_sat_out += len(sitting_out)
+        return sitting_out
 
     def _allocate_next(self, sequence: Sequence, builder: StepBuilder) -> ListLike[int] | None:
         return self._queue.allocate_next(sequence, self._in_flight, builder.rows)
@@ -397,6 +399,7 @@ class TokenBudgetScheduler:
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
             share_preemptions=counters.share_preemptions,
+            share_rows_sat_out=counters.share_rows_sat_out,
             tenants=counters.tenants if self._open else 0,
             protected_blocks=counters.protected_blocks,
             wasted_rows=counters.wasted_rows,

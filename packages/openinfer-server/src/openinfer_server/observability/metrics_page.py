@@ -137,6 +137,7 @@ def _of_engine(stats: EngineStats, model: Labels) -> Iterator[str]:
         ("openinfer_kv_cache_usage_perc", "gauge", "Used share of the KV blocks; 1 is all.", usage),
         ("openinfer_num_preemptions_total", "counter", "Sequences preempted.", stats.preemptions),
         ("openinfer_share_preemptions_total", "counter", "Of these, for another tenant.", stats.share_preemptions),
+        ("openinfer_share_rows_sat_out_total", "counter", "Decode rows in turns.", stats.share_rows_sat_out),
         ("openinfer_active_tenants", "gauge", "Tenants with requests running or waiting.", stats.tenants),
         ("openinfer_protected_blocks", "gauge", "Blocks of prefixes kept while others wait.", stats.protected_blocks),
     ):
