@@ -20,10 +20,9 @@ MAX_TOKENS = 3000
 class Timed:
     """A scheduler whose steps take a time that follows from their rows."""
 
-    def __init__(self, *, row_ms: float, num_slots: int = 256) -> None:
-        config = SchedulerConfig(
-            num_blocks=2**18, block_size_tokens=4, max_num_seqs=num_slots, max_step_tokens=4096, max_model_tokens=4096
-        )
+    def __init__(self, *, row_ms: float, num_slots: int = 256, num_blocks: int = 2**18, **limits: Any) -> None:
+        sizes = {"max_step_tokens": 4096, "max_model_tokens": 4096, "block_size_tokens": 4, **limits}
+        config = SchedulerConfig(num_blocks=num_blocks, max_num_seqs=num_slots, **sizes)
         self.scheduler = TokenBudgetScheduler(config, FairShare(QueuePolicyConfig()))
         self._device = FakeDevice(config)
         self._row_ms = row_ms
@@ -31,13 +30,13 @@ class Timed:
         self._num_requests = 0
         self.tenants: dict[RequestId, str] = {}
 
-    def add(self, tenant: str, num: int, **sampling: Any) -> None:
+    def add(self, tenant: str, num: int, *, prompt_tokens: int = 3, **sampling: Any) -> None:
         for _ in range(num):
             request_id = RequestId(self._num_requests)
             self._num_requests += 1
             self.tenants[request_id] = tenant
             params = SamplingParams(**{"max_tokens": MAX_TOKENS, **sampling})
-            prompt = (1 + request_id % 200, 2, 3)
+            prompt = (1 + request_id % 200,) * prompt_tokens
             request = GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling=params, tenant=tenant)
             self.scheduler.add(request, now_s=self._now_s)
 
@@ -60,19 +59,20 @@ class Timed:
 
 @pytest.fixture
 def dear() -> Timed:
-    """200 rows of one tenant next to 16 of another, where a row takes a tenth of a millisecond."""
-    timed = Timed(row_ms=0.1)
-    timed.add("many", 200)
-    timed.steps(40)
-    timed.add("few", 16)
-    timed.steps(40)
+    """100 rows of one tenant next to 8 of another, where a row takes a fifth of a millisecond."""
+    timed = Timed(row_ms=0.2)
+    timed.add("many", 100)
+    timed.steps(20)
+    timed.add("few", 8)
+    timed.steps(20)
     return timed
 
 
 def test_many_rows_add_to_a_step_what_they_may_and_no_more(dear: Timed) -> None:
-    took_ms, tokens = dear.steps(160)
-    assert max(took_ms) <= 1.05 * (BASE_MS + 16 * 0.1 + OTHERS_MS)
-    assert set(dear.tokens_of("few", tokens)) == {160}  # a row in each step
+    took_ms, tokens = dear.steps(80)
+    assert max(took_ms) <= 1.05 * (BASE_MS + 8 * 0.2 + OTHERS_MS)
+    assert set(dear.tokens_of("few", tokens)) == {80}  # a row in each step
+    assert dear.scheduler.stats().share_rows_sat_out > 80 * 40
 
 
 def test_rows_that_take_turns_all_go_on_alike(dear: Timed) -> None:
@@ -82,31 +82,32 @@ def test_rows_that_take_turns_all_go_on_alike(dear: Timed) -> None:
     assert max(of_many) - min(of_many) <= 2 * TURN_STEPS
 
 
-def test_a_tenant_alone_has_all_its_rows_in_each_step(dear: Timed) -> None:
-    alone = Timed(row_ms=0.1)
-    alone.add("many", 200)
+def test_a_tenant_alone_has_all_its_rows_in_each_step() -> None:
+    alone = Timed(row_ms=0.2)
+    alone.add("many", 100)
     alone.steps(4)
-    _, tokens = alone.steps(50)
-    assert set(alone.tokens_of("many", tokens)) == {50}
+    _, tokens = alone.steps(30)
+    assert set(alone.tokens_of("many", tokens)) == {30}
+    assert alone.scheduler.stats().share_rows_sat_out == 0
 
 
 def test_where_rows_cost_little_none_sits_out() -> None:
     timed = Timed(row_ms=0.01)
-    timed.add("many", 200)
-    timed.steps(40)
-    timed.add("few", 16)
+    timed.add("many", 100)
+    timed.steps(20)
+    timed.add("few", 8)
     timed.steps(2)
-    _, tokens = timed.steps(50)
-    assert set(timed.tokens_of("many", tokens)) == {50}
+    _, tokens = timed.steps(20)
+    assert set(timed.tokens_of("many", tokens)) == {20}
 
 
 def test_a_tenant_with_half_of_the_rows_has_them_in_each_step() -> None:
     timed = Timed(row_ms=1.0)
     for tenant in ("a", "b"):
-        timed.add(tenant, 60)
-    timed.steps(60)
-    _, tokens = timed.steps(40)
-    assert set(timed.tokens_of("a", tokens)) == set(timed.tokens_of("b", tokens)) == {40}
+        timed.add(tenant, 30)
+    timed.steps(30)
+    _, tokens = timed.steps(20)
+    assert set(timed.tokens_of("a", tokens)) == set(timed.tokens_of("b", tokens)) == {20}
 
 
 def test_few_rows_go_on_however_dear_they_are() -> None:
@@ -121,10 +122,10 @@ def test_few_rows_go_on_however_dear_they_are() -> None:
 
 
 def test_all_rows_come_back_when_the_other_tenant_has_ended() -> None:
-    timed = Timed(row_ms=0.1)
-    timed.add("many", 200)
-    timed.steps(40)
-    timed.add("few", 16, max_tokens=30)
+    timed = Timed(row_ms=0.2)
+    timed.add("many", 100)
+    timed.steps(20)
+    timed.add("few", 8, max_tokens=30)
     timed.steps(60)
     _, tokens = timed.steps(10)
     assert set(timed.tokens_of("many", tokens)) == {10}
@@ -148,3 +149,18 @@ def test_a_newcomers_next_request_finds_the_slot_of_the_one_before() -> None:
     assert timed.scheduler.stats().share_preemptions == before
     timed.steps(200)
     assert timed.scheduler.stats().running == 32
+
+
+def test_a_newcomers_next_request_finds_the_blocks_of_the_one_before() -> None:
+    timed = Timed(row_ms=0.01, num_slots=64, num_blocks=100, max_model_tokens=128, prefix_cache=False)
+    timed.add("flood", 400, prompt_tokens=24, max_tokens=40)
+    timed.steps(20)
+    timed.add("few", 2, prompt_tokens=60, max_tokens=20)  # 20 blocks each, within half of the pool
+    timed.steps(60)
+    before = timed.scheduler.stats().share_preemptions
+    assert before > 0
+    for _ in range(4):
+        timed.add("few", 2, prompt_tokens=60, max_tokens=20)
+        _, tokens = timed.steps(24)
+        assert min(timed.tokens_of("few", tokens)[-2:]) >= 20  # both have ended
+    assert timed.scheduler.stats().share_preemptions == before
