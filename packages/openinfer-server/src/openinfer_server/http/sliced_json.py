@@ -23,7 +23,7 @@ _TEXT = rb'"[^"\\]{0,4096}+(?:\\.[^"\\]{0,64}+){0,64}+"'
 # begins. All are short work, since a match holds the interpreter, too.
 _MARKS = re.compile(rb'(?:(?:[^"\[\]{},]|%b)*+,){1,64}|%b|[\[\]{}"]' % (_TEXT, _TEXT), re.DOTALL)
 _PART_OF_TEXT = re.compile(rb'[^"\\]{0,65536}+(?:\\.[^"\\]{0,64}+){0,4096}+', re.DOTALL)
-_QUOTE = ord('"')
+_QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _COMMA, _OBJECT, _ARRAY, _CLOSING = ord(","), ord("{"), ord("["), b"]}"
 
 Decode = Callable[[bytes], Any]
@@ -110,6 +110,9 @@ class _Cutter:
         return self._root
 
     def _end_of_text(self, after: int) -> int:
+        quote = self._text.index(_QUOTE, after)
+        if self._text.find(_BACKSLASH, after, quote) < 0:  # most long texts: forty times as fast as the pattern
+            return quote + 1
         while self._text[after] != _QUOTE:
             after = cast("re.Match[bytes]", _PART_OF_TEXT.match(self._text, after)).end()
         return after + 1
