@@ -34,6 +34,13 @@ def test_names_that_occur_twice_are_the_last_ones() -> None:
     assert decode_in_slices(body) == {"a": 3, "b": 2}
 
 
+@pytest.mark.parametrize("end", ['"', "\\", '\\"', '"\\', '"]},{"a":[', '\\\\"x', "\n"], ids=json.dumps)
+@pytest.mark.parametrize("begin", ["", "\\", '"'], ids=json.dumps)
+def test_a_long_text_ends_where_it_ends_whatever_it_escapes(begin: str, end: str) -> None:
+    value = {"a": [begin + "x" * 10_000 + end, [1] * SLICE_BYTES], "b": end}
+    assert decode_in_slices(json.dumps(value).encode()) == value
+
+
 LARGE = {
     "a schema": {f"p{i}": {"type": "string", "enum": ["a", str(i)], "description": "x" * 40} for i in range(9_000)},
     "token ids": [list(range(2_000)) for _ in range(128)],
