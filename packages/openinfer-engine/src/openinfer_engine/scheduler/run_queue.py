@@ -379,7 +379,7 @@ class RunQueue:
             return
         has_slot, coming_blocks = bool(self.free_slots), 0
         while not (has_slot and self._would_fit(sequence, coming_blocks)):
-            ready = (each for each in self.shares.victims(self.running, wanting) if self.shares.has_gone_on(each))
+            ready = (each for each in self.shares.victims(self.running, wanting) if self.shares.may_give_way(each))
             victim = next(ready, None)
             if victim is None:
                 return
@@ -407,6 +407,7 @@ class RunQueue:
 
     def _preempt_for_share(self, sequence: Sequence) -> None:
         self._counters.share_preemptions += 1
+        sequence.gave_way = True
         self.has_passed_over = True
         self._preempt(sequence)
 
