@@ -14,8 +14,9 @@ from openinfer_server.limits.worker_table import WorkerTable
 from openinfer_server.observability.metrics_snapshot import BudgetUse
 from openinfer_server.options import ServerOptions
 
-READING_THREADS = 2  # more would only keep the interpreter from the event loop
-READING_NICENESS = 5  # less would hold the interpreter for long where others use all processors
+# More would only keep the interpreter from the event loop; so would a lower priority, since what has the interpreter
+# and no processor is waited for.
+READING_THREADS = 2
 _UNBOUNDED = 2**62  # of a server that is not ours, or does not listen yet
 
 
@@ -45,7 +46,7 @@ class Budgets:
             connections=ConnectionTable(_UNBOUNDED),
             requests=SharedBudget("requests", _UNBOUNDED, unit="requests", per_worker=True),
             body_bytes=SharedBudget("body_bytes", options.max_open_body_bytes, unit="bytes of requests"),
-            threads=FairQueue("openinfer-read", num_threads=READING_THREADS, niceness=READING_NICENESS),
+            threads=FairQueue("openinfer-read", num_threads=READING_THREADS),
         )
 
     def share(self, table: WorkerTable) -> None:

@@ -42,7 +42,7 @@ HUGE_CHARACTERS = 2**20
 CHARACTERS_PER_CONTEXT_TOKEN = 8  # prose has 4 to 5
 CHARACTERS_PER_THREAD = 2**24  # as many as the longest prompt that a body makes; some 16 s of a processor's work
 LOOK_UPS_PER_ENCODING = 64
-NICENESS, LONG_NICENESS = 5, 10  # nearly all of the work is done without the interpreter
+NICENESS = 5  # more, and the interpreter is waited for where such a thread makes its list of ids
 _PROCESSORS_PER_LONG_THREAD = 4
 _MAX_LONG_THREADS = 4
 
@@ -81,8 +81,8 @@ class EncodingThreads:
         limit = CHARACTERS_PER_THREAD * num_long
         self.characters = SharedBudget("encode_characters", limit, unit="characters of text to encode", per_worker=True)
         self.texts = FairQueue("openinfer-encode", num_threads=2 * num_long, niceness=NICENESS)
-        self.long_texts = FairQueue("openinfer-encode-long", num_threads=num_long, niceness=LONG_NICENESS)
-        self.huge_texts = FairQueue("openinfer-encode-huge", niceness=LONG_NICENESS)
+        self.long_texts = FairQueue("openinfer-encode-long", num_threads=num_long, niceness=NICENESS)
+        self.huge_texts = FairQueue("openinfer-encode-huge", niceness=NICENESS)
 
     def cover(self, max_model_tokens: int) -> None:
         """Takes what a context of so many tokens may hold."""
