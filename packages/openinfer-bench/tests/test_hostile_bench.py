@@ -128,6 +128,7 @@ def outcome_of_half_closed(answer: bytes) -> dict[str, int]:
     ("answer", "outcome"),
     [
         (b"HTTP/1.1 200 OK\r\n\r\ndata: {}\n\ndata: [DONE]\n\n", "200"),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n\r\ndata: {}\n\ndata: [DONE]\n\n", "200"),
         (b"HTTP/1.1 200 OK\r\n\r\ndata: {}\n\n", "cut"),
         (b"", "closed"),
     ],

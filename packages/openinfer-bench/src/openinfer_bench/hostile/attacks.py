@@ -104,9 +104,9 @@ ATTACKS: Mapping[str, Attack] = {
     ),
     "queued-schemas": _attack(posting(bodies.new_schema), _ANY, "70 new schemas at a time", 70, on_grammars=True),
     "guard-deaths": _attack(
-        posting(bodies.exploding_regex),
-        "400 429 503",
-        "grammars that end the guard, which is killed while it tries good ones, too",
+        posting(bodies.new_regex),
+        "200 429 503",
+        "good grammars, of which one in two seconds ends the guard: it is killed",
         4,
         on_grammars=True,
         kills_guard=True,

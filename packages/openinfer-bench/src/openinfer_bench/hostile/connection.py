@@ -59,6 +59,10 @@ class Connection:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 line = await self._reader.readline()
+                while line.startswith(b"HTTP/1.1 1"):  # interim: its head ends with an empty line
+                    while line.strip():
+                        line = await self._reader.readline()
+                    line = await self._reader.readline()
         except TimeoutError:
             return "hang"
         except OSError:
