@@ -91,10 +91,10 @@ LONG_LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}
 
 @pytest.mark.parametrize("source", [LONG_LOOPS, "{% macro f() %}" + LONG_LOOPS + "{% endmacro %}{{ f() }}"])
 def test_nested_loops_end_at_the_deadline(source):
-    begin = time.process_time()  # a busy machine takes as long as it likes
+    begin = time.thread_time()  # what the limit is of: waiting for a processor is not the template's
     with pytest.raises(RenderingRefused, match=r"more than 0\.1 s"):
         template(source, timeout_s=0.1).render(HELLO, {})
-    assert time.process_time() - begin < 5
+    assert time.thread_time() - begin < 1
 
 
 def test_output_is_bounded():
