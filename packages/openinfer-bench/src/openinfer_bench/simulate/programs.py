@@ -200,7 +200,7 @@ def _share_one_process() -> None:
         del arguments
 
     for module in (server, worker, engine_process, rank_process):
-        for name in ("settle_memory", "set_up_logs", "yield_interpreter"):
+        for name in ("return_freed_memory", "settle_memory", "set_up_logs", "yield_interpreter"):
             if hasattr(module, name):
                 setattr(module, name, nothing)
 

@@ -33,7 +33,7 @@ from openinfer_core.process.descriptors import raise_descriptor_limit
 from openinfer_core.process.host import EngineLoop, LoopRunner
 from openinfer_core.process.links import LinkServer, shows_token
 from openinfer_core.process.logs import set_up_logs
-from openinfer_core.process.resident import settle_memory
+from openinfer_core.process.resident import return_freed_memory, settle_memory
 from openinfer_core.process.wire import (
     Close,
     FrameBuffer,
@@ -166,6 +166,7 @@ def serve_parent(build: Callable[[msgspec.Raw], EngineLoop], streams: ParentStre
     if not line.endswith(b"\n"):  # the parent has ended, by Ctrl-C perhaps, before it had said all
         return 1
     launch = msgspec.json.decode(line, type=Launch)
+    return_freed_memory()
     raise_descriptor_limit()  # segments of disk tiers, pipes and sockets to ranks and clients
     with listening(launch.link, launch.host) as (listener, address):
         try:

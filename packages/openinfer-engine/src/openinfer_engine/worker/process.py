@@ -30,7 +30,7 @@ import msgspec
 from openinfer_core import OpenInferError, Refused
 from openinfer_core.errors import ContractViolation
 from openinfer_core.process.logs import label_logs, set_up_logs
-from openinfer_core.process.resident import settle_memory
+from openinfer_core.process.resident import return_freed_memory, settle_memory
 from openinfer_engine.child import SWITCH_INTERVAL_S
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.engine_spec import EngineSpec
@@ -99,6 +99,7 @@ def serve_engine(heard: int, said: int, load: "Callable[[Orders, Answers], tuple
     orders = Orders(heard, answers)
     try:
         set_up_logs(os.environ)
+        return_freed_memory()
         worker, share = load(orders, answers)
         orders.expect_heartbeats()
         settle_memory()
