@@ -8,7 +8,7 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or "glibc" not in os.confstr("CS_GNU_LIBC_VERSION"), reason="of glibc's heaps"
+    sys.platform != "linux" or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="of glibc's heaps"
 )
 
 # A thread's heap; the first block raises glibc's own thresholds to 32 and 64 MiB, as loading weights does.
