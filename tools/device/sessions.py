@@ -82,7 +82,7 @@ CUDA = ("--device", "cuda", "--load-format", "dummy", "--grammar-compiler", "non
 SET_UPS: Mapping[str, SetUp] = {
     "qwen3-8b": SetUp(
         many={
-            "3000": Shape(sessions=6, turns=14, first_tokens=3_000, new_tokens=3_000),
+            "3000": Shape(sessions=6, turns=14, first_tokens=3_000, new_tokens=3_000, wait_s=2.0),
             "150": Shape(sessions=6, turns=40, first_tokens=34_000, new_tokens=150, wait_s=0.5),
         },
         check=Shape(sessions=6, turns=10, first_tokens=1_000, new_tokens=500, output_tokens=24, wait_s=0.0),
@@ -95,14 +95,15 @@ SET_UPS: Mapping[str, SetUp] = {
     ),
     "qwen3.5-4b": SetUp(
         many={
-            "3000": Shape(sessions=16, turns=11, first_tokens=3_000, new_tokens=3_000),
-            "150": Shape(sessions=16, turns=40, first_tokens=26_000, new_tokens=150, wait_s=0.5),
+            "3000": Shape(sessions=16, turns=11, first_tokens=3_000, new_tokens=3_000, wait_s=2.0),
+            "150": Shape(sessions=16, turns=24, first_tokens=28_000, new_tokens=150, wait_s=1.0),
         },
-        check=Shape(sessions=16, turns=14, first_tokens=1_500, new_tokens=1_250, output_tokens=24, wait_s=0.0),
+        check=Shape(sessions=16, turns=14, first_tokens=1_000, new_tokens=700, output_tokens=8, wait_s=0.0),
         checked_turns=200,
         disk=Shape(sessions=3, turns=2, first_tokens=26_000, new_tokens=150, wait_s=0.0),
         num_blocks=11_000,
-        host="host=24GiB",
+        host="host=40GiB",
+        check_flags=("--batch-invariant", "true"),
         flags=(*CUDA, "--max-model-tokens", "45000", "--state-snapshot-bytes", str(6 << 30)),
     ),
     "tiny": SetUp(
