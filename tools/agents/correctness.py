@@ -1,4 +1,4 @@
-"""Cached turns against uncached ones, a feature at a time and several at once: `openinfer bench sessions --check` on a CPU.
+"""Cached turns against uncached ones, a feature at a time and several at once: `bench sessions --check` on a CPU.
 
     python tools/agents/correctness.py OUT.json [ARM ...]
 
@@ -56,11 +56,13 @@ HYBRID = {
     "tie_word_embeddings": True,
     "vocab_size": 2048,
 }
-SHAPE = ("--sessions", "11", "--turns", "13", "--first-tokens", "64", "--new-tokens", "23", "--output-tokens", "33")
+SHAPE = ("--turns", "13", "--first-tokens", "64", "--new-tokens", "23", "--output-tokens", "33")
 SHAPE = (*SHAPE, "--wait-s", "0.05", "--agents-share", "0.4")
 POOL = ("--num-blocks", "96")
 """Of 16 tokens; eleven sessions end with 8,000 tokens, and what runs at once is preempted now and then."""
-STATES = ("--state-snapshot-bytes", str(2 << 20))
+WIDE, WIDER = ("--num-blocks", "400"), ("--num-blocks", "1200")
+"""Where nothing but the pool keeps a session: a pool of a third would forget each before its next turn."""
+STATES = ("--state-snapshot-bytes", str(4 << 20))
 HOST, DISK = ("--kv-tier", "host=64MiB"), ("--kv-tier", "disk={folder},256MiB")
 NGRAM, FP8 = ("--speculative", "ngram,k=4"), ("--kv-cache-dtype", "fp8")
 ADAPTERS = ("legal", "medical")
@@ -79,19 +81,19 @@ class Arm:
 
 
 ARMS: Mapping[str, Arm] = {
-    "dense": Arm("dense", POOL),
-    "dense-ngram": Arm("dense", (*POOL, *NGRAM)),
+    "dense": Arm("dense", WIDE),
+    "dense-ngram": Arm("dense", (*WIDE, *NGRAM)),
     "dense-host": Arm("dense", (*POOL, *HOST)),
     "dense-host-ngram-fp8": Arm("dense", (*POOL, *HOST, *NGRAM, *FP8)),
     "dense-disk-restarted": Arm("dense", (*POOL, *DISK), restarts=True),
-    "dense-lora": Arm("dense", (*POOL, *LORA), has_adapters=True),
+    "dense-lora": Arm("dense", (*WIDER, *LORA), has_adapters=True),
     "dense-lora-host-ngram-fp8": Arm("dense", (*POOL, *LORA, *HOST, *NGRAM, *FP8), has_adapters=True),
-    "hybrid": Arm("hybrid", (*POOL, *STATES)),
-    "hybrid-ngram": Arm("hybrid", (*POOL, *STATES, *NGRAM)),
+    "hybrid": Arm("hybrid", (*WIDE, *STATES)),
+    "hybrid-ngram": Arm("hybrid", (*WIDE, *STATES, *NGRAM)),
     "hybrid-host": Arm("hybrid", (*POOL, *STATES, *HOST)),
     "hybrid-host-ngram-fp8": Arm("hybrid", (*POOL, *STATES, *HOST, *NGRAM, *FP8)),
     "hybrid-disk-restarted": Arm("hybrid", (*POOL, *STATES, *DISK), restarts=True),
-    "drafting-mtp": Arm("drafting", (*POOL, *STATES, "--speculative", "mtp,k=2")),
+    "drafting-mtp": Arm("drafting", (*WIDE, *STATES, "--speculative", "mtp,k=2")),
     "drafting-mtp-host": Arm("drafting", (*POOL, *STATES, *HOST, "--speculative", "mtp,k=2")),
 }
 
@@ -182,7 +184,8 @@ def play(server: Served, names: Sequence[str], *flags: str) -> list[dict[str, An
         def ask(name: str) -> dict[str, Any]:
             report = Path(folder) / f"{name}.json"
             command = [*OPENINFER, "bench", "sessions", "--url", f"http://127.0.0.1:{server.port}"]
-            command += ["--served-model", name, "--json", str(report), *SHAPE, *flags]
+            command += ["--served-model", name, "--json", str(report), *SHAPE]
+            command += ["--sessions", "4" if len(names) > 1 else "11", *flags]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if not report.exists():
                 sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")

@@ -20,6 +20,8 @@ MAX_EXPECTED_TOKENS = 512
 class FirstComeFirstServed:
     """Order of arrival."""
 
+    lets_cached_pass = True
+
     def __init__(self, config: QueuePolicyConfig) -> None:
         del config
 
@@ -64,6 +66,8 @@ class FairShare:
 
     At most `MAX_INDEBTED_TENANTS` tenants are remembered; of more, those that owe least are forgotten.
     """
+
+    lets_cached_pass = True
 
     def __init__(self, config: QueuePolicyConfig) -> None:
         self._weights = config.tenant_weights

@@ -13,7 +13,7 @@ from openinfer_core.queue_policies import FairShare, FirstComeFirstServed
 from openinfer_core.request import LoadedAdapter
 from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, SchedulerConfig, StepPlan, StepResult
 from openinfer_engine.scheduler import TokenBudgetScheduler
-from openinfer_engine.scheduler.adapter_slots import MAX_BYPASS_REQUESTS, MAX_BYPASS_S
+from openinfer_engine.scheduler.order.bypass import MAX_BYPASS_REQUESTS, MAX_BYPASS_S
 
 STEP_S = 0.02
 

@@ -204,6 +204,9 @@ class WindowedSequence(BlockSequence):
             if any(table.blocks[: table.num_void]) or table.num_void > len(table.blocks):
                 raise IntegrityError(f"table {table.index} counts {table.num_void} void entries of {table.blocks}")
 
+    def estimate_cached_tokens(self) -> int:
+        return self.count_cached_tokens()  # a prefix may lack what no later token sees
+
     # Private.
 
     def _num_cached_blocks(self) -> int:

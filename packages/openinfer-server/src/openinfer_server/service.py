@@ -16,6 +16,7 @@ from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
 from openinfer_server.options import ServerOptions
 from openinfer_server.output.engine_link import EngineLink
 from openinfer_server.parsers.choose import ModelParsers
+from openinfer_server.request.prefix_breaks import PrefixBreaks
 from openinfer_server.text.control_tokens import ControlTokens
 from openinfer_server.text.tokenizer import Tokenizer
 from openinfer_server.workers.peers import NoPeers, Peers
@@ -43,6 +44,7 @@ class Service:
     peers: Peers = field(default_factory=NoPeers)
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
     draining: bool = False
+    prefix_breaks: PrefixBreaks = field(default_factory=PrefixBreaks)
     started: int = field(default_factory=lambda: int(time.time()))
     control_tokens: ControlTokens | None = field(init=False, default=None)
 
@@ -64,6 +66,8 @@ class Service:
             known = self.control_tokens.known_prefixes
             self.metrics.known_characters.value = known.known_characters
             self.metrics.encoded_characters.value = known.new_characters
+        self.metrics.prefix_breaks.value = self.prefix_breaks.count
+        self.metrics.prefix_break_tokens.value = self.prefix_breaks.lost_tokens
         budgets = [*self.budgets.uses(), self.tokenizer.encoding.characters.use, *self.link.admission.uses()]
         return MetricsSnapshot.of(self.metrics, open_requests=self.link.num_open, budgets=budgets)
 

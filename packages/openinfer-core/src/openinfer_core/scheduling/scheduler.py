@@ -138,6 +138,10 @@ class QueuePolicy(Protocol):
     A policy with a true attribute `asks_again` is asked again for the keys of requests that wait, some of them before
     each step, because what is cached and loaded changes. Then one that has waited for `max_bypass_s` (an attribute,
     too; 30 seconds without it) goes before all that have not, in order of arrival, whatever its key.
+
+    A policy with a true attribute `lets_cached_pass` lets a scheduler serve one of a tenant's requests before others of
+    that tenant that take long to compute, where its prompt is cached and theirs are not; within bounds that the
+    scheduler states. By default the order of the keys is kept.
     """
 
     def key(self, waiting: WaitingRequest) -> Any:

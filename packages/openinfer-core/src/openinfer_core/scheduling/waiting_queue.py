@@ -68,6 +68,7 @@ class WaitingQueue(Generic[Item]):
         self.tenants: Counter[str] = Counter()  # of how many requests of each wait
         self._by_id: dict[RequestId, _Entry[Item]] = {}
         self._max_bypass_s = float(getattr(policy, "max_bypass_s", MAX_BYPASS_S))
+        self.lets_cached_pass = bool(getattr(policy, "lets_cached_pass", False))
         self._asks_again = bool(getattr(policy, "asks_again", False))
         self._entries: list[_Entry[Item]] = []
         self._arrivals = 0

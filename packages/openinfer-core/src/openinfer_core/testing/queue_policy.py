@@ -136,6 +136,7 @@ class WatchedPolicy:
         self._violations: list[str] = []
         self._ages: dict[RequestId, int] = {}  # of the admitted, in order of admission
         self.asks_again = bool(getattr(policy, "asks_again", False))
+        self.lets_cached_pass = bool(getattr(policy, "lets_cached_pass", False))
         if isinstance(policy, ChoosesVictim):
             self._chooser: ChoosesVictim = policy
             self.victim = self._victim  # a policy is asked only where it has the attribute

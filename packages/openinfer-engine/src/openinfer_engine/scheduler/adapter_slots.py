@@ -6,22 +6,19 @@
 
 A user is an admitted request that has not ended, also while it is preempted: it resumes in the slot that it began in.
 
-The bypass rule. A request whose adapter has no slot, and can have none, is passed by later ones whose adapters lie in
-slots, and by those that need none. Once it has been passed `MAX_BYPASS_REQUESTS` times, or has been in that place for
-`MAX_BYPASS_S`, it claims the slot that has the fewest users. So it waits at most that long, and then as long as the
-longest of these users runs, if there are as many slots as adapters that are overdue.
+A request whose adapter has no slot, and can have none, is passed by later ones whose adapters lie in slots, and by
+those that need none, within the bound of `order/bypass.py`. Then it claims the slot that has the fewest users. So it
+waits at most that long, and then as long as the longest of these users runs, if there are as many slots as adapters
+that are overdue.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
 from openinfer_core.errors import ContractViolation
-from openinfer_core.request import RequestId
 from openinfer_core.scheduling import AdapterLoad, AdapterPort
+from openinfer_engine.scheduler.order.bypass import Bypass
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence
-
-MAX_BYPASS_REQUESTS = 64
-MAX_BYPASS_S = 2.0
 
 
 @dataclass(slots=True)
@@ -33,22 +30,15 @@ class _Slot:
     claimant: bytes | None = None
 
 
-@dataclass(slots=True)
-class _Blocked:
-    since_s: float
-    num_passed: int = 0
-
-
 class AdapterSlots:
-    """Of one scheduler. `now_s` is the time of the plan that is being made."""
+    """Of one scheduler."""
 
-    def __init__(self, num_slots: int, port: AdapterPort) -> None:
-        self.now_s = 0.0
+    def __init__(self, num_slots: int, port: AdapterPort, bypass: Bypass) -> None:
         self._port = port
+        self._bypass = bypass
         self._slots = [_Slot(index) for index in range(num_slots)]
         self._by_digest: dict[bytes, _Slot] = {}
         self._waiting: Counter[bytes] = Counter()  # requests that were never admitted
-        self._blocked: dict[RequestId, _Blocked] = {}
         self._loads: list[AdapterLoad] = []  # since the last plan
         self._num_admitted = 0
 
@@ -75,7 +65,6 @@ class AdapterSlots:
 
     def enter(self, sequence: Sequence) -> None:
         """A sequence is admitted for the first time, after `may_enter` has said so."""
-        self._blocked.pop(sequence.request_id, None)
         digest = _digest(sequence)
         if digest is None:
             return
@@ -90,7 +79,6 @@ class AdapterSlots:
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence ends, whether it was ever admitted or not."""
-        self._blocked.pop(sequence.request_id, None)
         digest = _digest(sequence)
         if digest is None:
             return
@@ -119,19 +107,13 @@ class AdapterSlots:
         loads, self._loads = self._loads, []
         return tuple(loads)
 
-    # --- the bypass rule --------------------------------------------------------------------------------
+    # --- claims -----------------------------------------------------------------------------------------
 
-    def block(self, sequence: Sequence) -> None:
-        """A sequence stands before others, and `may_enter` has said no: it claims a slot if it is overdue."""
-        blocked = self._blocked.setdefault(sequence.request_id, _Blocked(self.now_s))
-        is_overdue = blocked.num_passed >= MAX_BYPASS_REQUESTS or self.now_s - blocked.since_s >= MAX_BYPASS_S
+    def claim_if_overdue(self, sequence: Sequence) -> None:
+        """For a sequence that others pass, since `may_enter` has said no."""
         digest = _digest(sequence)
-        if is_overdue and digest is not None and self._slot_for(digest) is None:
+        if digest is not None and self._bypass.is_overdue(sequence) and self._slot_for(digest) is None:
             self._claim(digest)
-
-    def count_pass(self, sequence: Sequence) -> None:
-        """Another was admitted before a sequence that is blocked."""
-        self._blocked[sequence.request_id].num_passed += 1
 
     def _claim(self, digest: bytes) -> None:
         if any(slot.claimant == digest for slot in self._slots):

@@ -50,16 +50,20 @@ class BlockAllocator:
         self.prefixes: StatePrefixes | None = None  # with KV tiers, for a model with recurrent states
 
     def allocate(
-        self, sequence: Sequence, *, running: ListLike[Sequence], loading: ListLike[Sequence], kept_blocks: int = 0
+        self,
+        sequence: Sequence,
+        *,
+        running: ListLike[Sequence],
+        loading: ListLike[Sequence],
+        spare_blocks: int,
+        kept_blocks: int = 0,
     ) -> BlockAllocation | None:
-        """Takes blocks for every id a sequence knows; each that runs or loads keeps one per table in reserve.
+        """Takes blocks for every id a sequence knows, if `spare_blocks` stay free: none, where nothing runs or loads.
 
         `kept_blocks` more are left for other tenants.
 
         None, with nothing changed, if blocks are short, or others compute or load what it needs first.
         """
-        # One block per table stays spare: a newcomer that took the last ones would be preempted at their next block.
-        spare_blocks = self._num_tables * (len(running) + len(loading))
         protected_blocks = self._protected_blocks(sequence, spare_blocks)
         spare_blocks += kept_blocks
         has_waited = self._has_waited(sequence, spare_blocks + protected_blocks)
@@ -97,9 +101,8 @@ class BlockAllocator:
             raise ContractViolation(f"blocks for request {sequence.request_id} were there and could not be reserved")
         return allocation
 
-    def would_fit(self, sequence: Sequence, *, num_active: int, coming_blocks: int) -> bool:
-        """Whether `allocate` would find room beside `num_active` others, with so many blocks more."""
-        spare_blocks = self._num_tables * num_active
+    def would_fit(self, sequence: Sequence, *, spare_blocks: int, coming_blocks: int) -> bool:
+        """Whether `allocate` would find room, with so many blocks more."""
         windowed_tokens = self._windowed_tokens(sequence, is_alone=not spare_blocks)
         protected_blocks = self._protected_blocks(sequence, spare_blocks)
         if not self._has_waited(sequence, spare_blocks + protected_blocks):

@@ -8,7 +8,8 @@ that waits, in the order in which they came.
     waiting ── a leader computes its prefix ──► following ── computed, or the leader is gone ──► admitted, as if waiting
 
 So one is passed for as long as its leader computes, which depends on the prefix alone: chunks of what has begun come
-before newcomers. A follower may find that another computes the next part of its prefix, and follow that one.
+before newcomers. From the bound of `order/bypass.py` on those that pass leave it a sequence slot and blocks. A follower
+may find that another computes the next part of its prefix, and follow that one.
 
 A model with recurrent states shares a prefix where a copy of the states is. The leader keeps one at the end of what is
 common (`snapshot_positions`), unless it is beyond that already.
@@ -68,6 +69,11 @@ class Followers:
                 if self._computes_for(other, sequence):
                     return Following(other)
         return None
+
+    def own_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a follower needs beside those that its leader computes."""
+        mine, leader = sequence.kv.matchable_digests(), self._following[sequence].leader
+        return -(-sequence.known_tokens // self._block_tokens) - self._common_blocks(mine, leader)
 
     def add(self, sequence: Sequence, following: Following) -> None:
         self._following[sequence] = following

@@ -15,11 +15,16 @@ A queue policy that divides what runs between tenants (`SharesRows`) chooses wha
 tenant that holds its share nothing is admitted or resumed while another that holds less has something to run. Where
 there is no slot or block for that one, one of a tenant beyond its share gives way, but never the oldest that runs.
 
-One that waits and whose prefix another computes at the moment is no head: it follows that one (`followers.py`), and
-comes before all that waits when the prefix is there.
+One that waits may be passed by later ones, within one bound (`order/bypass.py`):
 
-A sequence whose adapter has no slot is passed, within bounds, by those that `adapter_slots.py` lets in: later ones of
-its tenant first, then those of the tenant that the policy would serve next.
+- one whose prefix another computes at the moment is no head: it follows that one (`followers.py`), and comes before all
+  that waits when the prefix is there;
+- one whose adapter has no slot is passed by those that `adapter_slots.py` lets in: later ones of its tenant first, then
+  those of the tenant that the policy would serve next;
+- one that takes long to compute is passed by one of its tenant that is cached (`order/cached_first.py`), where the
+  policy lets it (`lets_cached_pass`).
+
+So that what is admitted is not preempted soon, blocks stay free for what has run so far to grow (`growth.py`).
 
 A preempted sequence that is held (its next mask is not computed yet) is passed over until it is not. The time is
 bounded, so the same holds from then on.
@@ -46,7 +51,10 @@ from openinfer_engine.scheduler.adapter_slots import AdapterSlots
 from openinfer_engine.scheduler.admission import BlockAllocation, BlockAllocator
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.followers import MAX_FOLLOWERS, Followers
+from openinfer_engine.scheduler.growth import Growth
 from openinfer_engine.scheduler.loads import Loads
+from openinfer_engine.scheduler.order.bypass import Bypass
+from openinfer_engine.scheduler.order.cached_first import LEAST_GAIN_TOKENS, SCAN, CachedFirst
 from openinfer_engine.scheduler.retention import Retention
 from openinfer_engine.scheduler.row_shares import RowShares
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
@@ -99,6 +107,8 @@ class RunQueue:
             )
         self.retention = Retention(self.kv, self.snapshots)
         self.waiting = WaitingQueue[Sequence](policy, describe=self._describe)
+        self.bypass = Bypass()
+        self._cached_first = CachedFirst(self.bypass, self.snapshots)
         self.adapters: AdapterSlots | None = None  # None where no adapters are served
         self._bypassed: list[Sequence] = []  # by what `_next` has said last
         self.running: list[Sequence] = []
@@ -122,6 +132,10 @@ class RunQueue:
             matches_prefixes=self.matches_prefixes,
             snapshots=self.snapshots,
             hurry=self._hurry_saves,
+        )
+        self._growth = Growth(
+            block_size_tokens=config.block_size_tokens,
+            num_lasting=sum(window is None for window in config.table_windows),
         )
         self.shares = RowShares(self.kv.pool, num_slots=config.max_num_seqs, weight=self.waiting.weight)
         self._divides = self.waiting.shares is not None
@@ -178,11 +192,17 @@ class RunQueue:
             sequence = self._head()
             if sequence is None or not self.free_slots:
                 return None
+            kept = self._kept_for_overdue(sequence)
             kept_slots, kept_blocks = self._kept_from(sequence)
-            if len(self.free_slots) <= kept_slots:
+            if len(self.free_slots) <= len(kept) + kept_slots:
                 return None
+            kept_blocks += self.num_tables * sum(map(self.followers.own_blocks, kept))
             allocation = self._allocator.allocate(
-                sequence, running=self.running, loading=self._loading, kept_blocks=kept_blocks
+                sequence,
+                running=self.running,
+                loading=self._loading,
+                spare_blocks=self._spare_blocks(sequence),
+                kept_blocks=kept_blocks,
             )
             if allocation is None:
                 return None
@@ -218,6 +238,32 @@ class RunQueue:
         self.followers.add(sequence, following)
         return True
 
+    def _kept_for_overdue(self, sequence: Sequence) -> ListLike[Sequence]:
+        """Overdue ones that wait for their prefix: one that is admitted before them leaves them slots and blocks."""
+        if not len(self.followers) or sequence.state is not SequenceState.WAITING:
+            return ()
+        if sequence is self._promised or sequence in self.followers:
+            return ()
+        followers = self.followers
+        return [each for each in followers.sequences if self.bypass.is_overdue(each) and followers.is_waiting(each)]
+
+    def _spare_blocks(self, sequence: Sequence) -> int:
+        """Blocks that stay free where a sequence is admitted, for what runs to grow."""
+        active = [*self.running, *self._loading]
+        if not active:
+            return 0
+        # One block per table at least: a newcomer that took the last ones would be preempted at their next block.
+        least, pool = self.num_tables * len(active), self.kv.pool
+        most = least + self._growth.most_blocks(len(active) + 1)
+        if self.num_tables * pool.blocks_for(sequence.known_tokens) + most <= pool.available_blocks:
+            return most
+        windowed = (self.num_tables - self._growth.num_lasting) * len(active)
+        return max(least, windowed + self._growth.blocks([*active, sequence]))
+
+    def note_generated(self, num_tokens: int) -> None:
+        """A sequence has ended by itself, with so many tokens."""
+        self._growth.note(num_tokens)
+
     def _take_ready(self) -> tuple[Sequence, int] | None:
         while self.loads is not None and (ready := self.loads.take_ready()) is not None:
             sequence, tokens = ready
@@ -240,7 +286,9 @@ class RunQueue:
             else:
                 sequence.has_policy_fault = not self.waiting.admit(sequence)
             sequence.admission, self._num_admitted = self._num_admitted, self._num_admitted + 1
-            self._enter_adapter(sequence)
+            self._count_bypass(sequence)
+            if self.adapters is not None:
+                self.adapters.enter(sequence)
         if sequence is self._promised:
             self._promised = None
         sequence.slot = self.free_slots.pop()
@@ -307,18 +355,38 @@ class RunQueue:
             self.has_passed_over = True
             passed.add(sequence.request.tenant)
         for sequence in self.followers.sequences:
-            if sequence.request.tenant in full or self.followers.is_waiting(sequence):
+            if sequence.request.tenant in full:
                 continue
-            if self.adapters is None or self.adapters.may_enter(sequence):
+            if not self.followers.is_waiting(sequence) and self._may_enter(sequence):
                 return sequence
-            self._pass(sequence, self.adapters)
+            self._pass(sequence)
         chosen = self.waiting.next(full)
-        if self.adapters is not None and chosen is not None and not self.adapters.may_enter(chosen):
-            chosen = self._bypass(chosen, full, self.adapters)
+        if chosen is not None and not self._may_enter(chosen):
+            chosen = self._bypass(chosen, full)
+        elif chosen is not None:
+            chosen = self._prefer_cached(chosen)
         # Of a tenant with its share, those that have run come first.
         return None if chosen is not None and chosen.request.tenant in full & passed else chosen
 
-    def _bypass(self, chosen: Sequence, full: AbstractSet[str], adapters: AdapterSlots) -> Sequence | None:
+    def _may_enter(self, sequence: Sequence) -> bool:
+        """Whether its adapter has a slot, or it needs none."""
+        return self.adapters is None or self.adapters.may_enter(sequence)
+
+    def _prefer_cached(self, chosen: Sequence) -> Sequence:
+        """The next in order, or one that goes before it since its prompt is cached."""
+        if not (self.waiting.lets_cached_pass and self.matches_prefixes and self.free_slots) or len(self.waiting) < 2:
+            return chosen
+        if self._cached_first.uncached_tokens(chosen) < LEAST_GAIN_TOKENS:
+            return chosen
+        tenant = None if self.waiting.shares is None else chosen.request.tenant
+        others = (each for each in self.waiting.first(SCAN, tenant=tenant) if each is not chosen)
+        cached, passed = self._cached_first.choose((chosen, *others))
+        if cached is None or not self._may_enter(cached):
+            return chosen
+        self._bypassed += passed
+        return cached
+
+    def _bypass(self, chosen: Sequence, full: AbstractSet[str]) -> Sequence | None:
         """The first that may pass `chosen`, whose adapter has no slot; in the order of its tenant, then of others.
 
         Those that are passed are noted in `_bypassed`. Tenants with their share come after the others here, too.
@@ -328,9 +396,9 @@ class RunQueue:
         while True:
             tenant = None if self.waiting.shares is None else chosen.request.tenant
             for sequence in self.waiting.first(BYPASS_SCAN, tenant=tenant):
-                if adapters.may_enter(sequence):
+                if self._may_enter(sequence):
                     return sequence
-                self._pass(sequence, adapters)
+                self._pass(sequence)
             if tenant is None:
                 return None
             tried.add(tenant)
@@ -342,17 +410,16 @@ class RunQueue:
                 return None
             chosen = following
 
-    def _pass(self, sequence: Sequence, adapters: AdapterSlots) -> None:
-        """Notes that the next to run passes one whose adapter has no slot."""
-        adapters.block(sequence)
+    def _pass(self, sequence: Sequence) -> None:
+        """Notes that the next to run passes one that waits for its prefix, or whose adapter has no slot."""
+        self.bypass.begin(sequence)
         self._bypassed.append(sequence)
+        if self.adapters is not None:
+            self.adapters.claim_if_overdue(sequence)
 
-    def _enter_adapter(self, sequence: Sequence) -> None:
-        if self.adapters is None:
-            return
-        self.adapters.enter(sequence)
-        for each in self._bypassed:
-            self.adapters.count_pass(each)
+    def _count_bypass(self, admitted: Sequence) -> None:
+        self.bypass.count(self._bypassed)
+        self.bypass.forget(admitted)
         self._bypassed = []
 
     def _describe(self, sequence: Sequence) -> tuple[int, bool]:
@@ -398,8 +465,8 @@ class RunQueue:
         return bool(self.preempted or len(self.waiting) or len(self.followers))
 
     def _would_fit(self, sequence: Sequence, coming_blocks: int) -> bool:
-        num_active = len(self.running) + len(self._loading)
-        return self._allocator.would_fit(sequence, num_active=num_active, coming_blocks=coming_blocks)
+        spare_blocks = self._spare_blocks(sequence)
+        return self._allocator.would_fit(sequence, spare_blocks=spare_blocks, coming_blocks=coming_blocks)
 
     def _own_blocks(self, sequence: Sequence) -> int:
         pool = self.kv.pool
@@ -615,6 +682,7 @@ class RunQueue:
                 self.released.append(sequence.slot)
                 self.shares.leave(sequence)
         sequence.transition(SequenceState.FINISHED)
+        self.bypass.forget(sequence)
         if self.adapters is not None:
             self.adapters.leave(sequence)
         if not sequence.is_held:

@@ -97,6 +97,7 @@ class Sequence:
         "draft_retry_tokens",
         "drafts",
         "drafts_in_flight",
+        "estimated_s",
         "final_tokens",
         "gave_way",
         "given_tokens",
@@ -126,6 +127,7 @@ class Sequence:
         "stop_token_ids",
         "takes_prefixes",
         "target_tokens",
+        "uncached_tokens",
     )
 
     def __init__(
@@ -153,6 +155,9 @@ class Sequence:
         # positions at which rows end so that the recurrent states before them can be kept, ascending
         self.snapshot_positions: tuple[int, ...] = ()
         self.cached_tokens = 0  # that it began to run with, the first time
+        # about what it would compute if it began now, and when that was looked up: `CachedFirst`
+        self.uncached_tokens = self.prompt_tokens
+        self.estimated_s: float | None = None
         self.has_run = False
         # its prefix on the way from KV tiers; until it is over its blocks stay
         self.load: TableLoad | StateLoad | None = None

@@ -12,9 +12,9 @@ A plan is made by walking along the run queue (`run_queue.py`) until the budget 
     preempted, then the queue's head  admitted while slots, blocks and budget last; where it is of a tenant that has no
                                       prompt under way, before the chunks of others, with half of the budget
 
-No sequence is passed over, but for its adapter and within bounds (`adapter_slots.py`), so none starves, and the oldest
-always has a row, so a step is always possible. One that is held, because its next mask is not computed yet, has no row,
-keeps what it has, and is as before when its mask is there.
+No sequence is passed over, but within one bound (`order/bypass.py`), so none starves, and the oldest always has a row,
+so a step is always possible. One that is held, because its next mask is not computed yet, has no row, keeps what it
+has, and is as before when its mask is there.
 
 With KV tiers (`use_tiers`), an admitted sequence first loads what the tiers have of its prefix; others are planned
 meanwhile.
@@ -97,7 +97,7 @@ class TokenBudgetScheduler:
         return self._queue.kv.pool.pin_prefix(digests)
 
     def use_adapters(self, port: AdapterPort) -> None:
-        self._queue.adapters = AdapterSlots(self._config.max_adapters, port)
+        self._queue.adapters = AdapterSlots(self._config.max_adapters, port, self._queue.bypass)
 
     def drop_adapter(self, digest: bytes, kind: FailureKind, message: str) -> list[TokenEvent]:
         waiting = [
@@ -197,8 +197,7 @@ class TokenBudgetScheduler:
     def plan(self, *, now_s: float) -> StepPlan | None:
         # First of all, so that blocks and prefixes of ended copies are there for the rows of this plan.
         self._queue.settle()
-        if self._queue.adapters is not None:
-            self._queue.adapters.now_s = now_s
+        self._queue.bypass.now_s = now_s
         self._queue.waiting.ask_again(now_s=now_s)
         self._queue.make_room()
         builder = StepBuilder(self._config.max_step_tokens, wants_drafts=self._config.max_drafts > 0)

@@ -62,6 +62,16 @@ class OwnedCache(Generic[K, V]):
         while self.num_bytes > self.max_bytes:
             self._evict_one()
 
+    def drop(self, owner: str, key: K) -> None:
+        """Gives up an owner's entry, if it is here."""
+        entries = self._entries.get(owner)
+        if entries is None or key not in entries:
+            return
+        size = self._size_of(entries.pop(key))
+        self.num_bytes -= size
+        self._note(owner, self._held[owner] - size)
+        self._forget_empty(owner)
+
     def clear(self) -> None:
         self._entries.clear()
         self._held.clear()

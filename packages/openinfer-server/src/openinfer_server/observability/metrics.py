@@ -37,6 +37,8 @@ class ServerMetrics:
         self.generated_tokens = Counter()
         self.known_characters = Counter()  # of rendered chats whose ids were known
         self.encoded_characters = Counter()  # of those that were encoded
+        self.prefix_breaks = Counter()  # turns that left the one before of their conversation
+        self.prefix_break_tokens = Counter()  # of the turns before, that are lost by it
         self.dropped_tools: Counts[str] = Counts(dict.fromkeys(DROPPED_TOOLS, 0))  # by their type
         self.slow_clients = Counter()
         self.faults = Counter()

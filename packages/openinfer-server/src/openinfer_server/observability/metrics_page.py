@@ -64,6 +64,8 @@ def _of_server(metrics: ServerMetrics, info: EngineInfo, model: Labels, open_req
         ("openinfer_request_faults_total", "Faults of this server inside one request.", metrics.faults),
         ("openinfer_known_prompt_characters_total", "Of chats, encoded before.", metrics.known_characters),
         ("openinfer_encoded_prompt_characters_total", "Of chats, encoded.", metrics.encoded_characters),
+        ("openinfer_prefix_breaks_total", "Turns that differ from the one before.", metrics.prefix_breaks),
+        ("openinfer_prefix_break_tokens_total", "Of turns before, lost by it.", metrics.prefix_break_tokens),
     ):
         yield from render_family(name, "counter", text, [((), counter.value)])
     for name, text, counter in (

@@ -143,6 +143,9 @@ def make_plan(
     if retention is None:
         retention = retention_of(fields.prompt_cache_key, fields.prompt_cache_retention)
     salt = salt_of(tenant, fields.cache_salt)
+    if retention.key is not None:
+        conversation = (retention.key, tenant, fields.cache_salt, fields.model)
+        service.prefix_breaks.note(owner, conversation, prompts[0].token_ids)
     restrictions = read_restrictions(service, fields, num_choices=n * len(prompts))
     requests = [
         _request(

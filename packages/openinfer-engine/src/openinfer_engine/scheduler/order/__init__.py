@@ -1,0 +1,1 @@
+"""Who may be served before another that waits, and for how long."""
