@@ -211,8 +211,8 @@ def main() -> int:
         for name in arms or ARMS:
             if name in report["arms"]:
                 continue
-            scratch = Path(folder) / name
-            scratch.mkdir()
+            scratch = Path(folder) / "scratch" / name
+            scratch.mkdir(parents=True)
             found = report["arms"][name] = run(ARMS[name], models_by_kind[ARMS[name].model], scratch)
             totals = {key: sum(each[key] for each in report["arms"].values()) for key in ("turns", "checked", "same")}
             report = {**msgspec.to_builtins(provenance()), "shape": " ".join(SHAPE), **totals, "arms": report["arms"]}
