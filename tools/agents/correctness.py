@@ -101,8 +101,10 @@ ARMS: Mapping[str, Arm] = {
 def make_models(folder: Path) -> Mapping[str, Path]:
     hybrid, drafting = folder / "hybrid", folder / "drafting"
     hybrid.mkdir()
-    (hybrid / "config.json").write_text(json.dumps(HYBRID))
     shutil.copy(openinfer_tiny_model.model_dir() / "tokenizer.json", hybrid)
+    # drawn weights sample every id, and the server has no text for ids beyond its tokenizer's
+    num_ids = Tokenizer.from_file(str(hybrid / "tokenizer.json")).get_vocab_size()
+    (hybrid / "config.json").write_text(json.dumps(HYBRID | {"vocab_size": num_ids}))
     shutil.copytree(DRAFTING, drafting)
     vocabulary = {f"<{index}>": index for index in range(128)}
     Tokenizer(models.WordLevel(vocabulary, unk_token="<0>")).save(str(drafting / "tokenizer.json"))

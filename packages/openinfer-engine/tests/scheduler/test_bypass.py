@@ -106,28 +106,6 @@ def test_stream_of_cached_turns_does_not_starve_a_long_prompt(make_history: Any,
     assert len(began) == len(flood) + 1
 
 
-def test_overdue_follower_keeps_a_slot(make_driver: Any, make_request: Any) -> None:
-    """While its prefix is computed, those that pass it leave it the last slot from the bound on."""
-    limits = {"max_num_seqs": 3, "max_step_tokens": 16, "max_waiting": 4096, "policy": FairShare(QueuePolicyConfig())}
-    driver = make_driver(**WIDE | limits)
-    common = cold(0, 1200)
-    driver.submit(make_request(0, (*common, 1), max_tokens=1, tenant="a"))
-    driver.submit(make_request(1, (*common, 2), max_tokens=1, tenant="a"))
-    for number in range(2, 2 + 5 * MAX_BYPASS_REQUESTS):  # another tenant's get half of every step
-        driver.submit(make_request(number, (number % 60, 3), max_tokens=1, tenant="b"))
-    began: list[int] = []
-    num_rows: list[int] = []  # rows of each step
-    while 1 not in began:
-        plan = driver.step()
-        began += [start.request.request_id for start in plan.started]
-        if len(began) > MAX_BYPASS_REQUESTS + 4:
-            num_rows.append(len(plan.slots))
-    assert len(began) - 2 >= MAX_BYPASS_REQUESTS
-    assert len(num_rows) > 10
-    assert max(num_rows) <= 2
-    driver.run()
-
-
 def test_bound_is_of_requests_and_of_seconds(make_request: Any) -> None:
     cache = KvCache(KvCacheOptions(num_blocks=4, block_size_tokens=4))
     requests = [make_request(number, (number, 1)) for number in range(2)]
