@@ -74,6 +74,8 @@ class SetUp:
     host: str
     flags: Sequence[str]
     check_flags: Sequence[str] = ()
+    least_blocks: int = 2_900
+    """Of a pool: `--max-model-tokens` fit."""
     num_token_ids: int = 150_000
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -115,6 +117,7 @@ SET_UPS: Mapping[str, SetUp] = {
         checked_turns=6,
         disk=Shape(sessions=2, turns=2, first_tokens=200, new_tokens=10, wait_s=0.0),
         num_blocks=26,
+        least_blocks=26,
         host="host=64MiB",
         flags=("--device", "cpu", "--max-num-seqs", "8"),
         check_flags=("--batch-invariant", "true"),
@@ -147,10 +150,10 @@ class Runner:
             self._disk()
 
     def _small(self) -> list[str]:
-        """A pool of a third for the sessions that are checked, too."""
+        """A pool of a third for the sessions that are checked, too, but for one context at least."""
         shape = self.set_up.check
         held = shape.sessions * (shape.first_tokens + shape.turns * (shape.new_tokens + shape.output_tokens))
-        return ["--num-blocks", str(max(26, held // 48))]
+        return ["--num-blocks", str(max(self.set_up.least_blocks, held // 48))]
 
     def _many(self, server: Served, part: str) -> dict[str, Any]:
         kind, _, new = part.partition("-")
