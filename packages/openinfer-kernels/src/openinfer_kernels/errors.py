@@ -4,10 +4,12 @@
 KernelsError
 ├── ArrayMismatchError      an array of another dtype, layout or shape than an operator takes
 ├── CudaCallError           a call of the CUDA driver or of cuBLASLt failed
+├── DeviceMemoryStateError  device memory is used in a way that its state does not allow
 ├── DeviceUnavailableError  this machine cannot run the CUDA operators: packages, driver or GPU are missing or too old
 ├── KernelBuildError        a CUDA source could not be compiled
 ├── KernelProviderError     a provider of operators does not do what it says
 ├── OperatorMissingError    an operator that this device has no kernel for
+├── OutOfDeviceMemoryError  a device has not as much free memory as was asked for
 ├── RopeConfigError         a rotary embedding that a config asks for and this package refuses
 ├── WeightDtypeError        a weight in a dtype that no operator reads
 └── WeightValueError        a quantised weight with a code that is no number
@@ -30,6 +32,10 @@ class CudaCallError(KernelsError):
     """A call of the CUDA driver or of cuBLASLt failed; the library's name of the error."""
 
 
+class DeviceMemoryStateError(KernelsError):
+    """Device memory that is given back is used, or another array is made than in its place before; which."""
+
+
 class DeviceUnavailableError(KernelsError):
     """The CUDA operators cannot run on this machine; what is missing or too old, and what to install."""
 
@@ -44,6 +50,10 @@ class KernelProviderError(KernelsError):
 
 class OperatorMissingError(KernelsError):
     """A device has no kernel for an operator of the contract; which one, and where it runs."""
+
+
+class OutOfDeviceMemoryError(KernelsError):
+    """A device has less free memory than was asked for; other processes may hold it."""
 
 
 class RopeConfigError(KernelsError):

@@ -97,9 +97,13 @@ class Stream:
     def synchronize(self) -> None:
         self._stream.synchronize()
 
-    def private_pool(self) -> AbstractContextManager[None]:
-        """Within it, arrays come from memory that nothing else uses while the stream lives: what graphs work in."""
-        pool = cupy.cuda.MemoryPool()
+    def private_pool(self, pool: Any = None) -> AbstractContextManager[None]:
+        """Within it, arrays come from memory that nothing else uses while the stream lives: what graphs work in.
+
+        Args:
+            pool: of CuPy's, that has this memory; None: a new one.
+        """
+        pool = cupy.cuda.MemoryPool() if pool is None else pool
         self._pools.append(pool)
         return _Allocator(pool)
 

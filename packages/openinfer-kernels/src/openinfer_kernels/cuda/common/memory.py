@@ -17,6 +17,7 @@ from openinfer_kernels.cpu.common.weights import upload_weight as to_float32
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.common.mapped_memory import temporaries
 from openinfer_kernels.cuda.common.uploads import Check, Convert, Progress, Uploads
 from openinfer_kernels.errors import WeightDtypeError
 from openinfer_kernels.ops import Array, HostArray
@@ -95,7 +96,8 @@ class Memory:
         """As `upload_codes`, on the current stream also within `loading`."""
         if check is not None:
             check(np.ascontiguousarray(host))
-        convert(self.upload(host), out)
+        with temporaries():
+            convert(self.upload(host), out)
         self._progress(out.nbytes)
 
     def write_now(self, host: HostArray, out: Array) -> None:
@@ -149,7 +151,8 @@ class Memory:
             return
         for start in range(0, values.size, _PIECE_VALUES):
             piece = slice(start, start + _PIECE_VALUES)
-            self._convert(self.upload(values[piece]), written[piece])
+            with temporaries():
+                self._convert(self.upload(values[piece]), written[piece])
 
     def _convert(self, values: Array, out: Array) -> None:
         grid = (-(-values.size // _THREADS), 1, 1)

@@ -21,6 +21,7 @@ from openinfer_kernels.cuda.common.arrays import fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.common.mapped_memory import temporaries
 from openinfer_kernels.cuda.common.memory import Memory
 from openinfer_kernels.cuda.common.uploads import Check, Convert
 from openinfer_kernels.cuda.gemm import dispatch
@@ -184,7 +185,8 @@ class Quantised:
             begin += part.shape[0]
             target = place.view(part.shape[0])
             if isinstance(part.codes, RandomCodes):
-                words = cupy.empty_like(target)
+                with temporaries():
+                    words = cupy.empty_like(target)
                 self._fill(part.codes, words)
                 place(words, target)
             else:
