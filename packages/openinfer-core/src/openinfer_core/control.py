@@ -75,13 +75,16 @@ class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
 
     keeps_weights: bool = True
     """Their files are held open, so that the same weights come back though the folder is removed; refused if they have
-    changed, or are in no file. Otherwise they are read again from where they came from, whatever is there then, and
-    where that is no folder, `Wake` leaves the engine without weights."""
+    changed, or are in no file. Weights of a GPU are copied to the host instead, wherever they came from. Otherwise they
+    are read again from where they came from, whatever is there then, and where that is no folder, `Wake` leaves the
+    engine without weights."""
     requests: InFlight = InFlight.KEEP
 
 
 class Wake(msgspec.Struct, frozen=True, array_like=True, tag="wake"):
-    """Ends a sleep; nothing to do without one. Refused if the weights cannot be read: then it is asleep still."""
+    """Ends a sleep; nothing to do without one. Refused if the weights cannot be read, or others hold the memory of the
+    GPU: then it is asleep still.
+    """
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_weights"):

@@ -5,6 +5,7 @@ up by NumPy's operators.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from openinfer_core import Refused
@@ -96,6 +97,10 @@ class Backend(Protocol):
 
     def make_ops(self) -> Ops:
         """The operators, for one rank."""
+        ...
+
+    def weights_memory(self) -> AbstractContextManager[None]:
+        """Within it, arrays that the calling thread makes are weights; the engine reads all of them within."""
         ...
 
     def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:

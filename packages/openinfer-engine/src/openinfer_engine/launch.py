@@ -174,15 +174,16 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
 
 
 def _weights_in_use(engine_plan: EnginePlan) -> WeightsInUse | None:
-    """None where they cannot change: on a GPU graphs hold their addresses, a step trace could not be repeated, and
-    adapters are known by the weights that they change.
+    """None where they cannot change: on a GPU graphs hold their addresses, which stay with --enable-sleep alone, a step
+    trace could not be repeated, and adapters are known by the weights that they change.
     """
     options = engine_plan.options
-    if options.device is DeviceKind.CUDA or options.step_trace is not None or options.num_adapter_slots:
+    on_device = options.device is DeviceKind.CUDA
+    if (on_device and not options.enable_sleep) or options.step_trace is not None or options.num_adapter_slots:
         return None
     is_dummy = options.load_format is LoadFormat.DUMMY
     folder = None if is_dummy else str(engine_plan.model_dir.resolve())
-    return WeightsInUse(WeightsSource(folder=folder), root=options.weights_root)
+    return WeightsInUse(WeightsSource(folder=folder), root=options.weights_root, on_device=on_device)
 
 
 def _make_adapters(

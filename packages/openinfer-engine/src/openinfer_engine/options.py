@@ -187,6 +187,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weights_root: str | None = None
     """Folder below which those lie that weights may be updated from while the engine runs (POST /update_weights), links
     resolved; without one, none may be named. See docs/reference/weight-updates.md."""
+    enable_sleep: bool = False
+    """Whether an engine on a GPU can sleep and change its weights (POST /sleep, /update_weights): weights, KV cache and
+    graphs' scratch then lie at addresses that stay while the memory is given back. On a CPU every engine can. See
+    docs/reference/weight-updates.md."""
     gguf_weights: GgufWeights = GgufWeights.AUTO
     """Whether matrices of a GGUF file in Q8_0, Q4_0 and Q4_1 stay quantised (stored), which takes a half to an eighth
     of the memory, or are dequantised when they are loaded; auto is stored on a GPU and dequantised on a CPU."""

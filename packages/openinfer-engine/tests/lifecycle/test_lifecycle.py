@@ -9,10 +9,12 @@ from openinfer_engine.errors import GroupBroken
 from openinfer_engine.lifecycle.lifecycle import PARK_TIMEOUT_S, Lifecycle, WeightsInUse
 from openinfer_engine.lifecycle.orders import (
     CloseWeights,
-    DropKv,
     DropWeights,
+    GiveBack,
+    KeepWeights,
     LoadWeights,
     OpenWeights,
+    TakeBack,
     WeightsOrder,
     WeightsSource,
 )
@@ -23,12 +25,12 @@ SEGMENTS = WeightsSource(segments=("new",))
 class Engine:
     """Ranks, requests and a clock that note what they are told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_device: bool = False) -> None:
         self.told: list[object] = []
         self.fails: dict[type, BaseException] = {}
         self.parks_after = 1
         self.now_s = 0.0
-        weights = WeightsInUse(WeightsSource(), root=None)
+        weights = WeightsInUse(WeightsSource(), root=None, on_device=on_device)
         self.lifecycle = Lifecycle(self, self, weights, clock=lambda: self.now_s)
 
     def obey(self, order: WeightsOrder) -> None:
@@ -89,7 +91,7 @@ def test_copies_that_do_not_end_refuse_the_command_and_nothing_is_dropped(engine
         engine.lifecycle.obey(command)
     assert engine.now_s > PARK_TIMEOUT_S
     assert engine.told[-1] == CloseWeights()
-    assert not {DropWeights(), DropKv(), LoadWeights()} & {each for each in engine.told if not isinstance(each, str)}
+    assert not {DropWeights(), GiveBack(), LoadWeights()} & {each for each in engine.told if not isinstance(each, str)}
     assert engine.state() is EngineState.SERVING
 
 
@@ -139,7 +141,86 @@ def test_pause_outlasts_a_sleep(engine: Engine) -> None:
 
 def test_sleep_drops_after_parking_and_wake_loads_what_was_held_open(engine: Engine) -> None:
     engine.lifecycle.obey(Sleep())
-    dropped = [OpenWeights(WeightsSource()), "park", ("renew", ""), DropWeights(), DropKv()]
+    dropped = [OpenWeights(WeightsSource()), "park", ("renew", ""), DropWeights(), GiveBack()]
     assert engine.told == dropped
     engine.lifecycle.obey(Wake())
-    assert engine.told == [*dropped, LoadWeights(), CloseWeights()]
+    assert engine.told == [*dropped, TakeBack(), LoadWeights(), CloseWeights()]
+
+
+@pytest.fixture
+def on_device() -> Engine:
+    """An engine whose weights are in memory of a device."""
+    return Engine(on_device=True)
+
+
+def test_sleep_keeps_weights_of_a_device_on_the_host_and_reads_no_file(on_device: Engine) -> None:
+    on_device.lifecycle.obey(Sleep())
+    kept = [KeepWeights(), "park", ("renew", ""), GiveBack()]
+    assert on_device.told == kept
+    on_device.lifecycle.obey(Wake())
+    assert on_device.told == [*kept, TakeBack()]
+    assert on_device.state() is EngineState.SERVING
+
+
+def test_sleep_without_weights_reads_them_again_on_a_device(on_device: Engine) -> None:
+    on_device.lifecycle.obey(Sleep(keeps_weights=False))
+    dropped = ["park", ("renew", ""), DropWeights(), GiveBack()]
+    assert on_device.told == dropped
+    on_device.lifecycle.obey(Wake())
+    assert on_device.told == [*dropped, OpenWeights(WeightsSource()), TakeBack(), LoadWeights(), CloseWeights()]
+
+
+def test_weights_of_shared_memory_are_kept_on_the_host_of_a_device(on_device: Engine) -> None:
+    on_device.lifecycle.obey(UpdateWeights(segments=("new",), content_hash="a" * 64))
+    on_device.told.clear()
+    on_device.lifecycle.obey(Sleep())
+    on_device.lifecycle.obey(Wake())
+    assert on_device.told == [KeepWeights(), "park", ("renew", "content"), GiveBack(), TakeBack()]
+    assert on_device.state() is EngineState.SERVING
+
+
+def test_weights_that_the_host_has_no_room_for_refuse_the_sleep_and_tell_no_request(on_device: Engine) -> None:
+    on_device.fails[KeepWeights] = Refused("no memory")
+    with pytest.raises(Refused, match="no memory"):
+        on_device.lifecycle.obey(Sleep())
+    assert on_device.told == [KeepWeights()]
+    assert on_device.state() is EngineState.SERVING
+
+
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_memory_that_others_took_leaves_the_engine_asleep_until_it_is_free(
+    on_device: Engine, *, keeps_weights: bool
+) -> None:
+    on_device.lifecycle.obey(Sleep(keeps_weights=keeps_weights))
+    on_device.fails[TakeBack] = Refused("other processes hold it")
+    for _ in range(2):
+        with pytest.raises(Refused, match="stays asleep: other processes hold it"):
+            on_device.lifecycle.obey(Wake())
+        assert on_device.told[-2:] == [TakeBack(), GiveBack()]
+        assert LoadWeights() not in on_device.told
+        assert on_device.state() is EngineState.ASLEEP
+    on_device.fails.clear()
+    on_device.lifecycle.obey(Wake())
+    assert on_device.state() is EngineState.SERVING
+    assert (LoadWeights() in on_device.told) == (not keeps_weights)
+
+
+def test_weights_that_cannot_be_read_after_a_sleep_give_the_memory_back_again(on_device: Engine) -> None:
+    on_device.lifecycle.obey(Sleep(keeps_weights=False))
+    on_device.fails[LoadWeights] = RuntimeError("the disk")
+    with pytest.raises(Refused, match="stays asleep"):
+        on_device.lifecycle.obey(Wake())
+    assert on_device.told[-3:] == [LoadWeights(), DropWeights(), GiveBack()]
+    assert on_device.state() is EngineState.ASLEEP
+
+
+def test_engine_without_weights_sleeps_without_keeping_any(on_device: Engine) -> None:
+    on_device.fails[LoadWeights] = RuntimeError("the disk")
+    with pytest.raises(Refused, match="no weights"):
+        on_device.lifecycle.obey(UpdateWeights(segments=("new",)))
+    on_device.fails.clear()
+    on_device.told.clear()
+    on_device.lifecycle.obey(Sleep())
+    assert KeepWeights() not in on_device.told
+    on_device.lifecycle.obey(Wake())
+    assert on_device.state() is EngineState.WITHOUT_WEIGHTS

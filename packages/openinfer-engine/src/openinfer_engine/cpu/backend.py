@@ -1,6 +1,7 @@
 """`CpuBackend`: engines on a CPU."""
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits, make_states
 from openinfer_engine.distributed.communicator import Communicator
@@ -85,6 +86,9 @@ class CpuBackend:
         if self._activations is None and not self._fp8_head:
             return CpuOps()
         return LowBitCpuOps(activations=self._activations, fp8_head=self._fp8_head)
+
+    def weights_memory(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
         return DummyWeights(shapes, rank=rank, size=size)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from openinfer_core import TokenLogprobs
+from openinfer_core import Refused, TokenLogprobs
 from openinfer_core.errors import ContractViolation
 from openinfer_core.request import NO_ADAPTER_SLOT
 from openinfer_core.scheduling import Int32Column, StepPlan, StepResult
@@ -171,7 +171,7 @@ class CpuWorker:
         return HostPool(self._kv_pool.blocks, None if self._states is None else self._states.memory)
 
     def drop_model(self) -> None:
-        self._model = _NoModel()
+        self._model = NoModel()
         self._drafts = self._observer = None
         self._prompts.clear()
 
@@ -180,10 +180,16 @@ class CpuWorker:
         if drafter is not None:
             self._join_drafter(model, drafter)
 
-    def drop_kv(self) -> None:
+    def keep_weights(self) -> None:
+        raise Refused("weights are in memory of the host already; their files can be held open")
+
+    def give_back(self) -> None:
         give_back(self._kv_pool.blocks)
         if self._states is not None:
             give_back(self._states.memory)
+
+    def take_back(self) -> None:
+        """Pages come, with zeros, when they are written to."""
 
     def fence(self) -> Callable[[], None]:
         return _nothing
@@ -338,7 +344,7 @@ class CpuWorker:
         return HostLogprobs(*map(self._ops.download, columns)).of_rows(range(len(tops)), tops)
 
 
-class _NoModel:
+class NoModel:
     """Stands where a model was: the engine plans no step before another one is there."""
 
     def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:

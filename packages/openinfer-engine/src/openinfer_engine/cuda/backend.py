@@ -1,6 +1,7 @@
 """The CUDA backend: one GPU of one rank, its memory ledger, and ranks whose decode steps are captured."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 from openinfer_core import Refused
@@ -26,6 +27,7 @@ from openinfer_kernels.cuda.comm.nccl import library as nccl_library
 from openinfer_kernels.cuda.comm.nccl import unique_id, use_interface
 from openinfer_kernels.cuda.comm.nccl import version as nccl_version
 from openinfer_kernels.cuda.common.device import Device, gpu_count
+from openinfer_kernels.cuda.common.mapped_memory import MappedMemory
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.weights.low_bit_activations import PromptSteps
 from openinfer_kv_cache import KvLayout
@@ -38,6 +40,7 @@ class CudaBackend(PlannedGpu):
         super().__init__(device, options)
         self._device = device
         self._placement = placement
+        self._sleeping_memory = MappedMemory(device) if options.enable_sleep else None
 
     @classmethod
     def open(cls, options: EngineOptions, *, rank: int = 0, placement: Placement) -> Self:
@@ -79,6 +82,9 @@ class CudaBackend(PlannedGpu):
         activations = None if options.low_bit_activations is LowBitActivations.OFF else PromptSteps()
         return CudaOps(self._device, activations=activations, fp8_head=options.fp8_head)
 
+    def weights_memory(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._sleeping_memory is None else self._sleeping_memory.of_weights()
+
     def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
         return DeviceDummyWeights(shapes, rank=rank, size=size)
 
@@ -97,8 +103,10 @@ class CudaBackend(PlannedGpu):
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:
-        kv_pool = make_pool(layout, num_blocks=num_blocks + span_blocks, ops=ops)
-        states = make_states(layout, limits, ops=ops)
+        memory = self._sleeping_memory
+        with nullcontext() if memory is None else memory.of_kv():
+            kv_pool = make_pool(layout, num_blocks=num_blocks + span_blocks, ops=ops)
+            states = make_states(layout, limits, ops=ops)
         mark("kv_cache")
         if not isinstance(ops, CudaOps):
             raise TypeError("operators of another backend")
@@ -110,6 +118,7 @@ class CudaBackend(PlannedGpu):
             limits=limits,
             states=states,
             drafter=drafter,
+            sleeping_memory=memory,
             tracer=tracer,
         )
         rank.warm_up(capture=self._options.cuda_graph, mark=mark)

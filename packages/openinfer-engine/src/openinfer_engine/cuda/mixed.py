@@ -36,7 +36,7 @@ class MixedForward:
         self, model: Model, *, kv_cache: KvLayers, slots: SlotState, limits: WorkerLimits, memory: BatchMemory
     ) -> None:
         self.captured: dict[int, CapturedMixed] = {}
-        self._model = model
+        self.model = model
         self._kv_cache = kv_cache
         self._slots = slots
         self._limits = limits
@@ -73,7 +73,7 @@ class MixedForward:
     def hidden_of(self, inputs: MixedInputs) -> Array:
         """`[T, h]` hidden states of a mixed batch, launched operator by operator."""
         self._slots.prepare_mixed(inputs)
-        return self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
+        return self.model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
 
     def run(
         self,

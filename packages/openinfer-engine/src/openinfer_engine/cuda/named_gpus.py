@@ -1,6 +1,7 @@
 """GPUs by name, for `openinfer plan --gpu`: what a model would take of a card that is not here."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,9 @@ class NamedGpuBackend(PlannedGpu):
         raise self._absent()
 
     def make_ops(self) -> Ops:
+        raise self._absent()
+
+    def weights_memory(self) -> AbstractContextManager[None]:
         raise self._absent()
 
     def dummy_weights(self, shapes: Mapping[str, Any], *, rank: int, size: int) -> WeightSource:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from openinfer_core import Refused
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import StepPlan
-from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
+from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, NoModel, WorkerLimits
 from openinfer_engine.cuda.drafted import DraftedSteps, nothing_sampled
 from openinfer_engine.cuda.drafted_sampling import DraftedSamplingState
 from openinfer_engine.cuda.drafted_states import DraftedStates
@@ -36,9 +37,10 @@ from openinfer_engine.worker.logprobs import HostLogprobs
 from openinfer_engine.worker.paged_tensors import KvPool
 from openinfer_engine.worker.runner import PendingStep
 from openinfer_engine.worker.state_slots import StateSlots
-from openinfer_kernels import Array, HostArray, Logprobs
+from openinfer_kernels import Array, HostArray, Logprobs, OutOfDeviceMemoryError
 from openinfer_kernels.cuda.common.block_copies import DevicePool
 from openinfer_kernels.cuda.common.graphs import Fence, Stream
+from openinfer_kernels.cuda.common.mapped_memory import MappedMemory
 from openinfer_kernels.cuda.common.pinned import StagingBuffer, StagingRing
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.sampling.draft_state import DraftedSlotState
@@ -77,10 +79,12 @@ class CudaWorker:
         limits: WorkerLimits,
         states: StateSlots | None = None,
         drafter: SharedDrafter | None = None,
+        sleeping_memory: MappedMemory | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._model = model
         self._states = states
+        self._sleeping_memory = sleeping_memory  # of weights, KV and graphs; None where none of them can change
         self._memory = memory = BatchMemory(
             block_tokens=limits.block_size_tokens,
             num_tables=limits.num_tables,
@@ -153,7 +157,8 @@ class CudaWorker:
                 self._stream.synchronize()
             mark("tuning")
             if capture:
-                with self._stream.private_pool():  # every graph's scratch; inputs lie elsewhere
+                scratch = None if self._sleeping_memory is None else self._sleeping_memory.scratch_pool()
+                with self._stream.private_pool(scratch):  # every graph's scratch; inputs lie elsewhere
                     for inputs in reversed(mixed):
                         self._mixed.captured[len(inputs.token_ids)] = capture_mixed(self._stream, inputs, work)
                     # With a drafter every step is a mixed batch.
@@ -198,6 +203,41 @@ class CudaWorker:
         slots = None if self._states is None else self._states.memory
         return DevicePool(self._kv_pool.blocks, self._ops.device, slots=slots)
 
+    # --- weights that change ----------------------------------------------------------------------------
+
+    def drop_model(self) -> None:
+        memory = self._changing_memory()
+        self._stream.synchronize()
+        self._model = self._mixed.model = NoModel()
+        memory.drop_weights()
+
+    def put_model(self, model: Model, drafter: SharedDrafter | None) -> None:
+        """Its weights lie where those before were, so that graphs stay as they are."""
+        if drafter is not None:
+            raise ContractViolation("weights of a GPU change without a drafter alone")
+        self._changing_memory().check_weights()
+        self._model = self._mixed.model = model
+
+    def keep_weights(self) -> None:
+        try:
+            self._changing_memory().keep_weights()
+        except MemoryError as error:
+            raise Refused(f"the weights cannot be kept asleep: {error}; sleep without them (level 2)") from error
+
+    def give_back(self) -> None:
+        self._changing_memory().give_back()
+
+    def take_back(self) -> None:
+        try:
+            self._changing_memory().take_back()
+        except OutOfDeviceMemoryError as error:
+            raise Refused(f"other processes hold its memory of the GPU: {error}") from error
+
+    def _changing_memory(self) -> MappedMemory:
+        if self._sleeping_memory is None:
+            raise Refused("weights of this GPU cannot change: the engine was started without --enable-sleep")
+        return self._sleeping_memory
+
     def fence(self) -> Callable[[], None]:
         # Recorded at the stream's present end; any thread may wait for it.
         with self._stream:
@@ -209,6 +249,8 @@ class CudaWorker:
         self._stream.synchronize()
         self._decode.clear()
         self._mixed.captured.clear()
+        if self._sleeping_memory is not None:
+            self._sleeping_memory.close()
         self._communicator.close()
 
     def _queue(self, plan: StepPlan) -> QueuedStep:

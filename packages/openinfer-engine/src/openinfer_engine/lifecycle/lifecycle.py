@@ -29,11 +29,13 @@ from openinfer_engine.lifecycle.folders import Identity, folder_below, identity_
 from openinfer_engine.lifecycle.memory import CAN_GIVE_BACK
 from openinfer_engine.lifecycle.orders import (
     CloseWeights,
-    DropKv,
     DropWeights,
+    GiveBack,
+    KeepWeights,
     LoadWeights,
     ObeysOrders,
     OpenWeights,
+    TakeBack,
     WeightsSource,
 )
 
@@ -72,10 +74,12 @@ class WeightsInUse:
     Args:
         source: of the weights that the engine began with.
         root: below which folders of updates lie; None where there are none.
+        on_device: whether they are in memory of a device, so that a sleep can keep them in the host's.
     """
 
-    def __init__(self, source: WeightsSource, *, root: str | None) -> None:
+    def __init__(self, source: WeightsSource, *, root: str | None, on_device: bool = False) -> None:
         self.root = root
+        self.on_device = on_device
         self.source = source
         self.version = ""
         self.identity = _identity(source)
@@ -231,13 +235,20 @@ class Lifecycle:
             raise
         self._requests.renew_cache(self._weights.version)
         self._asleep = command
-        self._ranks.obey(DropWeights())
-        self._ranks.obey(DropKv())
+        if not self._kept_on_host(command):
+            self._ranks.obey(DropWeights())
+        self._ranks.obey(GiveBack())
         self._sleeps += 1
         logger.info("the engine is asleep")
 
+    def _kept_on_host(self, asleep: Sleep) -> bool:
+        return asleep.keeps_weights and self._weights.on_device and self._has_weights
+
     def _keep(self) -> None:
-        """Opens the files that the weights came from: they stay, whatever becomes of their names."""
+        """Copies weights off a device, or opens the files that they came from: they stay, whatever their names do."""
+        if self._weights.on_device:
+            self._ranks.obey(KeepWeights())
+            return
         if self._weights.source.segments:
             raise Refused(
                 "the weights came from shared memory and are in no file, so that this sleep cannot keep them; sleep "
@@ -259,13 +270,20 @@ class Lifecycle:
             )
 
     def _wake(self, asleep: Sleep) -> None:
+        if self._kept_on_host(asleep):
+            self._take_back()
+            self._asleep = None
+            logger.info("the engine is awake")
+            return
         if not self._has_weights or (self._weights.source.segments and not asleep.keeps_weights):
+            self._take_back()
             self._asleep, self._has_weights = None, False
             self._lose_weights()
             return
         identity = _identity(self._weights.source)
         if not asleep.keeps_weights:
             self._ranks.obey(OpenWeights(self._weights.source))
+        self._take_back()
         self._load_asleep(asleep)
         self._asleep = None
         self._ranks.obey(CloseWeights())
@@ -275,6 +293,16 @@ class Lifecycle:
             self._weights.replace(self._weights.source, _drawn(), identity)
             self._requests.renew_cache(self._weights.version)
         logger.info("the engine is awake")
+
+    def _take_back(self) -> None:
+        """A failure leaves all ranks without the memory."""
+        try:
+            self._ranks.obey(TakeBack())
+        except GroupBroken:
+            raise
+        except Exception as error:
+            self._ranks.obey(GiveBack())
+            raise Refused(f"the engine stays asleep: {error}") from error
 
     def _load_asleep(self, asleep: Sleep) -> None:
         """A failure leaves the engine as it was, asleep, unless what it held open was written to."""
@@ -292,6 +320,7 @@ class Lifecycle:
                 raise Refused(
                     f"{self._weights.source.described} was written to while the engine slept; {WITHOUT_WEIGHTS}"
                 ) from error
+            self._ranks.obey(GiveBack())
             raise Refused("the weights could not be read; the engine stays asleep, and its log says why") from error
 
     # --- requests ---------------------------------------------------------------------------------------

@@ -28,12 +28,20 @@ class OpenWeights(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     source: WeightsSource
 
 
+class KeepWeights(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
+    """Copies the weights into memory of the host, from where `TakeBack` brings them: where a device has its own."""
+
+
 class DropWeights(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
-    """Gives the memory of the weights back; no step runs before they are loaded again."""
+    """Lets go of the weights, what was kept of them, too; no step runs before they are loaded again."""
 
 
-class DropKv(msgspec.Struct, frozen=True, array_like=True, tag="drop_kv"):
-    """Gives the memory of the KV pool and of recurrent states back; what they hold is zero from then on."""
+class GiveBack(msgspec.Struct, frozen=True, array_like=True, tag="give_back"):
+    """Gives the memory of KV and recurrent states back, and on a device all that a step needs; nothing to do twice."""
+
+
+class TakeBack(msgspec.Struct, frozen=True, array_like=True, tag="take_back"):
+    """Takes the memory of `GiveBack` again: KV and states are zero, and weights that were kept are there."""
 
 
 class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag="load_weights"):
@@ -44,7 +52,7 @@ class CloseWeights(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """Closes what is open; nothing to do if nothing is."""
 
 
-WeightsOrder: TypeAlias = OpenWeights | DropWeights | DropKv | LoadWeights | CloseWeights
+WeightsOrder: TypeAlias = OpenWeights | KeepWeights | DropWeights | GiveBack | TakeBack | LoadWeights | CloseWeights
 
 
 @runtime_checkable
@@ -55,7 +63,7 @@ class ObeysOrders(Protocol):
         """Returns once it is done, after the steps launched before; on all ranks, for a runner.
 
         Raises:
-            Refused: it cannot be; of `OpenWeights`, nothing has changed.
+            Refused: it cannot be; of all but `LoadWeights`, nothing has changed on this rank.
             GroupBroken: a rank is gone.
         """
         ...

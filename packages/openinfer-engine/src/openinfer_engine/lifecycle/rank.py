@@ -15,10 +15,12 @@ from openinfer_engine.lifecycle.folders import file_below
 from openinfer_engine.lifecycle.memory import settle
 from openinfer_engine.lifecycle.orders import (
     CloseWeights,
-    DropKv,
     DropWeights,
+    GiveBack,
+    KeepWeights,
     LoadWeights,
     OpenWeights,
+    TakeBack,
     WeightsOrder,
     WeightsSource,
 )
@@ -42,8 +44,16 @@ class HoldsModel(Protocol):
         """Steps use these from now on; sequences begin anew."""
         ...
 
-    def drop_kv(self) -> None:
-        """Gives back the memory of KV and states, which are zero from then on."""
+    def keep_weights(self) -> None:
+        """Copies the weights into memory of the host; `Refused` where they are there anyway, or do not fit."""
+        ...
+
+    def give_back(self) -> None:
+        """Gives back the memory of KV and states, and on a device that of weights; no step before `take_back`."""
+        ...
+
+    def take_back(self) -> None:
+        """Takes it again, KV and states zero, weights as they were kept; `Refused` if others hold it."""
         ...
 
 
@@ -95,9 +105,13 @@ class ReloadableWorker:
             case DropWeights():
                 self._holder.drop_model()
                 settle()
-            case DropKv():
-                self._holder.drop_kv()
+            case KeepWeights():
+                self._holder.keep_weights()
+            case GiveBack():
+                self._holder.give_back()
                 settle()
+            case TakeBack():
+                self._holder.take_back()
             case LoadWeights():
                 self._load()
             case CloseWeights():

@@ -98,7 +98,7 @@ def _read_model(
     if arena is not None:
         weights, served = AdaptedSource(weights, arena), with_adapters(served, arena.weights)
     try:
-        with ops.loading(progress.advance):
+        with engine_plan.backend.weights_memory(), ops.loading(progress.advance):
             return definition.load(
                 config,
                 weights,

@@ -1,0 +1,30 @@
+"""What `--enable-sleep` excludes on a GPU, by name."""
+
+import pytest
+
+from openinfer_core import Refused
+from openinfer_engine import EngineOptions
+from openinfer_engine.lifecycle.choice import check_sleep
+from openinfer_engine.options import DeviceKind, LowBitActivations
+
+EXCLUDED = {
+    "--tensor-parallel-size": {"tensor_parallel_size": 2},
+    "--speculative": {"speculative": "ngram,k=2"},
+    "--lora": {"max_loras": 1},
+    "--low-bit-activations": {"low_bit_activations": LowBitActivations.PREFILL},
+    "--fp8-head": {"fp8_head": True},
+    "--step-trace": {"step_trace": "trace"},
+}
+
+
+@pytest.mark.parametrize("option", sorted(EXCLUDED))
+def test_what_sleep_excludes_on_a_gpu_is_refused_by_name(option: str) -> None:
+    given = EXCLUDED[option]
+    with pytest.raises(Refused, match=f"--enable-sleep and {option} exclude each other"):
+        check_sleep(EngineOptions(enable_sleep=True, device=DeviceKind.CUDA, **given))
+    check_sleep(EngineOptions(enable_sleep=True, **given))
+    check_sleep(EngineOptions(device=DeviceKind.CUDA, **given))
+
+
+def test_an_engine_of_one_gpu_may_sleep() -> None:
+    check_sleep(EngineOptions(enable_sleep=True, device=DeviceKind.CUDA, batch_invariant=True, cuda_graph=False))
