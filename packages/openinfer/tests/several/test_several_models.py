@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from openinfer.commands.main import main
-from openinfer.several.models_file import ModelsFile, read_models_file
+from openinfer.several.models_file import ModelsFile, ServedModel, read_models_file
 from openinfer_core import InvalidRequest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="models sleep on Linux")
@@ -194,3 +194,16 @@ def test_file_is_read_with_defaults(tmp_path: Path) -> None:
     found = read_models_file(write(tmp_path / "models.toml"))
     assert isinstance(found, ModelsFile)
     assert (found.max_awake, found.max_waiting, found.turn_s) == (1, 64, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first"),
+    [
+        (["--device", "cuda"], ["--enable-sleep", "true"]),
+        (["--model", "a", "--device=cuda"], ["--enable-sleep", "true"]),
+        (["--model", "a"], []),
+        (["--device", "cpu"], []),
+    ],
+)
+def test_models_on_a_gpu_are_started_so_that_they_can_sleep(arguments: list[str], first: list[str]) -> None:
+    assert list(ServedModel(name="a", arguments=arguments).flags) == first + arguments

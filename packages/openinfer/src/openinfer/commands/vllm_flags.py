@@ -14,7 +14,7 @@ OF_VLLM = {
     "--enable-auto-tool-choice": "it is not needed: tool calls of every known format are found (--tool-parser)",
     "--enable-lora": "it is not needed: --lora NAME=DIR, --lora-root or --max-loras serve adapters",
     "--enable-prefix-caching": "it is on by default; --prefix-cache false switches it off",
-    "--enable-sleep-mode": "an engine on the CPU can always sleep: POST /sleep (docs/reference/weight-updates.md)",
+    "--enable-sleep-mode": "here it is --enable-sleep true, for a GPU; on a CPU every engine can sleep",
     "--enforce-eager": "here it is --cuda-graph false",
     "--generation-config": "here it is --sampling-defaults model or none",
     "--gpu-memory-utilization": "here it is --gpu-memory-fraction",

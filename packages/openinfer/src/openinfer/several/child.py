@@ -52,7 +52,7 @@ class ChildServer:
             )
         )
         flags = ["--host", "127.0.0.1", "--port", "0", "--api-keys-file", str(keys), "--model-name", self._model.name]
-        arguments = ["-m", "openinfer.commands.main", "serve", *self._model.arguments, *flags]
+        arguments = ["-m", "openinfer.commands.main", "serve", *self._model.flags, *flags]
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
         )

@@ -8,6 +8,7 @@ name = "tiny"
 arguments = ["--model", "tiny", "--num-blocks", "512"]
 """
 
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,13 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for argument in self.arguments:
             if argument.partition("=")[0] in _OWN_FLAGS:
                 raise ValueError(f"model {self.name}: {argument.partition('=')[0]} is what the router gives")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The model's own, and what lets it sleep: on a GPU an engine must know that it will when it starts."""
+        given = [part for argument in self.arguments for part in argument.split("=", 1)]
+        is_on_gpu = any(pair == ("--device", "cuda") for pair in pairwise(given))
+        return (*(("--enable-sleep", "true") if is_on_gpu else ()), *self.arguments)
 
 
 class ModelsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
