@@ -1,0 +1,249 @@
+// Y = X W^T for few tokens: weights are streamed once, by TMA, at the speed of memory.
+//
+// Operands are swapped (swap-AB): a tile is 64 rows of W (output features) x all tokens, so the tensor cores' 64-row
+// side is the weights and the tokens are the narrow side. What a step of a model loses is not bandwidth but the time
+// between two products, so everything here keeps the tail of a kernel short and lets the next one begin early:
+//
+//   - a block has whole tiles, several one after the other, and no sums to share; where there are too few tiles for
+//     the chip, a cluster of blocks splits K and the partial sums go to its first block through distributed shared memory;
+//   - programmatic dependent launch: the next kernel's blocks move in while this one's drain, and fill their stages
+//     with weights, which depend on nothing; only X waits. Blocks take at most half of a multiprocessor's shared
+//     memory, so that those of the next kernel find room next to them.
+//
+//   producer warp:         wait for a free stage ─► TMA of a chunk of W and a chunk of X
+//   consumer warpgroup:    wait for a full stage ─► wgmma ─► free the stage ─► at the end of a tile: epilogue
+//
+// Epilogues:  store     y = x W^T
+//             swiglu    y = silu(g) * u, with the roundings of linear.cu; TMA interleaves gate and up rows by 8
+//             float32   y = x W^T, the sums as they are
+// The tensor map of W has four axes, (k, 8 rows, 2, the rest), and a tile is 8 x 2 x 4 rows: but for swiglu the
+// second axis goes on to the next 8 rows, for swiglu from gate rows to the up rows of the same features. So a thread,
+// whose accumulators are of rows r and r + 8, has the gate and the up value of one feature.
+#pragma once
+#include "common/hopper.cuh"
+#include "common/vectors.cuh"
+
+using namespace hopper;
+
+namespace {
+
+constexpr int kBox = 64;                     // K of one box: 128 bytes, one swizzle row
+constexpr int kBoxes = 2;
+constexpr int kColumns = kBox * kBoxes;      // K of a chunk: with one box there are twice the waits
+constexpr int kRows = 64;                    // features of a tile
+constexpr int kConsumers = 128;              // one warpgroup
+constexpr int kThreads = kConsumers + 32;    // and the producer
+constexpr int kMostBlocksPerTile = 3;        // a cluster: 40 tiles (`down`) for 132 multiprocessors
+constexpr int kBlocksPerMultiprocessor = 2;
+constexpr int kAlignment = 1024;             // of swizzled boxes
+
+enum Epilogue { kStore, kSwiglu, kFloat32 };
+
+// Sizes for up to kTokens tokens; decode_gemm.py repeats those of launches. At most half of a multiprocessor's shared
+// memory, and the division of L1 cache and shared memory that all kernels ask for: another one would have to wait until
+// the multiprocessor is empty.
+template <int kTokens>
+struct Sizes {
+  static constexpr int kSharedBytes = (kTokens == 8 ? 113 : 89) * 1024;
+  static constexpr int kSums = kTokens / 2;  // of a consumer
+  static constexpr int kWeightBox = kRows * kBox * 2, kXBox = kTokens * kBox * 2;
+  static constexpr int kStageBytes = (kWeightBox + kXBox) * kBoxes;
+  static constexpr int kPartialBytes = (kMostBlocksPerTile - 1) * kSums * kConsumers * 4;
+  static constexpr int kStages = (kSharedBytes - kPartialBytes - 8) / (kStageBytes + 16);
+};
+
+template <int kTokens>
+struct Shared {
+  using S = Sizes<kTokens>;
+  alignas(kAlignment) uint8_t w[S::kStages][kBoxes][S::kWeightBox];
+  alignas(kAlignment) uint8_t x[S::kStages][kBoxes][S::kXBox];
+  float partials[kMostBlocksPerTile - 1][S::kSums][kConsumers];
+  uint64_t full[S::kStages], empty[S::kStages], partials_full;
+};
+
+// Which tiles and which split of K a block multiplies.
+struct Work {
+  int rank, size;               // in the cluster, which shares a tile
+  int first_tile, tile_stride;
+  int first_chunk, num_chunks;  // of each tile
+  int steps;                    // chunks of all tiles
+
+  __device__ Work(int tiles, int chunks_per_tile) : rank(cluster_rank()), size(cluster_size()) {
+    first_tile = blockIdx.x / size;
+    tile_stride = gridDim.x / size;
+    first_chunk = chunks_per_tile * rank / size;
+    num_chunks = chunks_per_tile * (rank + 1) / size - first_chunk;
+    steps = (tiles - first_tile + tile_stride - 1) / tile_stride * num_chunks;
+  }
+};
+
+template <int kTokens>
+__device__ __forceinline__ void load_w(Shared<kTokens>& s, int stage, const CUtensorMap& map, int tile, int chunk,
+                                       uint64_t policy) {
+#pragma unroll
+  for (int box = 0; box < kBoxes; box++)
+    load_box(s.w[stage][box], &map, &s.full[stage], chunk * kColumns + box * kBox, 0, 0, tile * (kRows / 16), policy);
+}
+
+template <int kTokens>
+__device__ __forceinline__ void load_x(Shared<kTokens>& s, int stage, const CUtensorMap& map, int chunk,
+                                       uint64_t policy) {
+#pragma unroll
+  for (int box = 0; box < kBoxes; box++)
+    load_box(s.x[stage][box], &map, &s.full[stage], chunk * kColumns + box * kBox, 0, policy);
+}
+
+template <int kTokens>
+__device__ void produce(Shared<kTokens>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map) {
+  using S = Sizes<kTokens>;
+  const uint64_t once = evict_first_policy(), again = evict_last_policy();
+  const int ahead = min(S::kStages, work.steps);
+  int tile = work.first_tile, chunk = 0;
+  auto advance = [&] {
+    if (++chunk == work.num_chunks) {
+      chunk = 0;
+      tile += work.tile_stride;
+    }
+  };
+  // At first all stages are free. They are full only with their chunks of X, which the kernel ahead may write.
+  for (int i = 0; i < ahead; i++, advance()) {
+    barrier_expect(&s.full[i], S::kStageBytes);
+    load_w<kTokens>(s, i, w_map, tile, work.first_chunk + chunk, once);
+  }
+  wait_for_previous_kernel();
+  for (int i = 0; i < ahead; i++) load_x<kTokens>(s, i, x_map, work.first_chunk + i % work.num_chunks, again);
+  for (int i = ahead; i < work.steps; i++, advance()) {
+    const int stage = i % S::kStages;
+    barrier_wait(&s.empty[stage], (i / S::kStages - 1) & 1);
+    barrier_expect(&s.full[stage], S::kStageBytes);
+    load_w<kTokens>(s, stage, w_map, tile, work.first_chunk + chunk, once);
+    load_x<kTokens>(s, stage, x_map, work.first_chunk + chunk, again);
+  }
+}
+
+template <int kTokens>
+__device__ __forceinline__ void multiply(float (&d)[kTokens / 2], const Shared<kTokens>& s, int stage) {
+  wgmma_fence();
+#pragma unroll
+  for (int box = 0; box < kBoxes; box++) {
+    const uint64_t w = tile_descriptor(s.w[stage][box]);
+    const uint64_t x = tile_descriptor(s.x[stage][box]);
+#pragma unroll
+    for (int step = 0; step < kBox / 16; step++) wgmma<kTokens>(d, w + step * 2, x + step * 2);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+}
+
+// Sends this block's sums to the cluster's first block, or, there, adds the others' in the order of ranks.
+template <int kTokens>
+__device__ bool reduce_partials(float (&d)[kTokens / 2], const Work& work, Shared<kTokens>& s) {
+  using S = Sizes<kTokens>;
+  const int thread = threadIdx.x;
+  if (work.rank != 0) {
+    const uint32_t partials = address_in(&s.partials[work.rank - 1][0][thread], 0);
+#pragma unroll
+    for (int i = 0; i < S::kSums; i++) store_in(partials + i * kConsumers * 4, d[i]);
+    barrier_arrive_in(address_in(&s.partials_full, 0));
+    return false;
+  }
+  barrier_wait_cluster(&s.partials_full, 0);  // the only phase: a cluster has one tile
+  for (int other = 0; other < work.size - 1; other++) {
+#pragma unroll
+    for (int i = 0; i < S::kSums; i++) d[i] += s.partials[other][i][thread];
+  }
+  return true;
+}
+
+template <Epilogue>
+struct OutputOf {
+  using Type = bf16;
+};
+
+template <>
+struct OutputOf<kFloat32> {
+  using Type = float;
+};
+
+template <Epilogue kEpilogue>
+using Output = typename OutputOf<kEpilogue>::Type;
+
+template <int kTokens, Epilogue kEpilogue>
+__device__ void finish_tile(const float (&d)[kTokens / 2], int tile, Output<kEpilogue>* y, int m, int n) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kTokens / 4; i++) {
+    const int token = i / 2 * 8 + 2 * (lane % 4) + i % 2;
+    if (token >= m) continue;
+    const float first = d[i / 2 * 4 + i % 2], second = d[i / 2 * 4 + 2 + i % 2];
+    if constexpr (kEpilogue == kStore) {
+      bf16* to = y + int64_t(token) * n + tile * kRows + warp * 16 + lane / 4;
+      to[0] = __float2bfloat16_rn(first);
+      to[8] = __float2bfloat16_rn(second);
+    } else if constexpr (kEpilogue == kFloat32) {
+      float* to = y + int64_t(token) * n + tile * kRows + warp * 16 + lane / 4;
+      to[0] = first;
+      to[8] = second;
+    } else {
+      bf16* to = y + int64_t(token) * (n / 2) + tile * (kRows / 2) + warp * 8 + lane / 4;
+      *to = __float2bfloat16_rn(silu(rounded(first)) * rounded(second));
+    }
+  }
+}
+
+template <int kTokens, Epilogue kEpilogue>
+__device__ void consume(Shared<kTokens>& s, const Work& work, Output<kEpilogue>* y, int m, int n) {
+  using S = Sizes<kTokens>;
+  float d[S::kSums] = {};
+  int tile = work.first_tile, chunk = 0;
+  for (int i = 0; i < work.steps; i++) {
+    const int stage = i % S::kStages;
+    barrier_wait(&s.full[stage], (i / S::kStages) & 1);
+    multiply<kTokens>(d, s, stage);
+    if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[stage]);
+    if (++chunk < work.num_chunks) continue;
+    if (work.size == 1 || reduce_partials<kTokens>(d, work, s)) finish_tile<kTokens, kEpilogue>(d, tile, y, m, n);
+#pragma unroll
+    for (int j = 0; j < S::kSums; j++) d[j] = 0;
+    chunk = 0;
+    tile += work.tile_stride;
+  }
+}
+
+template <int kTokens, Epilogue kEpilogue>
+__device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<kEpilogue>* y, int m, int n, int k) {
+  using S = Sizes<kTokens>;
+  static_assert(sizeof(Shared<kTokens>) <= S::kSharedBytes && S::kStages >= 2);
+  extern __shared__ __align__(kAlignment) uint8_t raw[];
+  auto& s = *reinterpret_cast<Shared<kTokens>*>(raw);
+  const Work work(n / kRows, k / kColumns);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kStages; i++) {
+      barrier_init(&s.full[i], 1);
+      barrier_init(&s.empty[i], kConsumers / 32);
+    }
+    if (work.size > 1) barrier_init(&s.partials_full, (work.size - 1) * kConsumers);
+    barrier_init_fence();
+  }
+  if (work.size > 1)
+    cluster_sync();  // the others arrive at the first block's barrier
+  else
+    __syncthreads();
+  // Before the wait, so that the next kernel's weights are on their way during all of this one; after it, the
+  // products of a step of 8 tokens take 2.46 ms instead of 2.3.
+  launch_dependents();
+  if (threadIdx.x < kConsumers) {
+    wait_for_previous_kernel();
+    consume<kTokens, kEpilogue>(s, work, y, m, n);
+  } else if (threadIdx.x == kConsumers) {
+    produce<kTokens>(s, work, w_map, x_map);
+  }
+  // The first block stays until the others, which write to its memory, have left: a thread that has ended counts as
+  // arrived.
+  if (work.size > 1 && work.rank == 0) {
+    __syncwarp();
+    cluster_meet();
+  }
+}
+
+}  // namespace

@@ -1,0 +1,284 @@
+// Y = X W^T for more tokens than decode_gemm.cu serves: a tile is kTokens tokens x kColumns rows of W.
+//
+//   producer thread:        wait for a free stage ─► TMA of a chunk of W and a chunk of X
+//   consumer warpgroups:    wait for a full stage ─► wgmma ─► free the stage before ─► after a tile: epilogue
+//
+// A block has a multiprocessor to itself, but for a little shared memory in which the block of a norm waits: what few
+// tokens lack is bytes under way, and what many lack is room for sums.
+//
+// A cluster of CTAs is `splits` x `multicast_ctas`:
+//   - multicast CTAs have the same tokens and neighbouring columns: each reads a share of X and multicasts it to all;
+//   - split-K (store only): splits have the same tile and divide K. At the end each leaves its sums in its shared memory,
+//     and each adds up some of the columns, in the order of splits: one run twice is bit-identical. Without split-K a
+//     token's sums are the same bits for any number of tokens.
+// Programmatic dependent launch as in decode_gemm.cu: stages fill with weights while the kernel ahead drains.
+//
+// gemm_epilogue.cuh says what becomes of the sums.
+#pragma once
+#include "common/hopper.cuh"
+#include "gemm/gemm_epilogue.cuh"
+#include "gemm/wgmma.cuh"
+
+using namespace hopper;
+
+namespace {
+
+constexpr int kChunk = 64;        // of K: 128 bytes, one swizzle row
+constexpr int kRowBytes = kChunk * 2;
+constexpr int kAlignment = 1024;  // of swizzled boxes
+// Where they are traded: 384 threads begin with 168 each, and 40 + 2 * 232 is three times that.
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+// Sizes of a kernel; cuda/gemm/tiles.py repeats those of launches.
+template <int kTokens_, int kColumns_>
+struct Sizes {
+  static constexpr int kTokens = kTokens_, kColumns = kColumns_;
+  static constexpr int kHigh = kTokens > 192 ? 2 : 1;  // times 64 tokens of a warpgroup
+  static constexpr int kConsumers = kTokens / kHigh * 2;
+  static constexpr bool kTrades = kHigh > 1;  // registers, for which a producer must be a whole warpgroup
+  static constexpr int kThreads = kConsumers + (kTrades ? 128 : 32);
+  static constexpr int kSharedBytes = 225 * 1024;  // all but 3 KiB, in which the block of a norm waits
+  static constexpr int kSums = kColumns / 2;
+  static constexpr int kXBytes = kTokens * kRowBytes, kWeightBytes = kColumns * kRowBytes;
+  static constexpr int kStageBytes = kXBytes + kWeightBytes;
+  static constexpr int kStages = kSharedBytes / (kStageBytes + 16);
+  static_assert(kTokens * kColumns * 4 <= kStages * kStageBytes, "the sums of a split must fit");
+};
+
+template <class S>
+struct Shared {
+  alignas(kAlignment) uint8_t x[S::kStages][S::kXBytes];
+  alignas(kAlignment) uint8_t w[S::kStages][S::kWeightBytes];
+  uint64_t full[S::kStages], empty[S::kStages];
+};
+
+struct Tile {
+  int first_token, column_tile;
+};
+
+// Which tiles and which split of K a block multiplies.
+struct Work {
+  int multicast_ctas, multicast_rank, splits, split;
+  int first, stride, tiles;  // of the cluster's tiles, each `multicast_ctas` columns wide
+  int token_tiles, wide_tiles, group;
+  int first_chunk, num_chunks;      // of each tile
+
+  template <class S>
+  static __device__ Work of(int m, int rows, int k, int multicast_ctas, int group) {
+    Work work;
+    const int rank = cluster_rank(), size = cluster_size(), chunks = (k + kChunk - 1) / kChunk;
+    work.multicast_ctas = multicast_ctas, work.multicast_rank = rank % multicast_ctas;
+    work.splits = size / multicast_ctas, work.split = rank / multicast_ctas;
+    work.first = blockIdx.x / size, work.stride = gridDim.x / size;
+    work.token_tiles = (m + S::kTokens - 1) / S::kTokens;
+    work.wide_tiles = (rows + S::kColumns * multicast_ctas - 1) / (S::kColumns * multicast_ctas);
+    work.tiles = work.token_tiles * work.wide_tiles;
+    work.group = group;
+    work.first_chunk = chunks * work.split / work.splits;
+    work.num_chunks = chunks * (work.split + 1) / work.splits - work.first_chunk;
+    return work;
+  }
+
+  // Tiles go through `group` token tiles before the next columns, so that both stay in the L2 cache for a while.
+  template <class S>
+  __device__ Tile tile(int index) const {
+    const int of_group = group * wide_tiles, first_row = index / of_group * group;
+    const int rows = min(group, token_tiles - first_row), within = index % of_group;
+    return {(first_row + within % rows) * S::kTokens, within / rows * multicast_ctas + multicast_rank};
+  }
+};
+
+template <class S>
+__device__ __forceinline__ void load_w(Shared<S>& s, int stage, const CUtensorMap& map, int column_tile, int chunk,
+                                       uint64_t policy) {
+  load_box(s.w[stage], &map, &s.full[stage], chunk * kChunk, 0, 0, column_tile * (S::kColumns / 16), policy);
+}
+
+// This block's share of X, into the stage of all multicast CTAs.
+template <class S>
+__device__ __forceinline__ void load_x(Shared<S>& s, int stage, const CUtensorMap& map, const Work& work,
+                                       int first_token, int chunk, uint64_t policy) {
+  if (work.multicast_ctas == 1) {
+    load_box(s.x[stage], &map, &s.full[stage], chunk * kChunk, first_token, policy);
+    return;
+  }
+  const int tokens = S::kTokens / work.multicast_ctas, first = tokens * work.multicast_rank;
+  const uint16_t targets = ((1 << work.multicast_ctas) - 1) << (work.split * work.multicast_ctas);
+  load_box_into(s.x[stage] + first * kRowBytes, &map, &s.full[stage], chunk * kChunk, first_token + first, targets,
+                policy);
+}
+
+template <class S>
+__device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map) {
+  // With one tile of tokens each weight is read once, and X by every block; with several, both are read again.
+  const bool is_once = work.token_tiles == 1;
+  const uint64_t again = is_once ? evict_last_policy() : evict_normal_policy();
+  const uint64_t weights = is_once ? evict_first_policy() : again;
+  const int steps = (work.tiles - work.first + work.stride - 1) / work.stride * work.num_chunks;
+  const int ahead = min(S::kStages, steps);
+  int index = work.first, chunk = 0;
+  Tile tile = work.tile<S>(index);
+  auto advance = [&] {
+    if (++chunk == work.num_chunks) {
+      chunk = 0;
+      tile = work.tile<S>(index += work.stride);
+    }
+  };
+  for (int i = 0; i < ahead; i++, advance()) {
+    barrier_expect(&s.full[i], S::kStageBytes);
+    load_w<S>(s, i, w_map, tile.column_tile, work.first_chunk + chunk, weights);
+  }
+  wait_for_previous_kernel();
+  index = work.first, chunk = 0;
+  tile = work.tile<S>(index);
+  for (int i = 0; i < ahead; i++, advance())
+    load_x<S>(s, i, x_map, work, tile.first_token, work.first_chunk + chunk, again);
+  for (int i = ahead; i < steps; i++, advance()) {
+    const int stage = i % S::kStages;
+    barrier_wait(&s.empty[stage], (i / S::kStages - 1) & 1);
+    barrier_expect(&s.full[stage], S::kStageBytes);
+    load_w<S>(s, stage, w_map, tile.column_tile, work.first_chunk + chunk, weights);
+    load_x<S>(s, stage, x_map, work, tile.first_token, work.first_chunk + chunk, again);
+  }
+}
+
+// Tells the multicast CTAs, which write into the stage, that this warp has read it.
+template <class S>
+__device__ __forceinline__ void release(Shared<S>& s, const Work& work, int stage) {
+  const int lane = threadIdx.x % 32;
+  if (work.multicast_ctas == 1) {
+    if (lane == 0) barrier_arrive(&s.empty[stage]);
+  } else if (lane < work.multicast_ctas) {
+    barrier_arrive_nearby(address_in(&s.empty[stage], work.split * work.multicast_ctas + lane));
+  }
+}
+
+template <class S>
+__device__ __forceinline__ void multiply_tile(float (&d)[S::kHigh][S::kSums], Shared<S>& s, const Work& work,
+                                              int warpgroup, int& stage, int& phase) {
+  int before = 0;
+  for (int chunk = 0; chunk < work.num_chunks; chunk++) {
+    barrier_wait(&s.full[stage], phase);
+    wgmma_fence();
+    const uint64_t x = tile_descriptor(s.x[stage] + warpgroup * S::kHigh * 64 * kRowBytes);
+    const uint64_t w = tile_descriptor(s.w[stage]);
+#pragma unroll
+    for (int step = 0; step < kChunk / 16; step++)
+#pragma unroll
+      for (int high = 0; high < S::kHigh; high++)
+        wgmma_or_begin<S::kColumns>(d[high], x + step * 2 + high * (64 * kRowBytes / 16), w + step * 2, chunk + step);
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (chunk > 0) release<S>(s, work, before);  // one group is pending, so the products before it have ended
+    before = stage;
+    if (++stage == S::kStages) stage = 0, phase ^= 1;
+  }
+  wgmma_wait<0>();
+  release<S>(s, work, before);
+}
+
+// Puts this split's sums where its stages were, once all its warps have read the last one.
+template <class S>
+__device__ __forceinline__ void leave_sums(const float (&d)[S::kHigh][S::kSums], Shared<S>& s) {
+  float4* mine = reinterpret_cast<float4*>(s.x) + threadIdx.x;
+  asm volatile("bar.sync 1, %0;" ::"n"(S::kConsumers) : "memory");
+#pragma unroll
+  for (int high = 0; high < S::kHigh; high++)
+#pragma unroll
+    for (int at = 0; at < S::kSums; at += 4)
+      mine[(high * S::kSums + at) / 4 * S::kConsumers] =
+          make_float4(d[high][at], d[high][at + 1], d[high][at + 2], d[high][at + 3]);
+}
+
+// Reduces the sums of all splits for this split's share of the groups, and stores them.
+template <class S>
+__device__ void store_splits(Shared<S>& s, const Work& work, const Target<kStore>& target, int high) {
+  const float4* mine = reinterpret_cast<float4*>(s.x) + threadIdx.x + high * (S::kSums / 4 * S::kConsumers);
+  constexpr int kGroups = kGroupsOf<S, kStore>, kSplitsAtOnce = 2;  // that are read at a time
+#pragma unroll 1
+  for (int group = kGroups * work.split / work.splits; group < kGroups * (work.split + 1) / work.splits; group++) {
+    float4 sums[kGroup] = {};
+#pragma unroll 1
+    for (int first = 0; first < work.splits; first += kSplitsAtOnce) {
+      float4 more[kSplitsAtOnce][kGroup] = {};
+#pragma unroll
+      for (int i = 0; i < kSplitsAtOnce; i++) {
+        if (first + i >= work.splits) break;
+        const uint32_t theirs = address_in(mine, (first + i) * work.multicast_ctas + work.multicast_rank);
+#pragma unroll
+        for (int block = 0; block < kGroup; block++) {
+          const int at = group * kGroup + block;
+          if (at < S::kSums / 4) more[i][block] = load_in(theirs + at * (S::kConsumers * 16));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kSplitsAtOnce; i++)
+#pragma unroll
+        for (int block = 0; block < kGroup; block++) {
+          sums[block].x += more[i][block].x, sums[block].y += more[i][block].y;
+          sums[block].z += more[i][block].z, sums[block].w += more[i][block].w;
+        }
+    }
+    target.store(group, sums);
+  }
+}
+
+template <class S, Epilogue kEpilogue>
+__device__ void consume(Shared<S>& s, const Work& work, void* y, int m, int n) {
+  constexpr int kTileColumns = S::kColumns / (kEpilogue == kSwiglu ? 2 : 1);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int stage = 0, phase = 0;
+  float d[S::kHigh][S::kSums];
+  for (int index = work.first; index < work.tiles; index += work.stride) {
+    multiply_tile<S>(d, s, work, warp / 4, stage, phase);
+    const Tile tile = work.tile<S>(index);
+    const int first_column = tile.column_tile * kTileColumns;
+    const int first_token = tile.first_token + warp / 4 * S::kHigh * 64 + warp % 4 * 16 + lane / 4;
+    const Target<kEpilogue> target{y, m, n, first_token, first_column, min(n, first_column + kTileColumns)};
+    if constexpr (kEpilogue == kStore) {
+      if (work.splits > 1) {  // there is one tile
+        leave_sums<S>(d, s);
+        cluster_sync();
+        for (int high = 0; high < S::kHigh; high++) store_splits<S>(s, work, target.below(high), high);
+        return;
+      }
+    }
+#pragma unroll
+    for (int high = 0; high < S::kHigh; high++) store_tile<S, kEpilogue>(d[high], target.below(high));
+  }
+}
+
+template <class S, Epilogue kEpilogue>
+__device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, void* y, int m, int n, int k,
+                    int multicast_ctas, int group) {
+  static_assert(sizeof(Shared<S>) <= S::kSharedBytes && S::kStages >= 2);
+  extern __shared__ __align__(kAlignment) uint8_t raw[];
+  auto& s = *reinterpret_cast<Shared<S>*>(raw);
+  const Work work = Work::of<S>(m, kEpilogue == kSwiglu ? 2 * n : n, k, multicast_ctas, group);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kStages; i++) {
+      barrier_init(&s.full[i], 1);
+      barrier_init(&s.empty[i], S::kConsumers / 32 * multicast_ctas);
+    }
+    barrier_init_fence();
+  }
+  const bool is_cluster = work.splits * work.multicast_ctas > 1;
+  if (is_cluster)
+    cluster_meet();  // multicast copies arrive at the barriers of all blocks of the cluster
+  else
+    __syncthreads();
+  launch_dependents();
+  if (threadIdx.x < S::kConsumers) {
+    if constexpr (S::kTrades) take_registers<kConsumerRegisters>();
+    wait_for_previous_kernel();
+    consume<S, kEpilogue>(s, work, y, m, n);
+  } else {
+    if constexpr (S::kTrades) leave_registers<kProducerRegisters>();
+    if (threadIdx.x == S::kConsumers) produce<S>(s, work, w_map, x_map);
+    __syncwarp();
+    if (work.splits > 1) cluster_sync();
+  }
+  if (is_cluster) cluster_meet();  // no CTA may end while others still reach into its shared memory
+}
+
+}  // namespace
