@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from openinfer_kernels.ops.arrays import Array
 from openinfer_kernels.ops.batch import AttentionBatch
-from openinfer_kernels.ops.quantised import LinearWeight
+from openinfer_kernels.ops.quantised import LinearWeight, QuantisedWeight
 
 if TYPE_CHECKING:
     from openinfer_kernels.ops import Ops
@@ -28,6 +28,8 @@ class AdapterWeights:
     """`[slots, out, r]`"""
     starts: tuple[int, ...]
     """`P + 1` rows of `out`: where each piece begins, and the last one ends."""
+    columns: Array | None = None
+    """`[out, E]`, of which `b` is a view, for `Ops.fused_adapters`; None where it does not serve the product."""
 
 
 class AdaptedWeights:
@@ -66,17 +68,34 @@ class _AdaptedOps:
         return self._own.extra
 
     def linear(self, x: Array, weight: LinearWeight, batch: AttentionBatch, bias: Array | None = None) -> Array:
+        slots, adapters = batch.adapter_slots, self._weights.find(weight)
+        if slots is None or adapters is None:
+            return self._own.linear(x, weight, batch, bias)
+        fused = self._own.fused_adapters
+        if (
+            fused is not None
+            and adapters.columns is not None
+            and bias is None
+            and not isinstance(weight, QuantisedWeight)
+        ):
+            return fused.linear(x, weight, adapters.a, adapters.columns, slots, starts=adapters.starts)
+        # Before the product, which on a GPU fetches its weights while this runs.
+        shrunk = self._own.lora_shrink(x, adapters.a, slots)
         y = self._own.linear(x, weight, batch, bias)
-        if batch.adapter_slots is not None and (adapters := self._weights.find(weight)) is not None:
-            shrunk = self._own.lora_shrink(x, adapters.a, batch.adapter_slots)
-            self._own.lora_expand(y, shrunk, adapters.b, batch.adapter_slots, starts=adapters.starts)
+        self._own.lora_expand(y, shrunk, adapters.b, slots, starts=adapters.starts)
         return y
 
     def linear_swiglu(self, x: Array, gate_up: LinearWeight, batch: AttentionBatch) -> Array:
         # Both halves change before the gate: the product is made apart from it, in batches with adapters alone.
-        if batch.adapter_slots is None or self._weights.find(gate_up) is None:
+        slots, adapters = batch.adapter_slots, self._weights.find(gate_up)
+        if slots is None or adapters is None:
             return self._own.linear_swiglu(x, gate_up, batch)
-        return self._own.swiglu(self.linear(x, gate_up, batch))
+        fused = self._own.fused_adapters
+        if fused is not None and adapters.columns is not None and not isinstance(gate_up, QuantisedWeight):
+            return fused.linear_swiglu(x, gate_up, adapters.a, adapters.columns, slots, starts=adapters.starts)
+        shrunk = self._own.lora_shrink(x, adapters.a, slots)
+        y = self._own.linear(x, gate_up, batch)
+        return self._own.lora_expand_swiglu(y, shrunk, adapters.b, slots, starts=adapters.starts)
 
     def linear_geglu(self, x: Array, gate_up: LinearWeight, batch: AttentionBatch) -> Array:
         if batch.adapter_slots is None or self._weights.find(gate_up) is None:

@@ -107,9 +107,24 @@ SERVINGS = (
     Serving(
         part="adapters",
         phase=Phase.ANY,
-        operators=("lora_shrink", "lora_expand"),
+        operators=("lora_shrink", "lora_expand", "lora_expand_swiglu"),
         kernel="lora",
-        when="ranks in multiples of 8; run in an emulator alone, on no GPU yet",
+        when="ranks in multiples of 8; where no kernel has adapters in the product",
+    ),
+    *(
+        Serving(
+            part="adapters",
+            phase=Phase.ANY,
+            operators=("linear", "linear_swiglu"),
+            kernel=kernel,
+            architectures=(HOPPER,),
+            when=when,
+        )
+        for kernel, when in (
+            ("shrink_halves", "plain weights, slots of at most 128 columns together: ahead of the next two"),
+            ("adapted_decode_gemm", "with adapters, up to 32 tokens"),
+            ("adapted_gemm", "with adapters, more tokens"),
+        )
     ),
     Serving(part="soft cap of logits", phase=Phase.ANY, operators=("soft_cap",), kernel="linear"),
     Serving(

@@ -29,6 +29,7 @@ HEADERS = {
     "ampere.cuh": "common/ampere.cuh",
     "hopper.cuh": "common/hopper.cuh",
     "attention_wgmma.cuh": "attention/attention_wgmma.cuh",
+    "lora_mma.cuh": "lora/lora_mma.cuh",
 }
 BODIES = {
     ("attention/attention.cuh", "float exp2_fast("): "return emulated::exp2_flushed(x);",

@@ -28,7 +28,7 @@ extern "C" __attribute__((visibility("hidden"))) void switch_stacks(void** from,
 
 namespace emulated {
 
-constexpr int kMostThreads = 384;
+constexpr int kMostThreads = 512;
 constexpr size_t kStackBytes = 1 << 17, kSavedRegisters = 6;
 constexpr long kMostRounds = 3'000'000;  // of a block's threads; one that needs more is taken to wait for ever
 

@@ -25,6 +25,8 @@ from openinfer_kernels.cubins import (
 from openinfer_kernels.cubins.__main__ import main
 
 HOPPERS = {
+    "adapted_decode_gemm",
+    "adapted_gemm",
     "attention_decode_hopper",
     "attention_decode_hopper_fp8",
     "attention_decode_hopper_variant",
@@ -41,6 +43,7 @@ HOPPERS = {
     "lowbit_gemm_int4",
     "lowbit_gemm_int4_min",
     "lowbit_gemm_int8",
+    "shrink_halves",
 }
 """Stems of the sources that use Hopper's own instructions."""
 

@@ -58,12 +58,12 @@ def cuda_ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def test_operators_of_the_cpu_are_as_declared(ops: CpuOps) -> None:
     wrong = [mismatch(name, parameters(getattr(ops, name))) for name in OPERATORS]
     assert [each for each in wrong if each] == []
-    assert {name for name in dir(ops) if not name.startswith("_")} == {*OPERATORS, "extra", "name"}
+    assert {name for name in dir(ops) if not name.startswith("_")} == {*OPERATORS, "extra", "fused_adapters", "name"}
 
 
 def test_operators_of_a_gpu_are_as_declared(cuda_ops: ModuleType) -> None:
     table = {name: each for name, each in vars(cuda_ops.CudaOps).items() if not name.startswith("_")}
-    assert set(table) == {*OPERATORS, "extra", "name", "close", "tuning"}
+    assert set(table) == {*OPERATORS, "extra", "fused_adapters", "name", "close", "tuning"}
     wrong = [mismatch(name, parameters(table[name].method, skip=1)) for name in OPERATORS]
     assert [each for each in wrong if each] == []
 

@@ -62,7 +62,18 @@ def test_every_operator_of_the_contract_is_providable_but_for_memory_and_samplin
     """A new one must be listed; if it fuses others, it has to be made of the provided ones where there are any."""
     contract = {name for name in dir(Ops) if not name.startswith("_")}
     uploads = {"upload", "upload_weight", "upload_float32", "upload_quantised", "upload_dequantised", "quantise_head"}
-    memory = {"extra", "name", "download", "zeros", "copy_rows", "loading", *uploads}
+    memory = {
+        "extra",
+        "fused_adapters",
+        "name",
+        "download",
+        "zeros",
+        "copy_rows",
+        "loading",
+        "host_weights",
+        "copy_weights",
+        *uploads,
+    }
     choices = {"sample", "logprobs", "ngram_drafts", "top_experts", "table_experts"}
     assert contract - memory - choices == {*PROVIDABLE}
     assert list(PROVIDABLE) == sorted(CASES)

@@ -19,7 +19,7 @@ from openinfer_kernels.cpu.attention.indexer import index_scores
 from openinfer_kernels.cpu.attention.paged import check_first_key
 from openinfer_kernels.cpu.attention.window import window_attention
 from openinfer_kernels.cpu.gemm.linear import linear, soft_cap
-from openinfer_kernels.cpu.gemm.lora import lora_expand, lora_shrink
+from openinfer_kernels.cpu.gemm.lora import lora_expand, lora_expand_swiglu, lora_shrink
 from openinfer_kernels.cpu.gemm.quantised import (
     dequantised,
     grouped_linear,
@@ -228,6 +228,7 @@ class BatchInvariantCpuOps(CpuOps):
     grouped_linear = staticmethod(partial(grouped_linear, multiply=_sliced_linear))
     lora_shrink = staticmethod(partial(lora_shrink, multiply=_sliced_linear))
     lora_expand = staticmethod(partial(lora_expand, multiply=_sliced_linear))
+    lora_expand_swiglu = staticmethod(partial(lora_expand_swiglu, multiply=_sliced_linear))
     experts = staticmethod(partial(experts, multiply=_sliced_linear))
     hyper_read = staticmethod(partial(hyper_read, multiply=_sliced_linear))
     hyper_head = staticmethod(partial(hyper_head, multiply=_sliced_linear))

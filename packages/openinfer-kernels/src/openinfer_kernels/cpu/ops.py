@@ -19,7 +19,7 @@ from openinfer_kernels.cpu.attention.rope_tail import norm_rope_tail, rope_tail
 from openinfer_kernels.cpu.attention.window import window_attention
 from openinfer_kernels.cpu.common.weights import upload_weight
 from openinfer_kernels.cpu.gemm.linear import geglu, soft_cap
-from openinfer_kernels.cpu.gemm.lora import lora_expand, lora_shrink
+from openinfer_kernels.cpu.gemm.lora import lora_expand, lora_expand_swiglu, lora_shrink
 from openinfer_kernels.cpu.gemm.quantised import (
     grouped_linear,
     head_logits,
@@ -68,8 +68,10 @@ class CpuOps:
     geglu = staticmethod(geglu)
     soft_cap = staticmethod(soft_cap)
     grouped_linear = staticmethod(grouped_linear)
+    fused_adapters = None
     lora_shrink = staticmethod(lora_shrink)
     lora_expand = staticmethod(lora_expand)
+    lora_expand_swiglu = staticmethod(lora_expand_swiglu)
 
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
@@ -127,6 +129,12 @@ class CpuOps:
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type[Any] | None = None) -> Array:
         return np.zeros(shape, np.float32 if dtype is None else dtype)
+
+    def host_weights(self, num_values: int) -> HostArray:
+        return np.zeros(num_values, np.float32)
+
+    def copy_weights(self, host: HostArray | None, array: Array) -> None:
+        array[...] = 0 if host is None else host
 
     def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
         array[list(targets)] = array[list(sources)]

@@ -6,6 +6,7 @@
     experts      one kernel with one tile for any number of tokens: a token's sums go over K in one order
     windows      keys of windows and entries are not divided; columns of streams are, into pieces of one length
     delta rule   token by token also in prompts: a chunk's bits depend on where it begins
+    adapters     none divides its inner size among blocks
     all others   compute a row, or a token, by itself anyway
 
 So a token's result depends on its own sequence alone: not on other rows, nor on how a prompt is cut into chunks, nor on
@@ -21,6 +22,7 @@ from openinfer_kernels.cuda.gemm.grouped_gemm import GroupedGemm
 from openinfer_kernels.cuda.gemm.invariant_products import InvariantProducts
 from openinfer_kernels.cuda.gemm.linear import Linear
 from openinfer_kernels.cuda.linear_attention.gated_delta_rule import GatedDeltaRule
+from openinfer_kernels.cuda.lora.lora import Lora
 from openinfer_kernels.cuda.mla.latent_attention import LatentAttention
 from openinfer_kernels.cuda.norm.hyper_connections import HyperConnections
 from openinfer_kernels.cuda.ops import CudaOps
@@ -36,6 +38,14 @@ class BatchInvariantCudaOps(CudaOps):
     def _linear(self) -> Linear:
         decode_gemm = DecodeGemm(self.device, most_blocks_per_tile=1)
         return Linear(self.device, decode_gemm, None, InvariantProducts(decode_gemm))
+
+    @property
+    def fused_adapters(self) -> None:
+        """Its products divide K."""
+
+    @cached_property
+    def _lora(self) -> Lora:
+        return Lora(self.device, divides=False)
 
     @cached_property
     def _grouped_gemm(self) -> GroupedGemm:

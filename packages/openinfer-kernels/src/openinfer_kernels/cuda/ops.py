@@ -34,6 +34,7 @@ from openinfer_kernels.cuda.gemm.projections import Projections
 from openinfer_kernels.cuda.gemm.quantised import Quantised
 from openinfer_kernels.cuda.linear_attention.causal_conv import CausalConv
 from openinfer_kernels.cuda.linear_attention.gated_delta_rule import GatedDeltaRule
+from openinfer_kernels.cuda.lora.adapted_gemm import AdaptedGemm
 from openinfer_kernels.cuda.lora.lora import Lora
 from openinfer_kernels.cuda.lowbit.low_bit_activations import LowBitActivations
 from openinfer_kernels.cuda.mla.append import LatentAppend
@@ -158,6 +159,14 @@ class CudaOps:
         return Lora(self.device)
 
     @cached_property
+    def _fused_adapters(self) -> AdaptedGemm | None:
+        return AdaptedGemm.on(self.device)
+
+    @property
+    def fused_adapters(self) -> AdaptedGemm | None:
+        return self._fused_adapters
+
+    @cached_property
     def _embedding(self) -> Embedding:
         return Embedding(self.device)
 
@@ -247,6 +256,8 @@ class CudaOps:
     loading = served_by(_memory, Memory.loading)
     download = served_by(_memory, Memory.download)
     zeros = served_by(_memory, Memory.zeros)
+    host_weights = served_by(_memory, Memory.host_weights)
+    copy_weights = served_by(_memory, Memory.copy_weights)
     copy_rows = served_by(_memory, Memory.copy_rows)
     upload_quantised = served_by(_quantised, Quantised.upload_quantised)
     upload_dequantised = served_by(_quantised, Quantised.upload_dequantised)
@@ -263,6 +274,7 @@ class CudaOps:
     grouped_linear = served_by(_grouped_linear, GroupedLinear.grouped_linear)
     lora_shrink = served_by(_lora, Lora.lora_shrink)
     lora_expand = served_by(_lora, Lora.lora_expand)
+    lora_expand_swiglu = served_by(_lora, Lora.lora_expand_swiglu)
 
     rms_norm = served_by(_norm, Norm.rms_norm)
     add_rms_norm = served_by(_norm, Norm.add_rms_norm)

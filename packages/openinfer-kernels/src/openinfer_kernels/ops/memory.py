@@ -98,6 +98,19 @@ class MemoryOps(Protocol):
         """A zeroed device array; `dtype` None is the compute dtype."""
         ...
 
+    def host_weights(self, num_values: int) -> HostArray:
+        """`[num_values]` zeros of the compute dtype in host memory that `copy_weights` is quick with; on any thread."""
+        ...
+
+    def copy_weights(self, host: HostArray | None, array: Array) -> None:
+        """Begins to copy what `host_weights` gave, or a part of it, over a device array; None: zeros.
+
+        The array is contiguous, or a matrix whose rows of whole 16 bytes lie apart.
+        After everything that was queued before, and ahead of what is queued next; `host` stays as it is until that
+        has run.
+        """
+        ...
+
     def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies `array[source]` over `array[target]` for each pair; no row is in both.
 

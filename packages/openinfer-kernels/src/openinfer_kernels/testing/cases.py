@@ -89,13 +89,26 @@ def _lora_shrink(rng: np.random.Generator) -> Iterable[Case]:
 def _lora_expand(rng: np.random.Generator) -> Iterable[Case]:
     for heights, rank in (((64, 24, 24), 8), ((72,), 16), ((33, 250), 72)):
         slots, starts = np.array(_ADAPTER_SLOTS, np.int32), (0, *np.cumsum(heights).tolist())
-        shrunk = _floats(rng, len(slots), len(heights), rank)
+        shrunk = _floats(rng, 2, len(slots), len(heights), rank)
         y, b = _floats(rng, len(slots), starts[-1]), _floats(rng, 3, starts[-1], rank) / np.float32(8)
         yield Case(
             name=f"{heights} of rank {rank}",
             positional=(y, shrunk, b, slots),
             keywords={"starts": starts},
             mutated=(0,),
+            exact=(1,),
+        )
+
+
+def _lora_expand_swiglu(rng: np.random.Generator) -> Iterable[Case]:
+    for width, rank in ((64, 8), (200, 24)):
+        slots, starts = np.array(_ADAPTER_SLOTS, np.int32), (0, width, 2 * width)
+        shrunk = _floats(rng, 2, len(slots), 2, rank)
+        gate_up, b = _floats(rng, len(slots), 2 * width), _floats(rng, 3, 2 * width, rank) / np.float32(8)
+        yield Case(
+            name=f"{width} of rank {rank}",
+            positional=(gate_up, shrunk, b, slots),
+            keywords={"starts": starts},
             exact=(1,),
         )
 
@@ -347,6 +360,7 @@ CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
     "linear_geglu": _gated_linear,
     "linear_swiglu": _gated_linear,
     "lora_expand": _lora_expand,
+    "lora_expand_swiglu": _lora_expand_swiglu,
     "lora_shrink": _lora_shrink,
     "logits": _logits,
     "output_gate": _output_gate,

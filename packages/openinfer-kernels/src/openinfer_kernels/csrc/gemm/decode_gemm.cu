@@ -1,4 +1,4 @@
-// The kernels of decode_gemm.cuh.
+// The kernels of decode_gemm.cuh without adapters.
 #include "gemm/decode_gemm.cuh"
 
 #define DECODE_GEMM(TOKENS, NAME, EPILOGUE)                                                                        \

@@ -19,9 +19,12 @@
 // The tensor map of W has four axes, (k, 8 rows, 2, the rest), and a tile is 8 x 2 x 4 rows: but for swiglu the
 // second axis goes on to the next 8 rows, for swiglu from gate rows to the up rows of the same features. So a thread,
 // whose accumulators are of rows r and r + 8, has the gate and the up value of one feature.
+//
+// With adapters (kAdapted) K goes on: after W's own chunks come those of B, for which X is A x: gemm/adapter_maps.cuh.
 #pragma once
 #include "common/hopper.cuh"
 #include "common/vectors.cuh"
+#include "gemm/adapter_maps.cuh"
 
 using namespace hopper;
 
@@ -65,14 +68,17 @@ struct Shared {
 struct Work {
   int rank, size;               // in the cluster, which shares a tile
   int first_tile, tile_stride;
-  int first_chunk, num_chunks;  // of each tile
+  int first_chunk, own_chunks;  // of W, of each tile
+  int num_chunks;               // with those of adapters, which the last block of a cluster has
   int steps;                    // chunks of all tiles
 
-  __device__ Work(int tiles, int chunks_per_tile) : rank(cluster_rank()), size(cluster_size()) {
+  __device__ Work(int tiles, int chunks_per_tile, int adapter_chunks)
+      : rank(cluster_rank()), size(cluster_size()) {
     first_tile = blockIdx.x / size;
     tile_stride = gridDim.x / size;
     first_chunk = chunks_per_tile * rank / size;
-    num_chunks = chunks_per_tile * (rank + 1) / size - first_chunk;
+    own_chunks = chunks_per_tile * (rank + 1) / size - first_chunk;
+    num_chunks = own_chunks + (rank == size - 1 ? adapter_chunks : 0);
     steps = (tiles - first_tile + tile_stride - 1) / tile_stride * num_chunks;
   }
 };
@@ -93,8 +99,29 @@ __device__ __forceinline__ void load_x(Shared<kTokens>& s, int stage, const CUte
     load_box(s.x[stage][box], &map, &s.full[stage], chunk * kColumns + box * kBox, 0, policy);
 }
 
+// A chunk of adapters: B twice, for both halves of A x.
+template <int kTokens, Epilogue kEpilogue>
+__device__ __forceinline__ void load_b(Shared<kTokens>& s, int stage, const AdapterMaps& adapters, int tile, int index,
+                                       uint64_t policy) {
+  const AdapterChunk chunk(adapters, index, 1);
+#pragma unroll
+  for (int box = 0; box < kBoxes; box++)
+    load_box(s.w[stage][box], &adapters.b[chunk.piece], &s.full[stage], chunk.column, 0,
+             kEpilogue == kSwiglu ? -chunk.piece : 0, tile * (kRows / 16) - adapters.starts[chunk.piece], policy);
+}
+
 template <int kTokens>
-__device__ void produce(Shared<kTokens>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map) {
+__device__ __forceinline__ void load_shrunk(Shared<kTokens>& s, int stage, const AdapterMaps& adapters, int index,
+                                            uint64_t policy) {
+  const AdapterChunk chunk(adapters, index, 1);
+#pragma unroll
+  for (int box = 0; box < kBoxes; box++)
+    load_box(s.x[stage][box], &adapters.shrunk, &s.full[stage], chunk.shrunk_column(adapters, box), 0, policy);
+}
+
+template <int kTokens, Epilogue kEpilogue, bool kAdapted>
+__device__ void produce(Shared<kTokens>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map,
+                        const AdapterMaps* adapters) {
   using S = Sizes<kTokens>;
   const uint64_t once = evict_first_policy(), again = evict_last_policy();
   const int ahead = min(S::kStages, work.steps);
@@ -105,19 +132,37 @@ __device__ void produce(Shared<kTokens>& s, const Work& work, const CUtensorMap&
       tile += work.tile_stride;
     }
   };
+  auto load_rows = [&](int stage) {
+    if constexpr (kAdapted) {
+      if (chunk >= work.own_chunks) {
+        load_b<kTokens, kEpilogue>(s, stage, *adapters, tile, chunk - work.own_chunks, again);
+        return;
+      }
+    }
+    load_w<kTokens>(s, stage, w_map, tile, work.first_chunk + chunk, once);
+  };
+  auto load_tokens = [&](int stage, int index) {
+    if constexpr (kAdapted) {
+      if (index >= work.own_chunks) {
+        load_shrunk<kTokens>(s, stage, *adapters, index - work.own_chunks, again);
+        return;
+      }
+    }
+    load_x<kTokens>(s, stage, x_map, work.first_chunk + index, again);
+  };
   // At first all stages are free. They are full only with their chunks of X, which the kernel ahead may write.
   for (int i = 0; i < ahead; i++, advance()) {
     barrier_expect(&s.full[i], S::kStageBytes);
-    load_w<kTokens>(s, i, w_map, tile, work.first_chunk + chunk, once);
+    load_rows(i);
   }
   wait_for_previous_kernel();
-  for (int i = 0; i < ahead; i++) load_x<kTokens>(s, i, x_map, work.first_chunk + i % work.num_chunks, again);
+  for (int i = 0; i < ahead; i++) load_tokens(i, i % work.num_chunks);
   for (int i = ahead; i < work.steps; i++, advance()) {
     const int stage = i % S::kStages;
     barrier_wait(&s.empty[stage], (i / S::kStages - 1) & 1);
     barrier_expect(&s.full[stage], S::kStageBytes);
-    load_w<kTokens>(s, stage, w_map, tile, work.first_chunk + chunk, once);
-    load_x<kTokens>(s, stage, x_map, work.first_chunk + chunk, again);
+    load_rows(stage);
+    load_tokens(stage, chunk);
   }
 }
 
@@ -210,13 +255,16 @@ __device__ void consume(Shared<kTokens>& s, const Work& work, Output<kEpilogue>*
   }
 }
 
-template <int kTokens, Epilogue kEpilogue>
-__device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<kEpilogue>* y, int m, int n, int k) {
+template <int kTokens, Epilogue kEpilogue, bool kAdapted = false>
+__device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<kEpilogue>* y, int m, int n, int k,
+                    const AdapterMaps* adapters = nullptr) {
   using S = Sizes<kTokens>;
   static_assert(sizeof(Shared<kTokens>) <= S::kSharedBytes && S::kStages >= 2);
   extern __shared__ __align__(kAlignment) uint8_t raw[];
   auto& s = *reinterpret_cast<Shared<kTokens>*>(raw);
-  const Work work(n / kRows, k / kColumns);
+  int adapter_chunks = 0;
+  if constexpr (kAdapted) adapter_chunks = adapters->chunks(1);
+  const Work work(n / kRows, k / kColumns, adapter_chunks);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; i++) {
       barrier_init(&s.full[i], 1);
@@ -236,7 +284,7 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
     wait_for_previous_kernel();
     consume<kTokens, kEpilogue>(s, work, y, m, n);
   } else if (threadIdx.x == kConsumers) {
-    produce<kTokens>(s, work, w_map, x_map);
+    produce<kTokens, kEpilogue, kAdapted>(s, work, w_map, x_map, adapters);
   }
   // The first block stays until the others, which write to its memory, have left: a thread that has ended counts as
   // arrived.

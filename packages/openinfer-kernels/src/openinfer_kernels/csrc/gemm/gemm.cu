@@ -1,4 +1,4 @@
-// The kernels of gemm.cuh.
+// The kernels of gemm.cuh without adapters.
 #include "gemm/gemm.cuh"
 
 #define GEMM(EPILOGUE, NAME, TOKENS, COLUMNS)                                                                     \

@@ -14,8 +14,11 @@
 // Programmatic dependent launch as in decode_gemm.cu: stages fill with weights while the kernel ahead drains.
 //
 // gemm_epilogue.cuh says what becomes of the sums.
+//
+// With adapters (kAdapted) K goes on: after W's own chunks come those of B, for which X is A x: gemm/adapter_maps.cuh.
 #pragma once
 #include "common/hopper.cuh"
+#include "gemm/adapter_maps.cuh"
 #include "gemm/gemm_epilogue.cuh"
 #include "gemm/wgmma.cuh"
 
@@ -61,10 +64,11 @@ struct Work {
   int multicast_ctas, multicast_rank, splits, split;
   int first, stride, tiles;  // of the cluster's tiles, each `multicast_ctas` columns wide
   int token_tiles, wide_tiles, group;
-  int first_chunk, num_chunks;      // of each tile
+  int first_chunk, own_chunks;      // of W, of each tile
+  int num_chunks;                   // with those of adapters, which the last split has
 
   template <class S>
-  static __device__ Work of(int m, int rows, int k, int multicast_ctas, int group) {
+  static __device__ Work of(int m, int rows, int k, int multicast_ctas, int group, int adapter_chunks) {
     Work work;
     const int rank = cluster_rank(), size = cluster_size(), chunks = (k + kChunk - 1) / kChunk;
     work.multicast_ctas = multicast_ctas, work.multicast_rank = rank % multicast_ctas;
@@ -75,7 +79,8 @@ struct Work {
     work.tiles = work.token_tiles * work.wide_tiles;
     work.group = group;
     work.first_chunk = chunks * work.split / work.splits;
-    work.num_chunks = chunks * (work.split + 1) / work.splits - work.first_chunk;
+    work.own_chunks = chunks * (work.split + 1) / work.splits - work.first_chunk;
+    work.num_chunks = work.own_chunks + (work.split == work.splits - 1 ? adapter_chunks : 0);
     return work;
   }
 
@@ -97,19 +102,19 @@ __device__ __forceinline__ void load_w(Shared<S>& s, int stage, const CUtensorMa
 // This block's share of X, into the stage of all multicast CTAs.
 template <class S>
 __device__ __forceinline__ void load_x(Shared<S>& s, int stage, const CUtensorMap& map, const Work& work,
-                                       int first_token, int chunk, uint64_t policy) {
+                                       int first_token, int column, uint64_t policy) {
   if (work.multicast_ctas == 1) {
-    load_box(s.x[stage], &map, &s.full[stage], chunk * kChunk, first_token, policy);
+    load_box(s.x[stage], &map, &s.full[stage], column, first_token, policy);
     return;
   }
   const int tokens = S::kTokens / work.multicast_ctas, first = tokens * work.multicast_rank;
   const uint16_t targets = ((1 << work.multicast_ctas) - 1) << (work.split * work.multicast_ctas);
-  load_box_into(s.x[stage] + first * kRowBytes, &map, &s.full[stage], chunk * kChunk, first_token + first, targets,
-                policy);
+  load_box_into(s.x[stage] + first * kRowBytes, &map, &s.full[stage], column, first_token + first, targets, policy);
 }
 
-template <class S>
-__device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map) {
+template <class S, Epilogue kEpilogue, bool kAdapted>
+__device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map,
+                        const AdapterMaps* adapters) {
   // With one tile of tokens each weight is read once, and X by every block; with several, both are read again.
   const bool is_once = work.token_tiles == 1;
   const uint64_t again = is_once ? evict_last_policy() : evict_normal_policy();
@@ -124,21 +129,42 @@ __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map
       tile = work.tile<S>(index += work.stride);
     }
   };
+  auto load_rows = [&](int stage) {
+    if constexpr (kAdapted) {
+      if (chunk >= work.own_chunks) {
+        const AdapterChunk own(*adapters, chunk - work.own_chunks, adapters->halves);
+        load_box(s.w[stage], &adapters->b[own.piece], &s.full[stage], own.column, 0,
+                 kEpilogue == kSwiglu ? -own.piece : 0,
+                 tile.column_tile * (S::kColumns / 16) - adapters->starts[own.piece], again);
+        return;
+      }
+    }
+    load_w<S>(s, stage, w_map, tile.column_tile, work.first_chunk + chunk, weights);
+  };
+  auto load_tokens = [&](int stage) {
+    if constexpr (kAdapted) {
+      if (chunk >= work.own_chunks) {
+        const AdapterChunk own(*adapters, chunk - work.own_chunks, adapters->halves);
+        load_x<S>(s, stage, adapters->shrunk, work, tile.first_token, own.shrunk_column(*adapters, own.half), again);
+        return;
+      }
+    }
+    load_x<S>(s, stage, x_map, work, tile.first_token, (work.first_chunk + chunk) * kChunk, again);
+  };
   for (int i = 0; i < ahead; i++, advance()) {
     barrier_expect(&s.full[i], S::kStageBytes);
-    load_w<S>(s, i, w_map, tile.column_tile, work.first_chunk + chunk, weights);
+    load_rows(i);
   }
   wait_for_previous_kernel();
   index = work.first, chunk = 0;
   tile = work.tile<S>(index);
-  for (int i = 0; i < ahead; i++, advance())
-    load_x<S>(s, i, x_map, work, tile.first_token, work.first_chunk + chunk, again);
+  for (int i = 0; i < ahead; i++, advance()) load_tokens(i);
   for (int i = ahead; i < steps; i++, advance()) {
     const int stage = i % S::kStages;
     barrier_wait(&s.empty[stage], (i / S::kStages - 1) & 1);
     barrier_expect(&s.full[stage], S::kStageBytes);
-    load_w<S>(s, stage, w_map, tile.column_tile, work.first_chunk + chunk, weights);
-    load_x<S>(s, stage, x_map, work, tile.first_token, work.first_chunk + chunk, again);
+    load_rows(stage);
+    load_tokens(stage);
   }
 }
 
@@ -248,13 +274,15 @@ __device__ void consume(Shared<S>& s, const Work& work, void* y, int m, int n) {
   }
 }
 
-template <class S, Epilogue kEpilogue>
+template <class S, Epilogue kEpilogue, bool kAdapted = false>
 __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, void* y, int m, int n, int k,
-                    int multicast_ctas, int group) {
+                    int multicast_ctas, int group, const AdapterMaps* adapters = nullptr) {
   static_assert(sizeof(Shared<S>) <= S::kSharedBytes && S::kStages >= 2);
   extern __shared__ __align__(kAlignment) uint8_t raw[];
   auto& s = *reinterpret_cast<Shared<S>*>(raw);
-  const Work work = Work::of<S>(m, kEpilogue == kSwiglu ? 2 * n : n, k, multicast_ctas, group);
+  int adapter_chunks = 0;
+  if constexpr (kAdapted) adapter_chunks = adapters->chunks(adapters->halves);
+  const Work work = Work::of<S>(m, kEpilogue == kSwiglu ? 2 * n : n, k, multicast_ctas, group, adapter_chunks);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; i++) {
       barrier_init(&s.full[i], 1);
@@ -274,7 +302,7 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, void* y,
     consume<S, kEpilogue>(s, work, y, m, n);
   } else {
     if constexpr (S::kTrades) leave_registers<kProducerRegisters>();
-    if (threadIdx.x == S::kConsumers) produce<S>(s, work, w_map, x_map);
+    if (threadIdx.x == S::kConsumers) produce<S, kEpilogue, kAdapted>(s, work, w_map, x_map, adapters);
     __syncwarp();
     if (work.splits > 1) cluster_sync();
   }

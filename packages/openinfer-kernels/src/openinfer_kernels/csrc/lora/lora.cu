@@ -1,111 +1,224 @@
 // Low-rank adapters: what the adapter of each token adds to a product, several adapters and none in one batch.
 //
-//     shrink    s[t, p, k] = sum over i of x[t, i] A[slot(t)][p, k, i]        float32; 0 where slot(t) < 0
-//     expand    y[t, o] = bf16(y[t, o] + sum over k of s[t, p(o), k] B[slot(t)][o, k])
+//     shrink    s[z, t, p, k] = sum over the columns i of split z of x[t, i] A[slot(t)][p, k, i]
+//     expand    y[t, o] = bf16(y[t, o] + sum over k of (sum over z of s[z, t, p(o), k]) B[slot(t)][o, k])
+//     swiglu    out[t, o] = silu(g) u, g and u being what expand makes of rows o and F + o
 //
-// Hu et al. 2021, "LoRA", section 4.1; the two halves are those of Chen et al. 2023, "Punica". A token is computed by
-// itself, its sums always in one order, so the result does not depend on the batch. One warp makes a value of `shrink`,
-// one thread a value of `expand`. Slots are read on the device, so that a captured step serves any adapters.
-#include <cstdint>
-
-#include "common/pdl.cuh"
+// Hu et al. 2021, "LoRA", section 4.1; the two halves are those of Chen et al. 2023, "Punica". Slots are read on the
+// device, so that a captured step serves any adapters. A block is of one slot and does nothing where none of its tokens
+// has it; the block of slot 0 also serves tokens of none. Sums are float32, and each in an order that depends on neither
+// the batch nor the token's place in it: a column of the tensor cores' product is computed by itself.
+//
+// What a decode step loses here is the time of two more kernels per product. So a block loads its part of A or B before
+// it waits for the kernel ahead, and the product that follows a shrink fetches its weights meanwhile. Which slots there
+// are is only guessed before the wait, and read again after it.
+#include "lora/shrink.cuh"
 
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-constexpr int kVector = 8;  // BF16 values in 16 bytes
 constexpr int kMostPieces = 8;
-constexpr int kMostShrunk = 4096;  // values of one token: 16 KB of shared memory
-
-struct Shrink {
-  const uint16_t* x;  // [T, in]
-  const uint16_t* a;  // [slots, P r, in]
-  const int* slots;   // [T]
-  float* shrunk;      // [T, P r]
-  int inner, rows, num_slots, blocks_of_token;
-};
+constexpr int kRowsOfWarp = 32;   // of an expand
+constexpr int kRowsOfBlock = kRowsOfWarp * kWarps;
+constexpr int kRankStep = 16;
 
 struct Expand {
   uint16_t* y;          // [T, out]
-  const float* shrunk;  // [T, P, r]
-  const uint16_t* b;    // [slots, out, r]
+  uint16_t* gated;      // [T, out / 2], of swiglu alone
+  const float* shrunk;  // [splits, T, P r]
+  const uint16_t* b;    // [slots, out, r], with these strides
   const int* slots;     // [T]
-  int outer, pieces, rank, num_slots, blocks_of_token;
+  int64_t slot_stride, row_stride;
+  int num_tokens, outer, pieces, rank, num_slots;
+  int row_blocks, splits;
   int starts[kMostPieces + 1];
 };
 
-__device__ __forceinline__ float value_of(uint32_t bits) { return __uint_as_float(bits << 16); }
+// As silu of common/vectors.cuh, so that the result is that of the product's own gate.
+__device__ __forceinline__ float silu(float value) { return __fdividef(value, 1.0f + __expf(-value)); }
 
-// Sums two vectors' products in the order of their values.
-__device__ __forceinline__ float dot(const uint4& left, const uint4& right, float sum) {
-  const uint32_t lefts[4] = {left.x, left.y, left.z, left.w}, rights[4] = {right.x, right.y, right.z, right.w};
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    sum = fmaf(value_of(lefts[i] & 0xffff), value_of(rights[i] & 0xffff), sum);
-    sum = fmaf(value_of(lefts[i] >> 16), value_of(rights[i] >> 16), sum);
+template <int kGroups>
+__device__ __forceinline__ void shrink(const Shrink& given) {
+  __shared__ Tokens<kGroups> tokens;
+  __shared__ Sums<kGroups> sums;
+  const Place place(given, tokens.kCount);
+  const int slot = place.slot;
+  const bool is_asked = shrink_columns<kGroups>(given, place, tokens, sums);
+  if (!is_asked && !(slot == 0 && tokens.has(-1))) return;
+  for (int i = threadIdx.x; i < tokens.kCount * kRows; i += blockDim.x) {
+    const int token = i / kRows, row = i % kRows, found = tokens.slots[token];
+    if ((found != slot && !(slot == 0 && found == -1)) || place.tile * kRows + row >= given.rows) continue;
+    const int64_t at = int64_t(place.split) * given.num_tokens + place.first + token;
+    given.shrunk[at * given.rows + place.tile * kRows + row] = found == slot ? sum_of<kGroups>(sums, token, row) : 0;
   }
-  return sum;
 }
 
-// To the nearest BF16, ties to even; NaN stays NaN.
-__device__ __forceinline__ uint16_t rounded_bits(float value) {
-  const uint32_t bits = __float_as_uint(value);
-  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
-  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+// Four values of a row of B; zeros beyond its end.
+__device__ __forceinline__ uint2 four(const uint16_t* row, int k, int rank, bool is_there) {
+  return is_there && k < rank ? *reinterpret_cast<const uint2*>(row + k) : make_uint2(0, 0);
+}
+
+// BF16 pairs of two values, and of what rounding them has left: together as exact as float32 needs.
+struct Halves {
+  uint32_t high, low;
+
+  __device__ __forceinline__ Halves(float first, float second) {
+    const uint32_t one = rounded_bits(first), other = rounded_bits(second);
+    high = one | other << 16;
+    low = rounded_bits(first - value_of(one)) | rounded_bits(second - value_of(other)) << 16;
+  }
+};
+
+// What an expand adds to 16 rows from `row` on, for each group of tokens that is asked for: d as in `lora::mma`.
+template <int kGroups>
+__device__ __forceinline__ void expand_tile(float (&d)[kGroups][4], const Expand& given, const uint2 (&held)[2],
+                                            const bool (&asked)[kGroups], int slot, int first, int row) {
+  const int group = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
+  const uint16_t* b = given.b + slot * given.slot_stride + (row + group) * given.row_stride;
+  for (int piece = 0; piece < given.pieces; piece++) {
+    const int begin = given.starts[piece], end = given.starts[piece + 1];
+    if (end <= row || begin >= row + kRows) continue;
+    const bool has_upper = row + group >= begin && row + group < end;
+    const bool has_lower = row + group + 8 >= begin && row + group + 8 < end;
+    for (int k = 0; k < given.rank; k += kRankStep) {
+      const int own = k + quarter * 4;
+      uint2 upper = held[0], lower = held[1];
+      if (k > 0) {
+        upper = four(b, own, given.rank, true);
+        lower = four(b + 8 * given.row_stride, own, given.rank, row + group + 8 < given.outer);
+      }
+      if (!has_upper) upper = make_uint2(0, 0);
+      if (!has_lower) lower = make_uint2(0, 0);
+#pragma unroll
+      for (int i = 0; i < kGroups; i++) {
+        if (!asked[i]) continue;
+        const int token = first + i * 8 + group;
+        float4 sum = make_float4(0, 0, 0, 0);
+        if (token < given.num_tokens && own < given.rank) {
+          const int64_t stride = int64_t(given.num_tokens) * given.pieces * given.rank;
+          const float* s = given.shrunk + (int64_t(token) * given.pieces + piece) * given.rank + own;
+#pragma unroll 4
+          for (int split = 0; split < given.splits; split++, s += stride) {
+            const float4 part = *reinterpret_cast<const float4*>(s);
+            sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+          }
+        }
+        const Halves one(sum.x, sum.y), other(sum.z, sum.w);
+        lora::mma(d[i], upper.x, lower.x, upper.y, lower.y, one.low, other.low);
+        lora::mma(d[i], upper.x, lower.x, upper.y, lower.y, one.high, other.high);
+      }
+    }
+  }
+}
+
+// kSwiglu: a warp has 16 rows of gate and the 16 of up that belong to them; else 32 rows.
+template <int kGroups, bool kSwiglu>
+__device__ __forceinline__ void expand(const Expand& given) {
+  __shared__ Tokens<kGroups> tokens;
+  const int warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
+  const int block = blockIdx.x % given.row_blocks, index = blockIdx.x / given.row_blocks;
+  const int slot = index % given.num_slots, first = index / given.num_slots * tokens.kCount;
+  const int width = kSwiglu ? given.outer / 2 : given.outer;  // rows of a warp's first tile are below it
+  launch_dependents();
+
+  const int row = kSwiglu ? (block * kWarps + warp) * kRows : block * kRowsOfBlock + warp * kRowsOfWarp;
+  const int rows[2] = {row, kSwiglu ? row + width : row + kRows};
+  uint2 held[2][2] = {};
+  auto load_b = [&] {
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++) {
+      const int own = rows[tile] + group;
+      const uint16_t* b = given.b + slot * given.slot_stride + own * given.row_stride;
+      held[tile][0] = four(b, quarter * 4, given.rank, own < given.outer);
+      held[tile][1] = four(b + 8 * given.row_stride, quarter * 4, given.rank, own + 8 < given.outer);
+    }
+  };
+  tokens.read(given.slots, first, given.num_tokens, given.num_slots);
+  __syncthreads();
+  const bool guessed = tokens.has(slot);
+  if (guessed) load_b();
+  __syncthreads();
+  wait_for_previous_kernel();
+  tokens.read(given.slots, first, given.num_tokens, given.num_slots);
+  __syncthreads();
+  const bool is_asked = tokens.has(slot), serves_none = kSwiglu && slot == 0 && tokens.has(-1);
+  if ((!is_asked && !serves_none) || row >= width) return;
+
+  bool asked[kGroups];
+#pragma unroll
+  for (int i = 0; i < kGroups; i++) asked[i] = tokens.has(i, slot);
+  // Of the product: all of them are under way before anything is stored, since y may be where it is read from.
+  uint16_t before[2][kGroups][4];
+#pragma unroll
+  for (int i = 0; i < kGroups; i++) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int token = i * 8 + quarter * 2 + j % 2, found = tokens.slots[token];
+      const uint16_t* y = given.y + int64_t(first + token) * given.outer;
+#pragma unroll
+      for (int tile = 0; tile < 2; tile++) {
+        const int own = rows[tile] + group + j / 2 * 8;
+        const bool is_used = (found == slot || (serves_none && found == -1)) && own < given.outer;
+        before[tile][i][j] = is_used ? __ldcg(y + own) : uint16_t(0);
+      }
+    }
+  }
+  float d[2][kGroups][4] = {};
+  if (is_asked) {
+    if (!guessed) load_b();
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++)
+      if (rows[tile] < given.outer) expand_tile<kGroups>(d[tile], given, held[tile], asked, slot, first, rows[tile]);
+  }
+#pragma unroll
+  for (int i = 0; i < kGroups; i++) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int token = i * 8 + quarter * 2 + j % 2, found = tokens.slots[token];
+      if (found != slot && !(serves_none && found == -1)) continue;
+      uint16_t* y = given.y + int64_t(first + token) * given.outer;
+      const bool has_delta = found == slot;
+      if constexpr (kSwiglu) {
+        const int own = row + group + j / 2 * 8;
+        if (own >= width) continue;
+        // Both are rounded as the product without an adapter rounds them, and the gate's result once more.
+        float gate = value_of(before[0][i][j]), up = value_of(before[1][i][j]);
+        if (has_delta) gate = rounded(gate + d[0][i][j]), up = rounded(up + d[1][i][j]);
+        given.gated[int64_t(first + token) * width + own] = uint16_t(rounded_bits(silu(gate) * up));
+      } else {
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+          const int own = rows[tile] + group + j / 2 * 8;
+          if (own < given.starts[0] || own >= given.starts[given.pieces]) continue;
+          y[own] = uint16_t(rounded_bits(value_of(before[tile][i][j]) + d[tile][i][j]));
+        }
+      }
+    }
+  }
 }
 
 }  // namespace
 
-extern "C" __global__ void lora_shrink(const Shrink given) {
-  const int token = blockIdx.x / given.blocks_of_token;
-  const int row = blockIdx.x % given.blocks_of_token * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
-  wait_for_previous_kernel();
-  launch_dependents();
-  if (row >= given.rows) return;
-  const int slot = given.slots[token];
-  float sum = 0;
-  if (slot >= 0 && slot < given.num_slots) {
-    const uint16_t* x = given.x + int64_t(token) * given.inner;
-    const uint16_t* a = given.a + (int64_t(slot) * given.rows + row) * given.inner;
-    if (given.inner % kVector == 0) {
-      for (int i = lane * kVector; i < given.inner; i += 32 * kVector)
-        sum = dot(*reinterpret_cast<const uint4*>(x + i), *reinterpret_cast<const uint4*>(a + i), sum);
-    } else {
-      for (int i = lane; i < given.inner; i += 32) sum = fmaf(value_of(x[i]), value_of(a[i]), sum);
-    }
+// Rows of `row_vectors` times 16 bytes from pinned host memory, in which they follow each other, to the device, where
+// they lie apart; null: zeros.
+extern "C" __global__ void lora_place_rows(const uint4* from, uint8_t* to, int64_t vectors, int row_vectors,
+                                           int64_t pitch) {
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < vectors; i += int64_t(gridDim.x) * blockDim.x) {
+    uint4* target = reinterpret_cast<uint4*>(to + i / row_vectors * pitch) + i % row_vectors;
+    *target = from ? from[i] : make_uint4(0, 0, 0, 0);
   }
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-  if (lane == 0) given.shrunk[int64_t(token) * given.rows + row] = sum;
 }
 
-extern "C" __global__ void lora_expand(const Expand given) {
-  __shared__ float shrunk[kMostShrunk];
-  const int token = blockIdx.x / given.blocks_of_token;
-  const int out = blockIdx.x % given.blocks_of_token * kThreads + threadIdx.x;
-  wait_for_previous_kernel();
-  launch_dependents();
-  const int slot = given.slots[token];
-  if (slot < 0 || slot >= given.num_slots) return;  // all threads of the block have one token
-  const int values = given.pieces * given.rank;
-  for (int i = threadIdx.x; i < values; i += kThreads) shrunk[i] = given.shrunk[int64_t(token) * values + i];
-  __syncthreads();
-  if (out < given.starts[0] || out >= given.starts[given.pieces]) return;
-  int piece = 0;
-  while (out >= given.starts[piece + 1]) piece++;
-  const uint16_t* b = given.b + (int64_t(slot) * given.outer + out) * given.rank;
-  const float* s = shrunk + piece * given.rank;
-  float sum = 0;
-  for (int k = 0; k < given.rank; k += kVector) {  // the rank of a slot is a multiple
-    const uint4 packed = *reinterpret_cast<const uint4*>(b + k);
-    const uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      sum = fmaf(s[k + 2 * i], value_of(pairs[i] & 0xffff), sum);
-      sum = fmaf(s[k + 2 * i + 1], value_of(pairs[i] >> 16), sum);
-    }
+#define LORA(GROUPS)                                                                                                \
+  extern "C" __global__ void __launch_bounds__(32 * kWarpsOf<GROUPS>) lora_shrink_##GROUPS(const __grid_constant__ Shrink given) { \
+    shrink<GROUPS>(given);                                                                                          \
+  }                                                                                                                 \
+  extern "C" __global__ void __launch_bounds__(kThreads) lora_expand_##GROUPS(const __grid_constant__ Expand given) { \
+    expand<GROUPS, false>(given);                                                                                   \
+  }                                                                                                                 \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                            \
+      lora_expand_swiglu_##GROUPS(const __grid_constant__ Expand given) {                                           \
+    expand<GROUPS, true>(given);                                                                                    \
   }
-  uint16_t* y = given.y + int64_t(token) * given.outer + out;
-  *y = rounded_bits(value_of(*y) + sum);
-}
+
+LORA(1)
+LORA(4)

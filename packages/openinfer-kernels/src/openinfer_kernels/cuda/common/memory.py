@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from openinfer_kernels.cpu.common.weights import upload_weight as to_float32
-from openinfer_kernels.cuda.common.arrays import address
+from openinfer_kernels.cuda.common.arrays import VECTOR_BYTES, address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.mapped_memory import temporaries
@@ -25,6 +25,7 @@ from openinfer_kernels.weights.plain import RandomWeight, WeightPart, stacked_sh
 
 _THREADS = 256
 _RANDOM_PER_THREAD = 8
+_PLACING_BLOCKS = 64
 _PIECE_VALUES = 1 << 24
 """Values that are converted at once: bounds the memory in addition to the weight."""
 _TO_DEVICE = 1
@@ -132,11 +133,43 @@ class Memory:
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type[Any] | None = None) -> Array:
         return cupy.zeros(shape, bfloat16 if dtype is None else dtype)
 
+    def host_weights(self, num_values: int) -> HostArray:
+        self._device.use()  # a new thread's device is GPU 0 otherwise
+        nbytes = num_values * bfloat16.itemsize
+        memory: Any = cupy.cuda.alloc_pinned_memory(nbytes)
+        values = np.frombuffer(memory, np.uint8, nbytes)
+        values[:] = 0
+        return values.view(bfloat16)
+
+    def copy_weights(self, host: HostArray | None, array: Array) -> None:
+        stream = cupy.cuda.get_current_stream().ptr
+        if not array.flags.c_contiguous:
+            self._place_rows(host, array)
+        elif host is None:
+            cupy.cuda.runtime.memsetAsync(address(array), 0, array.nbytes, stream)
+        else:
+            cupy.cuda.runtime.memcpyAsync(address(array), host.ctypes.data, array.nbytes, _TO_DEVICE, stream)
+
     def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
         row_bytes, stream = array[0].nbytes, cupy.cuda.get_current_stream().ptr
         for source, target in zip(sources, targets, strict=True):
             places = (address(array) + row * row_bytes for row in (target, source))
             cupy.cuda.runtime.memcpyAsync(*places, row_bytes, _ON_DEVICE, stream)
+
+    def _place_rows(self, host: HostArray | None, array: Array) -> None:
+        """Into rows of 16 bytes or a multiple; by a kernel, which copy engines are slower than."""
+        kernel = self._device.kernel("lora", "lora_place_rows")
+        row_vectors = array.shape[1] * array.dtype.itemsize // VECTOR_BYTES
+        vectors = len(array) * row_vectors
+        arguments = [
+            ctypes.c_void_p(None if host is None else host.ctypes.data),
+            array,
+            ctypes.c_int64(vectors),
+            ctypes.c_int(row_vectors),
+            ctypes.c_int64(array.strides[0]),
+        ]
+        blocks = min(_PLACING_BLOCKS, -(-vectors // _THREADS))
+        kernel((blocks, 1, 1), (_THREADS, 1, 1), arguments)
 
     def _require_readable(self, part: WeightPart) -> None:
         if not isinstance(part, RandomWeight) and part.dtype != np.uint16 and part.dtype not in self._conversions:

@@ -6,9 +6,10 @@ from openinfer_kernels.cuda.common.arrays import address, fits_vectors
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
+from openinfer_kernels.cuda.gemm.tiles import Epilogue
 from openinfer_kernels.ops import Array
 
-_STEM = "decode_gemm"
+_STEM, _ADAPTED_STEM = "decode_gemm", "adapted_decode_gemm"
 _BF16_BYTES = 2
 _ROWS = 64
 _BOX_COLUMNS = 64
@@ -34,6 +35,8 @@ class DecodeGemm:
         self._store = _kernels(device, "store")
         self._swiglu = _kernels(device, "swiglu")
         self._float32 = _kernels(device, "float32")
+        self._device = device
+        self._adapted: dict[Epilogue, dict[int, Kernel]] = {}
         self._maps = TensorMaps()
 
     def serves(self, x: Array, weight: Array) -> bool:
@@ -55,22 +58,39 @@ class DecodeGemm:
 
     def linear_swiglu(self, x: Array, gate_up: Array, out: Array, *, weights_first: bool = True) -> None:
         """Gate and up are the halves of `gate_up [2 F, k]`; `out [T, F]`."""
-        n, k = gate_up.shape
-        row_bytes = k * _BF16_BYTES
-        box = _weight_box(gate_up, second_bytes=n // 2 * row_bytes, third_bytes=8 * row_bytes)
-        self._multiply(self._swiglu, x, box, out, overlap=weights_first)
+        self._multiply(self._swiglu, x, _gate_box(gate_up), out, overlap=weights_first)
+
+    def adapter_boxes(self, epilogue: Epilogue, num_tokens: int, weight: Array) -> tuple[int, int]:
+        """Units of 16 rows of the weight, and tokens, that a copy brings."""
+        del epilogue, weight
+        return _ROWS // 16, _tokens_of(num_tokens)
+
+    def multiply_adapted(
+        self, epilogue: Epilogue, x: Array, weight: Array, out: Array, adapters: ctypes.Structure
+    ) -> None:
+        """A product with `AdapterMaps` of `adapter_boxes`."""
+        if epilogue not in self._adapted:
+            self._adapted[epilogue] = _kernels(self._device, epilogue, stem=_ADAPTED_STEM)
+        box = _gate_box(weight) if epilogue is Epilogue.SWIGLU else _rows_box(weight)
+        self._multiply(self._adapted[epilogue], x, box, out, adapters)
 
     def _multiply(
-        self, kernels: dict[int, Kernel], x: Array, weight: TensorBox, out: Array, *, overlap: bool = True
+        self,
+        kernels: dict[int, Kernel],
+        x: Array,
+        weight: TensorBox,
+        out: Array,
+        *more: ctypes.Structure,
+        overlap: bool = True,
     ) -> None:
         num_tokens, k = x.shape
         n = weight.sizes[1] * weight.sizes[2] * weight.sizes[3]
-        tokens = next(most for most in kernels if num_tokens <= most)
+        tokens = _tokens_of(num_tokens)
         # The map ends at the last token, and the copy engine fills up with zeros: nothing is padded or copied.
         x_box = TensorBox(address(x), (k, num_tokens), (k * _BF16_BYTES,), (_BOX_COLUMNS, tokens))
         sizes = [ctypes.c_int(size) for size in (num_tokens, n, k)]
         blocks, cluster = self._partition(n // _ROWS, k // _CHUNK_COLUMNS)
-        arguments = [self._maps.of(weight), self._maps.of(x_box), out, *sizes]
+        arguments = [self._maps.of(weight), self._maps.of(x_box), out, *sizes, *more]
         kernels[tokens]((blocks, 1, 1), (_THREADS, 1, 1), arguments, overlap=overlap, cluster=cluster)
 
     def _partition(self, tiles: int, chunks_per_tile: int) -> tuple[int, int]:
@@ -84,13 +104,24 @@ class DecodeGemm:
         return -(-tiles // tiles_per_block), 1
 
 
-def _kernels(device: Device, epilogue: str) -> dict[int, Kernel]:
-    if not device.has(_STEM):
+def _kernels(device: Device, epilogue: str, *, stem: str = _STEM) -> dict[int, Kernel]:
+    if not device.has(stem):
         return {}
     return {
-        tokens: device.kernel(_STEM, f"decode_gemm_{epilogue}_{tokens}", shared_bytes=kib << 10)
+        tokens: device.kernel(stem, f"{stem}_{epilogue}_{tokens}", shared_bytes=kib << 10)
         for tokens, kib in _SHARED_KIB.items()
     }
+
+
+def _tokens_of(num_tokens: int) -> int:
+    """Of the kernel that multiplies so many."""
+    return next(most for most in _SHARED_KIB if num_tokens <= most)
+
+
+def _gate_box(gate_up: Array) -> TensorBox:
+    n, k = gate_up.shape
+    row_bytes = k * _BF16_BYTES
+    return _weight_box(gate_up, second_bytes=n // 2 * row_bytes, third_bytes=8 * row_bytes)
 
 
 def _rows_box(weight: Array) -> TensorBox:

@@ -1,6 +1,7 @@
 """Products of more tokens than `decode_gemm` serves: `csrc/gemm/gemm.cu` and its epilogues. Hopper only."""
 
 import ctypes
+from collections.abc import Sequence
 
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors
 from openinfer_kernels.cuda.common.device import Device
@@ -18,7 +19,7 @@ from openinfer_kernels.cuda.gemm.tiles import (
 )
 from openinfer_kernels.ops import Array
 
-_STEM = "gemm"
+_STEM, _ADAPTED_STEM = "gemm", "adapted_gemm"
 _BF16_BYTES = 2
 _MOST_KEPT = 4096
 _GROUP = 8
@@ -30,7 +31,9 @@ class Gemm:
 
     def __init__(self, device: Device) -> None:
         self._room = Room(device.num_multiprocessors, self._clusters_of)
+        self._device = device
         self._kernels = _kernels(device)
+        self._adapted: dict[tuple[Epilogue, Tile], Kernel] = {}
         self._most_clusters = {1: device.num_multiprocessors}
         self._partitions: dict[tuple[Epilogue, int, int, int], Partition | None] = {}
         self._maps = TensorMaps()
@@ -54,6 +57,26 @@ class Gemm:
         partition = self._partition(Epilogue.SWIGLU, x, gate_up)
         self.multiply(Epilogue.SWIGLU, partition, x, gate_up, out, weights_first=weights_first)
 
+    def adapter_boxes(self, epilogue: Epilogue, num_tokens: int, weight: Array) -> tuple[int, int]:
+        """Units of 16 rows of the weight, and tokens, that a copy brings."""
+        tile, multicast_ctas, _ = self._adapted_partition(epilogue, num_tokens, weight)
+        return tile.columns // 16, tile.tokens // multicast_ctas
+
+    def multiply_adapted(
+        self, epilogue: Epilogue, x: Array, weight: Array, out: Array, adapters: ctypes.Structure
+    ) -> None:
+        """A product with `AdapterMaps` of `adapter_boxes`, also where cuBLASLt is faster without adapters."""
+        partition = self._adapted_partition(epilogue, len(x), weight)
+        if not self._adapted:
+            self._adapted = _kernels(self._device, stem=_ADAPTED_STEM, epilogues=(Epilogue.STORE, Epilogue.SWIGLU))
+        self.multiply(epilogue, partition, x, weight, out, adapters)
+
+    def _adapted_partition(self, epilogue: Epilogue, num_tokens: int, weight: Array) -> Partition:
+        n, k = weight.shape
+        found = partition_product(epilogue, num_tokens, n, k, self._room, least_busy=0.0)
+        assert found is not None  # noqa: S101 - nothing is too little busy
+        return found
+
     def multiply(
         self,
         epilogue: Epilogue,
@@ -61,7 +84,7 @@ class Gemm:
         x: Array,
         weight: Array,
         out: Array,
-        *,
+        *more: ctypes.Structure,
         weights_first: bool = True,
     ) -> None:
         """Writes a product divided in a way of the caller's: K into no more splits than it has chunks."""
@@ -79,8 +102,9 @@ class Gemm:
             self._maps.of(x_box),
             out,
             *(ctypes.c_int(size) for size in (num_tokens, out.shape[1], k, multicast_ctas, _GROUP)),
+            *more,
         ]
-        kernel = self._kernels[epilogue, tile]
+        kernel = (self._adapted if more else self._kernels)[epilogue, tile]
         kernel((clusters * cluster, 1, 1), (tile.threads, 1, 1), arguments, overlap=weights_first, cluster=cluster)
 
     def _partition_of(self, epilogue: Epilogue, x: Array, weight: Array) -> Partition | None:
@@ -108,15 +132,17 @@ class Gemm:
         return self._most_clusters[blocks]
 
 
-def _kernels(device: Device) -> dict[tuple[Epilogue, Tile], Kernel]:
-    if not device.has(_STEM):
+def _kernels(
+    device: Device, *, stem: str = _STEM, epilogues: Sequence[Epilogue] = tuple(TILES)
+) -> dict[tuple[Epilogue, Tile], Kernel]:
+    if not device.has(stem):
         return {}
     return {
         (epilogue, tile): device.kernel(
-            _STEM, f"gemm_{epilogue}_{tile.tokens}x{tile.columns}", shared_bytes=SHARED_BYTES
+            stem, f"{stem}_{epilogue}_{tile.tokens}x{tile.columns}", shared_bytes=SHARED_BYTES
         )
-        for epilogue, tiles in TILES.items()
-        for tile in tiles
+        for epilogue in epilogues
+        for tile in TILES[epilogue]
     }
 
 

@@ -76,13 +76,23 @@ class Room(NamedTuple):
 
 
 def partition_product(
-    epilogue: Epilogue, num_tokens: int, num_rows: int, num_columns: int, room: Room
+    epilogue: Epilogue,
+    num_tokens: int,
+    num_rows: int,
+    num_columns: int,
+    room: Room,
+    *,
+    least_busy: float | None = None,
 ) -> Partition | None:
-    """The partition of a product of `[T, K]` and `[rows, K]`, T at least 1; None where cuBLASLt is faster."""
+    """The partition of a product of `[T, K]` and `[rows, K]`, T at least 1; None where cuBLASLt is faster.
+
+    `least_busy`: the share of the multiprocessors' time below which that is; by default what was measured.
+    """
     tokens = next((tile.tokens for tile in TILES[epilogue] if num_tokens <= tile.tokens), _LARGE_TOKENS)
     tiles = [tile for tile in TILES[epilogue] if tile.tokens == tokens]
     if tokens == _LARGE_TOKENS:
-        return _partition_large(epilogue, tiles[0], num_tokens, num_rows, room) if tiles else None
+        least = _LEAST_BUSY_LARGE[epilogue] if least_busy is None and tiles else least_busy or 0.0
+        return _partition_large(tiles[0], num_tokens, num_rows, room, least_busy=least) if tiles else None
     most_split_k = min(_MOST_SPLIT_K, -(-num_columns // CHUNK)) if epilogue is Epilogue.STORE else 1
     candidates = [
         (_share_busy(tile, split_k, num_rows, room), Partition(tile, 1, split_k))
@@ -90,7 +100,7 @@ def partition_product(
         for split_k in range(1, most_split_k + 1)
     ]
     busy, partition = max(candidates)
-    return partition if busy >= _LEAST_BUSY else None
+    return partition if busy >= (_LEAST_BUSY if least_busy is None else least_busy) else None
 
 
 def _share_busy(tile: Tile, split_k: int, num_rows: int, room: Room) -> float:
@@ -104,10 +114,10 @@ def _share_busy(tile: Tile, split_k: int, num_rows: int, room: Room) -> float:
     return num_rows / (rounds * room.multiprocessors * tile.columns)
 
 
-def _partition_large(epilogue: Epilogue, tile: Tile, num_tokens: int, num_rows: int, room: Room) -> Partition | None:
+def _partition_large(tile: Tile, num_tokens: int, num_rows: int, room: Room, *, least_busy: float) -> Partition | None:
     token_tiles = -(-num_tokens // tile.tokens)
     multicast_ctas = 1 if token_tiles == 1 else _MULTICAST_CTAS
     clusters = token_tiles * -(-num_rows // (tile.columns * multicast_ctas))
     rounds = -(-clusters // room.clusters(multicast_ctas))
     busy = num_tokens * num_rows / (rounds * room.multiprocessors * tile.tokens * tile.columns)
-    return Partition(tile, multicast_ctas, 1) if busy >= _LEAST_BUSY_LARGE[epilogue] else None
+    return Partition(tile, multicast_ctas, 1) if busy >= least_busy else None

@@ -6,7 +6,7 @@ MixedInputs    prefill chunks and decode rows, made for one step
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from openinfer_kernels.cuda.sampling.slot_record import ROW_COLUMNS
 from openinfer_kernels.ops import Array, AttentionBatch, Bias, HostArray, Penalties, SamplingBatch, TokenMask
 from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES
 
+MASK_LINE = 3
 DECODE_LINES = 4
-"""Of `DecodeInputs.rows`."""
+"""Of `DecodeInputs.rows`, without the one of adapters."""
 MIXED_LINES = 6
 """Of `MixedInputs.record`: slots, first positions, tokens, host ids of them, first token in the step, first host id."""
 
@@ -106,14 +107,20 @@ class DecodeInputs:
 
     rows: Array
     """`[DECODE_LINES, R]` int32, the only thing the host writes: slots (-1 for padding), positions, whether the row
-    samples, and the row that the token mask of that number is for."""
+    samples, and the row that the token mask of that number is for. With adapters one more: adapter slots, or -1."""
     token_ids: Array
     batch: AttentionBatch
     sampled: SampledRows
 
     @classmethod
     def make(
-        cls, num_rows: int, *, max_blocks: int, max_context_tokens: int, memory: BatchMemory = _NOTHING
+        cls,
+        num_rows: int,
+        *,
+        max_blocks: int,
+        max_context_tokens: int,
+        memory: BatchMemory = _NOTHING,
+        has_adapters: bool = False,
     ) -> "DecodeInputs":
         """Arrays for steps of so many rows.
 
@@ -122,14 +129,16 @@ class DecodeInputs:
             max_blocks: of the longest context.
             max_context_tokens: of the longest context.
             memory: of the rank.
+            has_adapters: whether rows may use adapters.
         """
-        rows: Any = cupy.asarray(np.full((DECODE_LINES, num_rows), -1, np.int32))
+        rows: Any = cupy.asarray(np.full((DECODE_LINES + has_adapters, num_rows), -1, np.int32))
         batch = AttentionBatch(
             positions=cupy.zeros(num_rows, np.int32),
             query_starts=cupy.asarray(np.arange(num_rows + 1, dtype=np.int32)),
             context_lens=cupy.zeros(num_rows, np.int32),
             max_query_tokens=1,
             max_context_tokens=max_context_tokens,
+            adapter_slots=rows[DECODE_LINES] if has_adapters else None,
             **memory.tables(num_rows=num_rows, num_tokens=num_rows, max_blocks=max_blocks),
             **memory.fields(rows[0]),
         )
@@ -140,6 +149,10 @@ class DecodeInputs:
             sampled=SampledRows.make(num_rows),
         )
 
+    def without_adapters(self) -> "DecodeInputs":
+        """The same arrays, for steps that use none."""
+        return replace(self, batch=replace(self.batch, adapter_slots=None))
+
     def model_inputs(self) -> _ModelInputs:
         return _model_inputs(self.token_ids, self.batch)
 
@@ -149,7 +162,7 @@ class MixedInputs:
     """A mixed batch: rows of any length; rows and tokens after the last one are padding."""
 
     record: Array
-    """`[MIXED_LINES * R + T]` int32, the only thing the host writes: see `mixed_record`."""
+    """`[MIXED_LINES * R + T]` int32, the only thing the host writes: see `mixed_record`. With adapters `T` more."""
     token_ids: Array
     batch: AttentionBatch
 
@@ -164,6 +177,7 @@ class MixedInputs:
         chunk_context_tokens: int | None = None,
         record: Array | None = None,
         memory: BatchMemory = _NOTHING,
+        has_adapters: bool = False,
     ) -> "MixedInputs":
         """Arrays for steps of so many rows and tokens.
 
@@ -175,8 +189,11 @@ class MixedInputs:
             chunk_context_tokens: as in `AttentionBatch`.
             record: where it is already.
             memory: of the rank.
+            has_adapters: whether tokens may use adapters, whose slots are then in the record.
         """
-        place: Any = cupy.asarray(padding_record(num_rows, num_tokens)) if record is None else record
+        if record is None:
+            record = cupy.asarray(padding_record(num_rows, num_tokens, has_adapters=has_adapters))
+        place: Any = record
         batch = AttentionBatch(
             positions=cupy.empty(num_tokens, np.int32),
             query_starts=cupy.empty(num_rows + 1, np.int32),
@@ -184,19 +201,25 @@ class MixedInputs:
             max_query_tokens=longest[0],
             max_context_tokens=longest[1],
             chunk_context_tokens=chunk_context_tokens,
+            adapter_slots=place[MIXED_LINES * num_rows + num_tokens :] if has_adapters else None,
             **memory.tables(num_rows=num_rows, num_tokens=num_tokens, max_blocks=max_blocks),
             **memory.fields(place[:num_rows]),
         )
         return cls(record=place, token_ids=cupy.empty(num_tokens, np.int32), batch=batch)
 
+    def without_adapters(self) -> "MixedInputs":
+        """The same arrays, for steps that use none."""
+        return replace(self, batch=replace(self.batch, adapter_slots=None))
+
     def model_inputs(self) -> _ModelInputs:
         return _model_inputs(self.token_ids, self.batch)
 
 
-def padding_record(num_rows: int, num_tokens: int) -> HostArray:
+def padding_record(num_rows: int, num_tokens: int, *, has_adapters: bool = False) -> HostArray:
     """`MixedInputs.record` of a step in which all is padding."""
-    record = np.zeros(MIXED_LINES * num_rows + num_tokens, np.int32)
+    record = np.zeros(MIXED_LINES * num_rows + num_tokens * (1 + has_adapters), np.int32)
     record[:num_rows] = -1
+    record[MIXED_LINES * num_rows + num_tokens :] = -1
     return record
 
 
@@ -208,6 +231,7 @@ def mixed_record(
     host_ids: HostArray,
     *,
     sizes: tuple[int, int],
+    adapter_slots: HostArray | None = None,
 ) -> HostArray:
     """`MixedInputs.record` of a mixed batch: columns of a step's plan, padded.
 
@@ -218,9 +242,10 @@ def mixed_record(
         num_host_tokens: `[r]` tokens whose ids the host sends: all, or all but the first, which is the slot's last id.
         host_ids: `[sum(num_host_tokens)]`.
         sizes: R and T of the record.
+        adapter_slots: `[r]`, where the record has those of tokens.
     """
     num_rows, (padded_rows, padded_tokens) = len(slots), sizes
-    record = padding_record(padded_rows, padded_tokens)
+    record = padding_record(padded_rows, padded_tokens, has_adapters=adapter_slots is not None)
     lines = record[: MIXED_LINES * padded_rows].reshape(MIXED_LINES, padded_rows)
     ends = np.cumsum(counts)
     # Padding rows begin where the last row ends, so that they have no tokens.
@@ -228,7 +253,10 @@ def mixed_record(
     firsts = (ends - counts, np.cumsum(num_host_tokens) - num_host_tokens)
     for line, column in zip(lines, (slots, starts, counts, num_host_tokens, *firsts), strict=True):
         line[:num_rows] = column
-    record[MIXED_LINES * padded_rows :][: len(host_ids)] = host_ids
+    host_part = record[MIXED_LINES * padded_rows :]
+    host_part[: len(host_ids)] = host_ids
+    if adapter_slots is not None:
+        host_part[padded_tokens:][: ends[-1]] = np.repeat(adapter_slots, counts)
     return record
 
 

@@ -1,0 +1,17 @@
+// The kernels of gemm/decode_gemm.cuh with adapters.
+#include "gemm/decode_gemm.cuh"
+
+#define DECODE_GEMM(TOKENS, NAME, EPILOGUE)                                                                       \
+  extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)                                \
+      adapted_decode_gemm_##NAME##_##TOKENS(const __grid_constant__ CUtensorMap w_map,                            \
+                                            const __grid_constant__ CUtensorMap x_map, Output<EPILOGUE>* y, int m, \
+                                            int n, int k, const __grid_constant__ AdapterMaps adapters) {         \
+    run<TOKENS, EPILOGUE, true>(w_map, x_map, y, m, n, k, &adapters);                                             \
+  }
+
+DECODE_GEMM(8, store, kStore)
+DECODE_GEMM(16, store, kStore)
+DECODE_GEMM(32, store, kStore)
+DECODE_GEMM(8, swiglu, kSwiglu)
+DECODE_GEMM(16, swiglu, kSwiglu)
+DECODE_GEMM(32, swiglu, kSwiglu)

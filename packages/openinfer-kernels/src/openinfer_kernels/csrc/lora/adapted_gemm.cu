@@ -1,0 +1,29 @@
+// The kernels of gemm/gemm.cuh with adapters.
+#include "gemm/gemm.cuh"
+
+#define GEMM(EPILOGUE, NAME, TOKENS, COLUMNS)                                                                      \
+  extern "C" __global__ void __launch_bounds__(Sizes<TOKENS, COLUMNS>::kThreads, 1)                                \
+      adapted_gemm_##NAME##_##TOKENS##x##COLUMNS(const __grid_constant__ CUtensorMap w_map,                        \
+                                                 const __grid_constant__ CUtensorMap x_map, void* y, int m, int n, \
+                                                 int k, int multicast_ctas, int group,                             \
+                                                 const __grid_constant__ AdapterMaps adapters) {                   \
+    run<Sizes<TOKENS, COLUMNS>, EPILOGUE, true>(w_map, x_map, y, m, n, k, multicast_ctas, group, &adapters);       \
+  }
+
+GEMM(kStore, store, 64, 96)
+GEMM(kStore, store, 64, 112)
+GEMM(kStore, store, 128, 96)
+GEMM(kStore, store, 128, 112)
+GEMM(kStore, store, 192, 96)
+GEMM(kStore, store, 192, 112)
+GEMM(kStore, store, 256, 160)
+GEMM(kSwiglu, swiglu, 64, 96)
+GEMM(kSwiglu, swiglu, 64, 160)
+GEMM(kSwiglu, swiglu, 64, 192)
+GEMM(kSwiglu, swiglu, 128, 96)
+GEMM(kSwiglu, swiglu, 128, 160)
+GEMM(kSwiglu, swiglu, 128, 192)
+GEMM(kSwiglu, swiglu, 192, 96)
+GEMM(kSwiglu, swiglu, 192, 160)
+GEMM(kSwiglu, swiglu, 192, 192)
+GEMM(kSwiglu, swiglu, 256, 160)

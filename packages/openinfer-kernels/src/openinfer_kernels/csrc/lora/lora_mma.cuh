@@ -1,0 +1,21 @@
+// The instructions of lora.cu that have no name in CUDA: the tensor cores' product, and a hint to the second-level cache.
+#pragma once
+#include <cstdint>
+
+namespace lora {
+
+// d += a b, of 16 x 16 and 16 x 8 BF16 values. With group = lane / 4 and pair = 2 (lane % 4): a0 is row `group`, columns
+// `pair` and the next; a1 the same of row group + 8; a2, a3 of columns + 8. b0 is column `group`, rows `pair` and the
+// next, b1 rows + 8. d: row `group` and row group + 8, columns `pair` and the next each.
+__device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+}  // namespace lora

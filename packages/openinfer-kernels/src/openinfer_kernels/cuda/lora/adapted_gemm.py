@@ -1,0 +1,160 @@
+"""Products with adapters in one launch: `csrc/gemm/adapter_maps.cuh` says how. Hopper only, and plain weights."""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+
+from openinfer_kernels.cuda.common.arrays import address, fits_vectors, require
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMap, TensorMaps
+from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm
+from openinfer_kernels.cuda.gemm.gemm import Gemm
+from openinfer_kernels.cuda.gemm.tiles import Epilogue
+from openinfer_kernels.cuda.lora.lora import SHRINK_THREADS, Shrink
+from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.ops import Array
+from openinfer_kernels.weights.adapter_columns import CHUNK_COLUMNS as CHUNK
+from openinfer_kernels.weights.adapter_columns import MOST_COLUMNS, adapter_columns
+
+_MOST_PIECES = 3
+_ROW_UNIT = 16
+_BF16_BYTES = 2
+_MOST_SPLITS = 5
+_SPLIT_UNIT = 512
+_SPLIT_COLUMNS = 1024
+_MOST_HALVED_TOKENS = 512
+"""Up to which `A x` is multiplied in two halves: prompts are bound by products, decode steps by memory."""
+_GROUPS = (1, 4)
+_INT32 = np.dtype(np.int32)
+
+
+class _Halves(ctypes.Structure):
+    _fields_ = (("halves", ctypes.c_void_p), ("rank", ctypes.c_int), ("columns", ctypes.c_int))
+
+
+class AdapterMaps(ctypes.Structure):
+    """The struct of that name in `csrc/gemm/adapter_maps.cuh`."""
+
+    _fields_ = (
+        ("b", TensorMap * _MOST_PIECES),
+        ("shrunk", TensorMap),
+        ("starts", ctypes.c_int * _MOST_PIECES),
+        *((name, ctypes.c_int) for name in ("pieces", "columns", "halves")),
+        ("padding", ctypes.c_int * 10),  # to a multiple of its alignment, 64
+    )
+
+
+class AdaptedGemm:
+    """`FusedAdapters` of one device."""
+
+    @classmethod
+    def on(cls, device: Device) -> "AdaptedGemm | None":
+        """None on other GPUs than Hopper."""
+        return cls(device, DecodeGemm(device), Gemm(device)) if device.has("shrink_halves") else None
+
+    def __init__(self, device: Device, decode_gemm: DecodeGemm, gemm: Gemm) -> None:
+        self._decode_gemm, self._gemm = decode_gemm, gemm
+        self._maps = TensorMaps()
+        self._shrink = {groups: device.kernel("shrink_halves", f"shrink_halves_{groups}") for groups in _GROUPS}
+
+    def columns(self, weight: Array, *, num_slots: int, rank: int, starts: Sequence[int]) -> int:
+        rows, inner = weight.shape
+        whole = rows % 64 == 0 and inner % 128 == 0 and all(start % _ROW_UNIT == 0 for start in starts)
+        is_whole = whole and (starts[0], starts[-1]) == (0, rows) and fits_vectors(weight)
+        columns = adapter_columns(num_slots, rank)
+        return columns if is_whole and len(starts) - 1 <= _MOST_PIECES and columns <= MOST_COLUMNS else 0
+
+    def linear(
+        self, x: Array, weight: Array, a: Array, columns: Array, adapter_slots: Array, *, starts: Sequence[int]
+    ) -> Array:
+        """`x W^T` and what adapters add; `columns [out, E]` has the B's of all slots next to each other."""
+        out = cupy.empty((len(x), len(weight)), bfloat16)
+        self._multiply(Epilogue.STORE, (x, weight, out), (a, columns, adapter_slots), starts)
+        return out
+
+    def linear_swiglu(
+        self, x: Array, gate_up: Array, a: Array, columns: Array, adapter_slots: Array, *, starts: Sequence[int]
+    ) -> Array:
+        out = cupy.empty((len(x), len(gate_up) // 2), bfloat16)
+        self._multiply(Epilogue.SWIGLU, (x, gate_up, out), (a, columns, adapter_slots), starts)
+        return out
+
+    def _multiply(
+        self,
+        epilogue: Epilogue,
+        arrays: tuple[Array, Array, Array],
+        adapters: tuple[Array, Array, Array],
+        starts: Sequence[int],
+    ) -> None:
+        (x, weight, out), (a, columns, slots) = arrays, adapters
+        require(x, bfloat16, ndim=2, what="x")
+        require(weight, bfloat16, ndim=2, what="the weight")
+        require(a, bfloat16, ndim=4, what="a")
+        require(columns, bfloat16, ndim=2, what="columns")
+        require(slots, _INT32, ndim=1, what="adapter_slots")
+        if x.shape[1] != weight.shape[1] or a.shape[3] != x.shape[1] or len(slots) != len(x):
+            raise ArrayMismatchError(f"x {x.shape}, the weight {weight.shape} and a {a.shape} are of no one product")
+        if len(columns) != len(weight) or columns.shape[1] != adapter_columns(len(a), a.shape[2]):
+            raise ArrayMismatchError(f"columns {columns.shape} are not those of {weight.shape} and a {a.shape}")
+        if not len(x):
+            return
+        halves = self._halves(x, a, slots, columns.shape[1])
+        is_few = self._decode_gemm.serves(x, weight)
+        way = self._decode_gemm if is_few else self._gemm
+        boxes = way.adapter_boxes(epilogue, len(x), weight)
+        maps = self._adapter_maps(epilogue, columns, halves, starts, boxes)
+        way.multiply_adapted(epilogue, x, weight, out, maps)
+
+    def _halves(self, x: Array, a: Array, slots: Array, columns: int) -> Array:
+        """`[T, P, 2, E]`."""
+        num_tokens, inner = x.shape
+        num_slots, pieces, rank, _ = a.shape
+        halves = cupy.empty((num_tokens, pieces, 2, columns), bfloat16)
+        groups = next((each for each in _GROUPS if num_tokens <= each * 8), _GROUPS[-1])
+        # Few tokens' blocks have warps enough: to wait for others of a cluster takes longer than to read on.
+        splits = 1 if groups == 1 else min(_MOST_SPLITS, -(-inner // _SPLIT_COLUMNS))
+        split_columns = -(-inner // splits // _SPLIT_UNIT) * _SPLIT_UNIT
+        row_tiles, grid_slots = -(-pieces * rank // _ROW_UNIT), columns // rank
+        given = Shrink(
+            *(address(each) for each in (x, a, slots)),
+            None,
+            num_tokens,
+            inner,
+            pieces * rank,
+            num_slots,
+            row_tiles,
+            splits,
+            split_columns,
+            grid_slots,
+        )
+        blocks = -(-num_tokens // (groups * 8)) * row_tiles * splits * grid_slots
+        target = _Halves(address(halves), rank, columns)
+        self._shrink[groups](
+            (blocks, 1, 1), (SHRINK_THREADS[groups], 1, 1), [given, target], overlap=True, cluster=splits
+        )
+        return halves
+
+    def _adapter_maps(
+        self, epilogue: Epilogue, columns: Array, halves: Array, starts: Sequence[int], boxes: "tuple[int, int]"
+    ) -> AdapterMaps:
+        """`boxes`: rows of 16 of the weight's boxes, and tokens of those of X."""
+        row_units, tokens = boxes
+        width, pieces = columns.shape[1], len(starts) - 1
+        row_bytes = width * _BF16_BYTES
+        is_gated = epilogue is Epilogue.SWIGLU
+        maps = AdapterMaps(pieces=pieces, columns=width, halves=2 if len(halves) <= _MOST_HALVED_TOKENS else 1)
+        for piece in range(pieces):
+            rows = starts[piece + 1] - starts[piece]
+            # Where rows of gate and up alternate by 8, a map has only one of the two.
+            sizes = (width, 8, 1, rows // 8) if is_gated else (width, 8, 2, rows // _ROW_UNIT)
+            strides = (row_bytes, 8 * row_bytes, (8 if is_gated else _ROW_UNIT) * row_bytes)
+            place = address(columns) + starts[piece] * row_bytes
+            maps.b[piece] = self._maps.of(TensorBox(place, sizes, strides, (CHUNK, 8, 2, row_units)))
+            maps.starts[piece] = 0 if is_gated else starts[piece] // _ROW_UNIT
+        token_values = halves.size // len(halves)
+        sizes = (token_values, len(halves))
+        box = TensorBox(address(halves), sizes, (token_values * _BF16_BYTES,), (CHUNK, tokens))
+        maps.shrunk = self._maps.of(box)
+        return maps
