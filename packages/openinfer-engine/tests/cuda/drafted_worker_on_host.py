@@ -78,12 +78,13 @@ PLUGINS = {"qwen3": "qwen3", "qwen3_5": "qwen35"}
 class PaddedModel:
     """A model of the CPU, told of the rows that are none: captured steps have them."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, num_token_ids: int = NUM_TOKEN_IDS) -> None:
         self._model = model
+        self._num_token_ids = num_token_ids
         self._hidden_size = _QWEN["hidden_size"]
 
     def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
-        assert ((token_ids >= 0) & (token_ids < NUM_TOKEN_IDS)).all(), "an id that the embedding does not have"
+        assert ((token_ids >= 0) & (token_ids < self._num_token_ids)).all(), "an id that the embedding does not have"
         hidden = np.full((len(token_ids), self._hidden_size), np.nan, np.float32)
         counts = np.diff(batch.query_starts)
         rows = np.flatnonzero((counts > 0) & (batch.context_lens > 0))
@@ -101,6 +102,7 @@ class PaddedModel:
             block_tables=tuple(tables[rows] for tables in batch.block_tables),
             max_query_tokens=int(counts.max()),
             max_context_tokens=int(used.max()),
+            adapter_slots=None if batch.adapter_slots is None else batch.adapter_slots[:count],
             state_slots=None if batch.state_slots is None else batch.state_slots[rows],
         )
         hidden[:count] = self._model.forward(np.asarray(token_ids)[:count], batch=batch, kv_cache=kv_cache)

@@ -11,7 +11,6 @@ import numpy as np
 
 from openinfer_core import Refused, TokenLogprobs
 from openinfer_core.errors import ContractViolation
-from openinfer_core.request import NO_ADAPTER_SLOT
 from openinfer_core.scheduling import Int32Column, StepPlan, StepResult
 from openinfer_engine.cpu.draft_memory import CpuDraftMemory, SpanBlocks
 from openinfer_engine.cpu.draft_rows import InputIds, SequenceLengths, SlotDrafts, indices_of
@@ -22,6 +21,7 @@ from openinfer_engine.drafters.requirements import blocks_of_span
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.kv_tiers.pool import HostPool
 from openinfer_engine.lifecycle.memory import give_back
+from openinfer_engine.lora.adapter_rows import AdapterRows
 from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.model import KvLayers, Model
 from openinfer_engine.tracing.trace import DEVICE, NoTrace, Tracer
@@ -96,8 +96,7 @@ class CpuWorker:
     ) -> None:
         self._tracer = tracer or NoTrace()
         self._limits = limits
-        self._adapters = adapters
-        self._adapter_slots: HostArray = np.full(limits.max_num_seqs, NO_ADAPTER_SLOT, np.int32)  # of sequence slots
+        self._adapter_rows = AdapterRows(adapters, max_num_seqs=limits.max_num_seqs)
         self._states = states
         self._model = model
         self._kv_pool = kv_pool
@@ -139,12 +138,8 @@ class CpuWorker:
     def launch(self, plan: StepPlan) -> DoneStep:
         """Computes one step. If it fails, the other ranks are told, so that none waits for this one."""
         try:
-            if self._adapters is not None:
-                for load in plan.adapter_loads:
-                    self._adapters.place(load)
+            self._adapter_rows.advance(plan)
             for start in plan.started:
-                adapter = start.request.adapter
-                self._adapter_slots[start.slot] = NO_ADAPTER_SLOT if adapter is None else adapter.slot
                 self._sampling.start(start)
                 self._prompts[start.slot] = start.request.prompt_token_ids
             if self._drafts is not None:
@@ -165,7 +160,7 @@ class CpuWorker:
     @property
     def adapters(self) -> RankAdapters | None:
         """None where none are served."""
-        return self._adapters
+        return self._adapter_rows.adapters
 
     def pool_memory(self) -> HostPool:
         return HostPool(self._kv_pool.blocks, None if self._states is None else self._states.memory)
@@ -225,7 +220,7 @@ class CpuWorker:
         batch = replace(self._tables.batch(plan, self._ops), caches=self._kv_pool.tensors)
         if self._states is not None:
             batch = self._states.join(batch, plan)
-        if self._adapters is not None and (slots := self._adapter_slots[plan.slots]).max() != NO_ADAPTER_SLOT:
+        if (slots := self._adapter_rows.of(plan.slots)) is not None:
             batch = replace(batch, adapter_slots=self._ops.upload(np.repeat(slots, plan.counts)))
         if self._observer is not None:
             return self._observer.forward(plan, token_ids, batch=batch, kv_cache=self._kv_pool.layers)

@@ -119,6 +119,7 @@ class CudaBackend(PlannedGpu):
             states=states,
             drafter=drafter,
             sleeping_memory=memory,
+            adapters=adapters,
             tracer=tracer,
         )
         rank.warm_up(capture=self._options.cuda_graph, mark=mark)

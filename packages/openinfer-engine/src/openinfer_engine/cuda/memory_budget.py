@@ -36,6 +36,7 @@ def workspaces(
     slot_state_bytes: int,
     decode_rows: Sequence[int],
     mixed_tokens: Sequence[int],
+    graphs_per_size: int = 1,
     num_ranks: int = 1,
     max_drafts: int = 0,
     low_bit_activations: bool = False,
@@ -47,7 +48,8 @@ def workspaces(
     score_bytes = scored_tokens * limits.score_bytes_per_token * (1 if num_ranks == 1 else 2)
     table_bytes = 4 * limits.num_tables * -(-limits.max_model_tokens // limits.block_size_tokens)
     captured_rows = sum(decode_rows) + sum(min(each, limits.max_num_seqs) for each in mixed_tokens)
-    graph_bytes = (len(decode_rows) + len(mixed_tokens)) * _GRAPH_BYTES + captured_rows * table_bytes
+    num_graphs = graphs_per_size * (len(decode_rows) + len(mixed_tokens))
+    graph_bytes = num_graphs * _GRAPH_BYTES + captured_rows * table_bytes
     shared = {"communicator": _COMMUNICATOR_BYTES + gathered_bytes} if num_ranks > 1 else {}
     return {
         **shared,

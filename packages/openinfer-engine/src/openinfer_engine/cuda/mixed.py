@@ -8,6 +8,7 @@ from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.cuda.graphs import CapturedMixed
 from openinfer_engine.cuda.memory_budget import slot_sizes
 from openinfer_engine.cuda.step_buckets import TOKEN_BUCKETS, bucket_of
+from openinfer_engine.lora.adapter_rows import AdapterRows
 from openinfer_engine.model import KvLayers, Model
 from openinfer_kernels import Array, HostArray
 from openinfer_kernels.cuda.common.pinned import StagingBuffer
@@ -30,12 +31,21 @@ class RowColumns(NamedTuple):
 
 
 class MixedForward:
-    """Queues forward passes; `captured` has those that are replayed, by tokens."""
+    """Queues forward passes. Those that are replayed, by tokens: `captured`, and with adapters `adapted`."""
 
     def __init__(
-        self, model: Model, *, kv_cache: KvLayers, slots: SlotState, limits: WorkerLimits, memory: BatchMemory
+        self,
+        model: Model,
+        *,
+        kv_cache: KvLayers,
+        slots: SlotState,
+        limits: WorkerLimits,
+        memory: BatchMemory,
+        adapters: AdapterRows,
     ) -> None:
         self.captured: dict[int, CapturedMixed] = {}
+        self.adapted: dict[int, CapturedMixed] = {}
+        self._adapters = adapters
         self.model = model
         self._kv_cache = kv_cache
         self._slots = slots
@@ -50,12 +60,14 @@ class MixedForward:
             max_blocks=slot_sizes(self._limits).max_blocks,
             longest=(num_tokens, self._limits.max_model_tokens),
             memory=self._memory,
+            has_adapters=self._adapters.adapters is not None,
         )
 
     def inputs_of(self, columns: RowColumns, staging: StagingBuffer) -> MixedInputs:
         starts, counts = columns.starts, columns.counts
         num_rows, num_tokens, longest = len(counts), int(counts.sum()), int((starts + counts).max())
-        (record,) = staging.upload(mixed_record(*columns, sizes=(num_rows, num_tokens)))
+        adapter_slots = self._adapters.of(columns.slots)
+        (record,) = staging.upload(mixed_record(*columns, sizes=(num_rows, num_tokens), adapter_slots=adapter_slots))
         return MixedInputs.make(
             num_rows,
             num_tokens,
@@ -64,6 +76,7 @@ class MixedForward:
             chunk_context_tokens=int((starts + counts)[counts > 1].sum()),
             record=record,
             memory=self._memory,
+            has_adapters=adapter_slots is not None,
         )
 
     def captured_for(self, num_tokens: int) -> CapturedMixed | None:
@@ -98,7 +111,12 @@ class MixedForward:
         else:
             inputs = captured.inputs
             sizes = len(inputs.batch.context_lens), len(inputs.token_ids)
-            staging.upload_into(mixed_record(*columns, sizes=sizes), inputs.record)
+            adapter_slots = self._adapters.of(columns.slots)
+            if adapter_slots is not None:
+                captured = self.adapted[sizes[1]]
+            record = mixed_record(*columns, sizes=sizes, adapter_slots=adapter_slots)
+            # The record of steps without adapters is the first part of the other one.
+            staging.upload_into(record, inputs.record[: len(record)])
         if correct is not None:
             correct(inputs)
         if captured is None:

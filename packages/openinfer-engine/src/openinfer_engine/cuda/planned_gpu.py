@@ -120,6 +120,7 @@ class PlannedGpu:
             # With a drafter every step is a mixed batch.
             decode_rows=row_buckets(limits.max_num_seqs) if is_capturing and not max_drafts else (),
             mixed_tokens=token_buckets(limits) if is_capturing else (),
+            graphs_per_size=2 if self._options.num_adapter_slots else 1,  # with and without adapters
             num_ranks=num_ranks,
             max_drafts=max_drafts,
             low_bit_activations=self._options.low_bit_activations is not LowBitActivations.OFF,

@@ -13,7 +13,7 @@ from openinfer_engine.worker.logprobs import HostLogprobs
 from openinfer_kernels import Array, HostArray, Logprobs, TokenMask
 from openinfer_kernels.cuda.common.pinned import StagingBuffer
 from openinfer_kernels.cuda.ops import CudaOps
-from openinfer_kernels.cuda.sampling.step_inputs import DECODE_LINES, DecodeInputs, SampledRows
+from openinfer_kernels.cuda.sampling.step_inputs import MASK_LINE, DecodeInputs, SampledRows
 
 
 class CudaSampler:
@@ -46,7 +46,7 @@ class CudaSampler:
     def sample_fully(self, logits: Array, inputs: DecodeInputs) -> tuple[Array, Logprobs]:
         """Token ids and log-probabilities of decode rows that may have penalties, a bias or a mask."""
         num_rows = inputs.rows.shape[1]
-        mask = TokenMask(rows=inputs.rows[DECODE_LINES - 1], bits=self._mask_bits[:num_rows])
+        mask = TokenMask(rows=inputs.rows[MASK_LINE], bits=self._mask_bits[:num_rows])
         token_ids = self.sample(logits, inputs.sampled, changes=True, mask=mask)
         return token_ids, self._ops.logprobs(logits, token_ids, top=min(MAX_LOGPROBS, self._limits.vocab_size))
 

@@ -10,6 +10,7 @@ ask for makes a step wait, and what few rows ask for costs the others little.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,6 +31,8 @@ from openinfer_engine.cuda.step_buckets import ROW_BUCKETS, bucket_of, row_bucke
 from openinfer_engine.cuda.times import StepTimes
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafting import SharedDrafter
+from openinfer_engine.lora.adapter_rows import AdapterRows
+from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.model import LastTokenModel, LogitsIndices, Model
 from openinfer_engine.tracing.trace import NoTrace, Tracer
 from openinfer_engine.worker.block_tables import BlockTables
@@ -46,11 +49,15 @@ from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.sampling.draft_state import DraftedSlotState
 from openinfer_kernels.cuda.sampling.step_inputs import (
     DECODE_LINES,
+    MASK_LINE,
     BatchMemory,
     DecodeInputs,
+    MixedInputs,
     SampledRows,
 )
 from openinfer_kernels.cuda.sampling.steps import SlotState
+
+_Inputs = TypeVar("_Inputs", DecodeInputs, MixedInputs)
 
 _STAGING_BUFFERS = 3  # steps whose host memory is in use at a time, at most: one running, one queued, one being read
 
@@ -80,8 +87,10 @@ class CudaWorker:
         states: StateSlots | None = None,
         drafter: SharedDrafter | None = None,
         sleeping_memory: MappedMemory | None = None,
+        adapters: RankAdapters | None = None,
         tracer: Tracer | None = None,
     ) -> None:
+        self._adapter_rows = AdapterRows(adapters, max_num_seqs=limits.max_num_seqs)
         self._model = model
         self._states = states
         self._sleeping_memory = sleeping_memory  # of weights, KV and graphs; None where none of them can change
@@ -107,8 +116,14 @@ class CudaWorker:
         max_rows = max(limits.max_num_seqs, ROW_BUCKETS[-1])
         self._sampler = CudaSampler(ops, self._slots, communicator, limits, max_rows=max_rows)
         self._decode: dict[int, CapturedDecode] = {}
+        self._adapted_decode: dict[int, CapturedDecode] = {}
         self._mixed = MixedForward(
-            model, kv_cache=kv_pool.layers, slots=self._slots.state, limits=limits, memory=memory
+            model,
+            kv_cache=kv_pool.layers,
+            slots=self._slots.state,
+            limits=limits,
+            memory=memory,
+            adapters=self._adapter_rows,
         )
         self._drafted: DraftedSteps | None = None
         if drafter is not None and drafted_slots is not None:
@@ -150,9 +165,9 @@ class CudaWorker:
             decode = [self._decode_inputs(rows) for rows in row_buckets(self._limits.max_num_seqs)]
             mixed = [self._mixed.padded_inputs(tokens) for tokens in token_buckets(self._limits)]
             with self._ops.tuning():
-                for inputs in decode:
+                for inputs in (way for each in decode for way in self._ways(each)):
                     self._sampler.sample_fully(self._decode_logits(inputs), inputs)
-                for inputs in mixed:
+                for inputs in (way for each in mixed for way in self._ways(each)):
                     self._mixed.hidden_of(inputs)
                 self._stream.synchronize()
             mark("tuning")
@@ -160,12 +175,20 @@ class CudaWorker:
                 scratch = None if self._sleeping_memory is None else self._sleeping_memory.scratch_pool()
                 with self._stream.private_pool(scratch):  # every graph's scratch; inputs lie elsewhere
                     for inputs in reversed(mixed):
-                        self._mixed.captured[len(inputs.token_ids)] = capture_mixed(self._stream, inputs, work)
+                        for way, found in zip(
+                            self._ways(inputs), (self._mixed.captured, self._mixed.adapted), strict=False
+                        ):
+                            found[len(inputs.token_ids)] = capture_mixed(self._stream, way, work)
                     # With a drafter every step is a mixed batch.
                     for inputs in reversed(decode if self._drafted is None else []):
-                        self._decode[inputs.rows.shape[1]] = capture_decode(self._stream, inputs, work)
+                        for way, found in zip(self._ways(inputs), (self._decode, self._adapted_decode), strict=False):
+                            found[inputs.rows.shape[1]] = capture_decode(self._stream, way, work)
                 self._stream.synchronize()
                 mark("capture")
+
+    def _ways(self, inputs: _Inputs) -> tuple[_Inputs, ...]:
+        """A step without adapters, and where they are served one with them: both read the same arrays."""
+        return (inputs,) if self.adapters is None else (inputs.without_adapters(), inputs)
 
     def _decode_inputs(self, num_rows: int) -> DecodeInputs:
         max_blocks = slot_sizes(self._limits).max_blocks
@@ -174,6 +197,7 @@ class CudaWorker:
             max_blocks=max_blocks,
             max_context_tokens=self._limits.max_model_tokens,
             memory=self._memory,
+            has_adapters=self.adapters is not None,
         )
 
     # --- what is captured, next to sampling -------------------------------------------------------------
@@ -196,8 +220,9 @@ class CudaWorker:
             raise
 
     @property
-    def adapters(self) -> None:
-        """None are served on a GPU: `lora/choice.py` refuses them."""
+    def adapters(self) -> RankAdapters | None:
+        """None where none are served."""
+        return self._adapter_rows.adapters
 
     def pool_memory(self) -> DevicePool:
         slots = None if self._states is None else self._states.memory
@@ -247,8 +272,8 @@ class CudaWorker:
         """Waits for what was queued, frees what was captured, and leaves the group."""
         # Graphs hold collectives of the communicator: they go first, once nothing of them runs.
         self._stream.synchronize()
-        self._decode.clear()
-        self._mixed.captured.clear()
+        for captured in (self._decode, self._adapted_decode, self._mixed.captured, self._mixed.adapted):
+            captured.clear()
         if self._sleeping_memory is not None:
             self._sleeping_memory.close()
         self._communicator.close()
@@ -261,6 +286,7 @@ class CudaWorker:
             raise ContractViolation("the plan has rows of several new tokens, and the worker no drafter")
         staging = self._staging.take()
         note_times = self._times.begin(plan)
+        self._adapter_rows.advance(plan)
         # Queued before the step on the same stream, whose kernels read the tables and records that this writes.
         self._slots.update(plan, entries, staging)
         if self._states is not None:
@@ -289,16 +315,21 @@ class CudaWorker:
     def _captured_decode(self, plan: StepPlan) -> CapturedDecode | None:
         is_decode = not len(plan.token_ids) and plan.num_tokens == plan.num_rows
         bucket = bucket_of(ROW_BUCKETS, plan.num_rows) if is_decode else None
-        return None if bucket is None else self._decode.get(bucket)
+        if bucket is None:
+            return None
+        return (self._decode if self._adapter_rows.of(plan.slots) is None else self._adapted_decode).get(bucket)
 
     def _replay_decode(self, plan: StepPlan, captured: CapturedDecode, staging: StagingBuffer) -> _Rows:
         num_rows = plan.num_rows
-        rows = np.full((DECODE_LINES, captured.inputs.rows.shape[1]), -1, np.int32)
+        num_lines, padded_rows = captured.inputs.rows.shape
+        rows = np.full((num_lines, padded_rows), -1, np.int32)
         rows[0, :num_rows], rows[1, :num_rows], rows[2, :num_rows] = plan.slots, plan.starts, plan.max_new
         if plan.token_masks:
-            rows[DECODE_LINES - 1] = self._sampler.send_masks(
+            rows[MASK_LINE] = self._sampler.send_masks(
                 ((row, words) for (row, _), words in plan.token_masks.items()), rows.shape[1], staging
             )
+        if (adapter_slots := self._adapter_rows.of(plan.slots)) is not None:
+            rows[DECODE_LINES, :num_rows] = adapter_slots
         staging.upload_into(rows, captured.inputs.rows)
         captured.forward.launch()
         sampling = captured.plain if self._slots.is_plain(plan) else captured.full

@@ -8,9 +8,10 @@ meanwhile cannot harm. Its size is bounded by the model's own modules before any
 """
 
 import hashlib
+import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_HEADER_BYTES = 4 << 20
 """Of the file: about 30,000 tensors; an adapter of all projections of the largest published model has 1,300."""
 DIGEST_BYTES = 16
-_PIECE_BYTES = 4 << 20  # that a thread hashes at a time
-_HASH_THREADS = 4
+_PIECE_BYTES = 4 << 20  # that is hashed as one
+_MOST_THREADS = 16
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _PEFT_PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
@@ -207,22 +208,34 @@ def _is_finite(array: HostArray) -> bool:
 
 
 def _digest(pairs: Mapping[str, LowRankPair]) -> bytes:
-    """Of what is computed; large tensors are hashed in pieces by several threads, which blake2b lets run at a time."""
+    """Of what is computed. Tensors are hashed in pieces, by several threads, which blake2b lets run at a time."""
     pieces: list[bytes | memoryview] = []
     for key, pair in pairs.items():
         shapes = f"{pair.a.dtype.str} {pair.a.shape} {pair.b.dtype.str} {pair.b.shape}"
         pieces.append(f"{key}\0{pair.scale.hex()}\0{shapes}".encode())
         for array in (pair.a, pair.b):
             pieces += _cut(array)
-    with ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="openinfer-adapter-hash") as pool:
-        digests = list(pool.map(_hashed, pieces))
-    return _hashed(b"".join(digests))
+    num_threads = adapter_threads()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="openinfer-adapter-hash") as pool:
+        # Few tasks of many pieces: adapters of small ranks have hundreds of tensors that are hashed in no time.
+        step = -(-len(pieces) // (4 * num_threads))
+        tasks = [pieces[begin : begin + step] for begin in range(0, len(pieces), step)]
+        return _hashed(b"".join(pool.map(_all_hashed, tasks)))
+
+
+def adapter_threads() -> int:
+    """That work on one adapter at a time."""
+    return min(_MOST_THREADS, os.cpu_count() or 1)
 
 
 def _cut(array: HostArray) -> Iterable[memoryview]:
     contiguous: Any = np.ascontiguousarray(array)  # a buffer, which typing knows from 3.12 on
     data = memoryview(contiguous).cast("B")
     return (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
+
+
+def _all_hashed(pieces: Sequence[bytes | memoryview]) -> bytes:
+    return b"".join(map(_hashed, pieces))
 
 
 def _hashed(data: bytes | memoryview) -> bytes:

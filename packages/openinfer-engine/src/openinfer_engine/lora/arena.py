@@ -1,7 +1,7 @@
 """`AdapterArena`: the adapter slots of one rank, for every product of the model that adapters change.
 
     WeightLoader.linear(q, k, v) ─► add(weight, pieces) ─► a [slots, P, r, in], b [slots, out, r]
-    share_of(adapter)            ─► a rank's share of an adapter, in host memory
+    share_of(adapter)            ─► a rank's share of an adapter, in host memory, as a slot has it
     place(slot, share)           ─► copied into the slot; what the adapter leaves out of it is zero
 
 Factors are cut across ranks as their product is: where a rank has rows of the weight, it has these rows of B and all of
@@ -9,18 +9,21 @@ A; where it has columns, these columns of A and all of B. Then what a rank adds 
 makes over the ranks anyway. Memory is taken while the model is loaded, and stays where it is.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from openinfer_core.errors import ContractViolation
-from openinfer_engine.lora.adapter_folder import AdaptedModule, Adapter, LowRankPair, module_key
+from openinfer_engine.lora.adapter_folder import AdaptedModule, Adapter, LowRankPair, adapter_threads, module_key
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.quantised import StoredMatrix
-from openinfer_kernels import HostArray, LinearWeight, Ops, WeightPart
+from openinfer_kernels import Array, HostArray, LinearWeight, Ops, QuantisedWeight, WeightPart
 from openinfer_kernels.adapted import AdaptedWeights, AdapterWeights
+from openinfer_kernels.weights.adapter_columns import most_columns
 
 RANK_MULTIPLE = 8
 """Ranks of slots are multiples of this: 16 bytes in BF16, which kernels load at once."""
@@ -42,15 +45,24 @@ def adapted_modules(matrices: Sequence[tuple[StoredMatrix, Shard]]) -> Mapping[s
 
 
 def arena_bytes(
-    matrices: Sequence[tuple[StoredMatrix, Shard]], *, num_slots: int, rank: int, size: int, itemsize_bytes: int
+    matrices: Sequence[tuple[StoredMatrix, Shard]],
+    *,
+    num_slots: int,
+    rank: int,
+    size: int,
+    itemsize_bytes: int,
+    may_fuse: bool,
 ) -> int:
-    """What the slots of one of `size` ranks take."""
+    """What the slots of one of `size` ranks take, at most. `may_fuse`: as for an `AdapterArena` on a GPU."""
+    padded = padded_rank(rank)
+    of_a = num_slots * padded
+    of_b = most_columns(num_slots, padded) if may_fuse else of_a
     values = 0
     for matrix, shard in matrices:
         rows, columns = matrix.shape
-        values += rows // (size if shard is Shard.COLUMN_PARALLEL else 1)
-        values += columns // (size if shard is Shard.ROW_PARALLEL else 1)
-    return num_slots * padded_rank(rank) * values * itemsize_bytes
+        values += of_b * (rows // (size if shard is Shard.COLUMN_PARALLEL else 1))
+        values += of_a * (columns // (size if shard is Shard.ROW_PARALLEL else 1))
+    return values * itemsize_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,24 +112,44 @@ class _Product:
     pieces: tuple[AdaptedPiece, ...]
     weights: AdapterWeights
 
+    @property
+    def num_slot_values(self) -> int:
+        return math.prod(self.weights.a.shape[1:]) + math.prod(self.weights.b.shape[1:])
+
+    def filled(self, memory: HostArray, pairs: Mapping[str, LowRankPair]) -> tuple[HostArray, HostArray]:
+        """A and B as a slot has them, in zeroed memory of `num_slot_values`."""
+        num_a = math.prod(self.weights.a.shape[1:])
+        a, b = memory[:num_a].reshape(self.weights.a.shape[1:]), memory[num_a:].reshape(self.weights.b.shape[1:])
+        for index, (key, piece) in enumerate(zip(self.keys, self.pieces, strict=True)):
+            if (pair := pairs.get(key)) is None:
+                continue
+            begin, rank = self.weights.starts[index], len(pair.a)
+            _write(pair.a[:, piece.columns], a[index, :rank])
+            for rows in piece.rows:
+                end = begin + rows.stop - rows.start
+                _write(pair.b[rows], b[begin:end, :rank], scale=pair.scale)
+                begin = end
+        return a, b
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShare:
-    """One rank's share of an adapter in host memory: what it adds to each product, in the products' order."""
+    """One rank's share of an adapter in host memory: what a slot holds of it, in the products' order."""
 
-    factors: tuple[tuple[tuple[HostArray, HostArray] | None, ...], ...]
-    """Of each product and piece A `[r, in]` and B times its scale `[out, r]`, float32; None where there is none."""
+    factors: tuple[tuple[HostArray, HostArray] | None, ...]
+    """Of each product A `[P, r, in]` and B times its scale `[out, r]`, in the compute dtype; None if it has neither."""
 
     @property
     def num_bytes(self) -> int:
-        pairs = [pair for product in self.factors for pair in product if pair is not None]
-        return sum(a.nbytes + b.nbytes for a, b in pairs)
+        return sum(a.nbytes + b.nbytes for a, b in filter(None, self.factors))
 
 
 class AdapterArena:
     """Slots of one rank; filled by the `WeightLoader` while the model is loaded, and then complete."""
 
-    def __init__(self, *, ops: Ops, num_slots: int, max_rank: int) -> None:
+    def __init__(self, *, ops: Ops, num_slots: int, max_rank: int, may_fuse: bool = True) -> None:
+        """`may_fuse`: False where products are another package's."""
+        self._fused = ops.fused_adapters if may_fuse else None
         self.weights = AdaptedWeights()
         self.num_slots = num_slots
         self._ops = ops
@@ -125,8 +157,13 @@ class AdapterArena:
         self._products: list[_Product] = []
 
     @property
+    def products(self) -> tuple[AdapterWeights, ...]:
+        """In the order in which they were loaded."""
+        return tuple(each.weights for each in self._products)
+
+    @property
     def num_bytes(self) -> int:
-        return sum(each.weights.a.nbytes + each.weights.b.nbytes for each in self._products)
+        return sum(each.a.nbytes + (each.b if each.columns is None else each.columns).nbytes for each in self.products)
 
     def add(self, weight: LinearWeight, pieces: Sequence[AdaptedPiece]) -> None:
         """Takes memory for a product's adapters; not for one that has a matrix outside of the model's layers."""
@@ -135,14 +172,27 @@ class AdapterArena:
             return
         starts = np.cumsum([0, *(piece.num_rows for piece in pieces)]).tolist()
         columns = pieces[0].columns.stop - pieces[0].columns.start
+        wide = self._wide(weight, starts)
         adapters = AdapterWeights(
             a=self._ops.zeros((self.num_slots, len(pieces), self._rank, columns)),
-            b=self._ops.zeros((self.num_slots, starts[-1], self._rank)),
+            b=self._ops.zeros((self.num_slots, starts[-1], self._rank)) if wide is None else self._slots_of(wide),
+            columns=wide,
             starts=tuple(starts),
         )
         known = tuple(key for key in keys if key is not None)
         self._products.append(_Product(keys=known, pieces=tuple(pieces), weights=adapters))
         self.weights.add(weight, adapters)
+
+    def _wide(self, weight: LinearWeight, starts: Sequence[int]) -> Array | None:
+        """Room for the B's of all slots next to each other, if products with them are one launch."""
+        if self._fused is None or isinstance(weight, QuantisedWeight):
+            return None
+        width = self._fused.columns(weight, num_slots=self.num_slots, rank=self._rank, starts=starts)
+        return self._ops.zeros((starts[-1], width)) if width else None
+
+    def _slots_of(self, wide: Array) -> Array:
+        """`[slots, out, r]`"""
+        return wide.reshape(len(wide), -1, self._rank)[:, : self.num_slots].transpose(1, 0, 2)
 
     def check(self, modules: Mapping[str, AdaptedModule]) -> None:
         """Raises `ContractViolation` unless the model was loaded with exactly these modules."""
@@ -155,34 +205,46 @@ class AdapterArena:
 
     def share_of(self, adapter: Adapter) -> AdapterShare:
         """This rank's share; called from any thread."""
-        return AdapterShare(
-            factors=tuple(
-                tuple(
-                    None if (pair := adapter.pairs.get(key)) is None else _cut(pair, piece)
-                    for key, piece in zip(product.keys, product.pieces, strict=True)
-                )
-                for product in self._products
-            )
+        adapted = [not adapter.pairs.keys().isdisjoint(product.keys) for product in self._products]
+        memory = self._ops.host_weights(
+            sum(each.num_slot_values for each, is_there in zip(self._products, adapted, strict=True) if is_there)
         )
+        sizes = [each.num_slot_values * is_there for each, is_there in zip(self._products, adapted, strict=True)]
+        ends = np.cumsum(sizes).tolist()
+
+        def filled(index: int) -> tuple[HostArray, HostArray] | None:
+            begin = ends[index] - sizes[index]
+            return self._products[index].filled(memory[begin : ends[index]], adapter.pairs) if sizes[index] else None
+
+        with ThreadPoolExecutor(adapter_threads(), thread_name_prefix="openinfer-adapter-share") as pool:
+            return AdapterShare(factors=tuple(pool.map(filled, range(len(sizes)))))
 
     def place(self, slot: int, share: AdapterShare) -> None:
-        """Copies a share into a slot that no step in flight uses. Called where steps are launched, between two."""
+        """Begins to copy a share into a slot that no step in flight uses; it is kept until that has run.
+
+        Called where steps are launched, between two.
+        """
         for product, factors in zip(self._products, share.factors, strict=True):
-            a, b = product.weights.a[slot], product.weights.b[slot]
-            a[:] = 0
-            b[:] = 0
-            for index, pair in enumerate(factors):
-                if pair is not None:
-                    begin, end = product.weights.starts[index : index + 2]
-                    a[index, : len(pair[0])] = self._ops.upload_weight(pair[0])
-                    b[begin:end, : len(pair[0])] = self._ops.upload_weight(pair[1])
+            a, b = (None, None) if factors is None else factors
+            self._ops.copy_weights(a, product.weights.a[slot])
+            self._ops.copy_weights(b, product.weights.b[slot])
 
 
-def _cut(pair: LowRankPair, piece: AdaptedPiece) -> tuple[HostArray, HostArray]:
-    a = _float32(pair.a[:, piece.columns])
-    b = np.concatenate([_float32(pair.b[rows]) for rows in piece.rows])
-    # The scale becomes part of B before it is rounded to the compute dtype: one rounding, and none per step.
-    return a, b * np.float32(pair.scale)
+def _write(stored: HostArray, target: HostArray, *, scale: float = 1.0) -> None:
+    """`target` is of the compute dtype."""
+    if scale == 1.0 and stored.dtype == np.uint16 and target.dtype.itemsize == stored.dtype.itemsize:
+        target.view(np.uint16)[...] = stored  # BF16's bits
+    elif target.dtype.itemsize == np.dtype(np.uint16).itemsize:  # BF16, without the slower casts of its own package
+        target.view(np.uint16)[...] = _rounded_bits(_float32(stored) * np.float32(scale))
+    else:
+        # The scale becomes part of B before it is rounded to the compute dtype: one rounding, and none per step.
+        target[...] = _float32(stored) * np.float32(scale)
+
+
+def _rounded_bits(values: HostArray) -> HostArray:
+    """BF16 of finite float32, to the nearest, ties to even; what is too large is infinite, as a cast makes it."""
+    bits = values.view(np.uint32)
+    return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
 
 
 def _float32(stored: HostArray) -> HostArray:

@@ -1,5 +1,6 @@
-"""Adapters as options ask for them: held against the model and the device before anything is loaded, and made."""
+"""Adapters as options ask for them: held against the model before anything is loaded, and made."""
 
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,20 @@ from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DeviceKind, EngineOptions
 from openinfer_kernels import Ops
 
+_FUSED = frozenset({"linear", "linear_swiglu"})
+"""Operators that are one with adapters, where a device has that."""
+
 
 def check_adapters(definition: ModelDefinition[Any], config: Any, options: EngineOptions) -> dict[str, str]:
     """Those of `--lora`, each by its rank and content.
 
     Raises:
-        Refused: the model or the device serves no adapters, or one of them cannot be read.
+        Refused: the model serves no adapters, or one of them cannot be read.
     """
     if not options.num_adapter_slots:
         return {}
     if not definition.adapted_matrices(config):
         raise Refused(f"--lora: the family {definition.name} serves no LoRA adapters; merge them into the checkpoint")
-    if options.device is not DeviceKind.CPU:
-        raise Refused(
-            "--lora: adapters are not served on a GPU yet, only with --device cpu; merge an adapter into the checkpoint"
-        )
     modules = adapted_modules(definition.adapted_matrices(config))
     found: dict[str, str] = {}
     for name, folder in options.adapters.items():
@@ -44,14 +44,20 @@ def adapter_bytes(definition: ModelDefinition[Any], config: Any, options: Engine
         rank=options.max_lora_rank,
         size=options.tensor_parallel_size,
         itemsize_bytes=itemsize_bytes,
+        may_fuse=options.device is DeviceKind.CUDA,
     )
 
 
-def make_arena(options: EngineOptions, ops: Ops) -> AdapterArena | None:
-    """None where no adapters are served."""
+def make_arena(options: EngineOptions, ops: Ops, *, provided: AbstractSet[str]) -> AdapterArena | None:
+    """None where no adapters are served. `provided` operators are another package's."""
     if not options.num_adapter_slots:
         return None
-    return AdapterArena(ops=ops, num_slots=options.num_adapter_slots, max_rank=options.max_lora_rank)
+    return AdapterArena(
+        ops=ops,
+        num_slots=options.num_adapter_slots,
+        max_rank=options.max_lora_rank,
+        may_fuse=provided.isdisjoint(_FUSED),
+    )
 
 
 def make_rank_adapters(

@@ -71,7 +71,7 @@ def _load_model(
     ops = engine_plan.backend.make_ops()
     if communicator.rank == 0:
         engine_plan.mark("operators")
-    arena = make_arena(engine_plan.options, ops)
+    arena = make_arena(engine_plan.options, ops, provided={each.operator for each in engine_plan.kernel_providers})
     model = _read_model(engine_plan, checkpoint, communicator, ops, progress, arena=arena)
     if arena is None:
         return model, ops, None

@@ -1,0 +1,95 @@
+"""Slots of adapters: what they take, and what is in them, also where the B's of all slots lie next to each other."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer_engine.lora.adapter_folder import Adapter, LowRankPair
+from openinfer_engine.lora.arena import AdapterArena, arena_bytes, piece_of
+from openinfer_engine.model import Shard
+from openinfer_kernels.cpu import CpuOps
+from openinfer_kernels.weights.adapter_columns import MOST_COLUMNS, adapter_columns, most_columns
+
+PREFIX = "model.layers.0.self_attn"
+MATRICES: list[tuple[Any, Shard]] = [
+    (SimpleNamespace(name=f"{PREFIX}.{name}_proj", shape=shape), shard)
+    for name, shape, shard in (
+        ("q", (128, 64), Shard.COLUMN_PARALLEL),
+        ("v", (64, 64), Shard.COLUMN_PARALLEL),
+        ("o", (64, 128), Shard.ROW_PARALLEL),
+    )
+]
+
+
+class Fused:
+    """Serves every product whose slots have few columns."""
+
+    def columns(self, weight: Any, *, num_slots: int, rank: int, starts: Sequence[int]) -> int:
+        del weight, starts
+        columns = adapter_columns(num_slots, rank)
+        return columns if columns <= MOST_COLUMNS else 0
+
+
+class FusingOps(CpuOps):
+    fused_adapters: Any = Fused()
+
+
+def loaded(ops: Any, *, num_slots: int, max_rank: int, size: int = 1, may_fuse: bool = True) -> AdapterArena:
+    arena = AdapterArena(ops=ops, num_slots=num_slots, max_rank=max_rank, may_fuse=may_fuse)
+    pieces = [piece_of(matrix, shard, rank=0, size=size) for matrix, shard in MATRICES]
+    arena.add(np.zeros(1), pieces[:2])
+    arena.add(np.zeros(2), pieces[2:])
+    return arena
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("num_slots", "max_rank"), [(1, 16), (4, 16), (3, 8), (2, 40), (9, 16), (1, 512)])
+def test_slots_take_what_the_plan_says_at_most(num_slots: int, max_rank: int, size: int) -> None:
+    given = {"num_slots": num_slots, "rank": max_rank, "size": size, "itemsize_bytes": 4}
+    plain = loaded(CpuOps(), num_slots=num_slots, max_rank=max_rank, size=size)
+    assert plain.num_bytes == arena_bytes(MATRICES, may_fuse=False, **given)
+    fused = loaded(FusingOps(), num_slots=num_slots, max_rank=max_rank, size=size)
+    assert fused.num_bytes == arena_bytes(MATRICES, may_fuse=True, **given)
+
+
+def test_columns_are_whole_chunks_of_whole_slots() -> None:
+    assert [adapter_columns(slots, rank) for slots, rank in ((1, 16), (4, 16), (5, 16), (3, 8), (2, 24))] == [
+        64,
+        64,
+        128,
+        64,
+        192,
+    ]
+    assert most_columns(2, 24) == 48, "with so many, adapters are added after a product"
+
+
+@pytest.mark.parametrize("may_fuse", [True, False])
+def test_what_an_adapter_leaves_out_is_zero_also_where_another_one_was(may_fuse: bool) -> None:
+    rng = np.random.default_rng(0)
+    arena = loaded(FusingOps(), num_slots=3, max_rank=8, may_fuse=may_fuse)
+    pairs = {
+        f"layers.0.self_attn.{name}_proj": LowRankPair(
+            a=rng.normal(size=(5, columns)).astype(np.float32),
+            b=rng.normal(size=(rows, 5)).astype(np.float32),
+            scale=2.0,
+        )
+        for name, rows, columns in (("q", 128, 64), ("v", 64, 64), ("o", 64, 128))
+    }
+    first = Adapter(digest=b"1", rank=5, pairs=pairs)
+    second = Adapter(digest=b"2", rank=5, pairs={name: pair for name, pair in pairs.items() if "v_proj" in name})
+    arena.place(1, arena.share_of(first))
+    (qv, o) = arena.products
+    v = pairs["layers.0.self_attn.v_proj"]
+    np.testing.assert_allclose(qv.a[1, 1, :5], v.a)
+    np.testing.assert_allclose(qv.b[1, 128:, :5], 2 * v.b)
+    assert o.b[1, :, :5].any()
+    assert not any(each.a[slot].any() or each.b[slot].any() for each in (qv, o) for slot in (0, 2))
+    assert (qv.columns is not None) == may_fuse
+    if qv.columns is not None:
+        np.testing.assert_array_equal(qv.columns[:, 8:16], qv.b[1])
+    arena.place(1, arena.share_of(second))
+    np.testing.assert_allclose(qv.b[1, 128:, :5], 2 * v.b)
+    assert not any(each.any() for each in (qv.a[1, 0], qv.b[1, :128], o.a[1], o.b[1]))
