@@ -116,6 +116,7 @@ def measure_offline(
     output_tokens: int,
     repeats: int = 1,
     seed: int = 0,
+    adapters: Sequence[str] = (),
 ) -> OfflineTiming:
     """Times one batch; the fastest of `repeats` runs after one that is thrown away.
 
@@ -127,6 +128,7 @@ def measure_offline(
         output_tokens: of each, greedy.
         repeats: runs to time.
         seed: of the prompts.
+        adapters: that requests name, one after the other and again; by default none.
     """
     rng = np.random.default_rng(seed)
     head_start = -(-batch * prompt_tokens // max(1, max_step_tokens - batch)) + _STEPS_IN_FLIGHT
@@ -138,6 +140,7 @@ def measure_offline(
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             max_tokens=min(output_tokens + head_start, loop.info.max_model_tokens - prompt_tokens),
+            adapters=adapters,
         )
         for _ in range(repeats + 1)
     ]
@@ -160,14 +163,16 @@ def _run_once(
     prompt_tokens: int,
     output_tokens: int,
     max_tokens: int,
+    adapters: Sequence[str],
 ) -> OfflineTiming:
     first_id = int(rng.integers(0, 2**40))
     generated = {RequestId(first_id + index): 0 for index in range(batch)}
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     begin_s = time.perf_counter()
-    for request_id in generated:
+    for index, request_id in enumerate(generated):
         prompt = tuple(rng.integers(0, loop.info.num_token_ids, prompt_tokens).tolist())
-        request = GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+        lora = adapters[index % len(adapters)] if adapters else None
+        request = GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, lora=lora)
         _count(generated, loop.submit(request))
     while not all(generated.values()):
         _count(generated, loop.step())
