@@ -1,9 +1,11 @@
 """Drafts change no token: an engine with scripted drafters against one without, through the scheduler, on a GPU.
 
     python3 tools/device/drafts.py [--requests N] [--json FILE]
+    python3 tools/device/drafts.py --speculative ngram,k=4 [--model DIR]
 
 The tiny trained model on this GPU, with random requests (prompts that share prefixes, sampling of all kinds, stop
-tokens, a pool so small that sequences are preempted), for drafters that are right, wrong, random and hostile:
+tokens, a pool so small that sequences are preempted), for drafters that are right, wrong, random and hostile, or for
+those that are named:
 
     --batch-invariant   every token is the one without drafts, at any temperature
     otherwise           greedy; a step of other rows rounds differently, so the first token that differs must be a tie:
@@ -25,13 +27,13 @@ from source_packages import folders
 
 sys.path[:0] = folders()
 
+import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 
 import openinfer_tiny_model  # noqa: E402
 from openinfer.models import find_family  # noqa: E402
 from openinfer_core import Finished, GenerateRequest, RequestId, SamplingParams, Tokens  # noqa: E402
-from openinfer_engine import EngineOptions, build_loop, resolve  # noqa: E402
-from openinfer_engine.options import DeviceKind  # noqa: E402
+from openinfer_engine import build_loop, resolve  # noqa: E402
 from openinfer_engine.testing.drafters import DraftKind, scripted_drafter, with_drafter  # noqa: E402
 
 TIE_NATS = 0.20
@@ -50,9 +52,19 @@ class Row:
     accepted: int
     drafted: int
     preemptions: int
+    faults: int
     ties: int
     wrong: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is served."""
+
+    folder: Path
+    device: str
+    options: dict[str, str]
 
 
 @dataclass(slots=True)
@@ -69,32 +81,35 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device", default="cuda", help="cpu tries the script without a GPU")
+    parser.add_argument("--speculative", nargs="+", metavar="SETTING", help="drafters by name, in place of scripted ones")
+    parser.add_argument("--model", type=Path, default=Path(openinfer_tiny_model.model_dir()), metavar="DIR")
+    parser.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE", help="engine options")
     given = parser.parse_args()
+    drafters = [DraftKind(each) for each in DraftKind] if given.speculative is None else given.speculative
+    model = Model(given.model, given.device, dict(each.split("=", 1) for each in given.option))
     rows = [
-        row
-        for is_invariant in (True, False)
-        for row in compare(given.requests, given.device, is_invariant=is_invariant)
+        row for is_invariant in (True, False) for row in compare(given.requests, model, drafters, is_invariant=is_invariant)
     ]
-    print("batch-invariant  drafter   requests  tokens  drafted  accepted  preempted  ties  wrong")
+    print("batch-invariant  drafter   requests  tokens  drafted  accepted  preempted  faults  ties  wrong")
     for row in rows:
         print(
             f"{row.batch_invariant!s:15}  {row.drafter:8}  {row.requests:8}  {row.tokens:6}  {row.drafted:7}  "
-            f"{row.accepted:8}  {row.preemptions:9}  {row.ties:4}  {row.wrong:5}"
+            f"{row.accepted:8}  {row.preemptions:9}  {row.faults:6}  {row.ties:4}  {row.wrong:5}"
         )
     if given.json is not None:
         given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     is_accepting = all(row.accepted for row in rows if row.drafter != DraftKind.WRONG)
-    return 0 if is_accepting and not any(row.wrong for row in rows) else 1
+    return 0 if is_accepting and not any(row.wrong or row.faults for row in rows) else 1
 
 
-def compare(num_requests: int, device: str, *, is_invariant: bool) -> list[Row]:
+def compare(num_requests: int, model: Model, drafters: Sequence[str], *, is_invariant: bool) -> list[Row]:
     requests = make_requests(num_requests, is_greedy=not is_invariant)
-    plain, _ = serve(requests, device, is_invariant=is_invariant)
+    plain, _ = serve(requests, model, is_invariant=is_invariant)
     outputs = {request_id: answer.token_ids for request_id, answer in plain.items()}
     found: list[Row] = []
-    for kind in DraftKind:
+    for kind in drafters:
         began = time.perf_counter()
-        drafted, stats = serve(requests, device, is_invariant=is_invariant, kind=kind, outputs=outputs)
+        drafted, stats = serve(requests, model, is_invariant=is_invariant, drafter=kind, outputs=outputs)
         verdicts = [judge(plain[each], drafted[each], is_exact=is_invariant) for each in plain]
         found.append(
             Row(
@@ -105,6 +120,7 @@ def compare(num_requests: int, device: str, *, is_invariant: bool) -> list[Row]:
                 accepted=stats.spec_decode_num_accepted_tokens,
                 drafted=stats.spec_decode_num_draft_tokens,
                 preemptions=stats.preemptions,
+                faults=stats.drafter_faults,
                 ties=verdicts.count("tie"),
                 wrong=verdicts.count("wrong"),
                 seconds=time.perf_counter() - began,
@@ -121,6 +137,7 @@ def make_requests(count: int, *, is_greedy: bool) -> list[GenerateRequest]:
 
 def make_request(index: int, shared: list[int], rng: np.random.Generator, *, is_greedy: bool) -> GenerateRequest:
     prompt = [*shared[: int(rng.choice((0, 16, 48)))], *rng.integers(5, 900, int(rng.integers(1, 40))).tolist()]
+    prompt += prompt[-20:]  # what stands there twice may be drafted
     penalised = bool(rng.random() < 0.3)
     sampling = SamplingParams(
         max_tokens=int(rng.integers(1, 80)),
@@ -139,20 +156,21 @@ def make_request(index: int, shared: list[int], rng: np.random.Generator, *, is_
 
 def serve(
     requests: Sequence[GenerateRequest],
-    device: str,
+    model: Model,
     *,
     is_invariant: bool,
-    kind: DraftKind | None = None,
+    drafter: str | None = None,
     outputs: dict[int, list[int]] | None = None,
 ) -> tuple[dict[int, Answer], Any]:
-    """Answers by request id, and the engine's counters."""
-    folder = Path(openinfer_tiny_model.model_dir())
-    family: Any = find_family(folder)[0]
-    sizes = {"num_blocks": 36, "max_num_seqs": 16, "max_model_tokens": 256}
-    options = EngineOptions(device=DeviceKind(device), batch_invariant=is_invariant, **sizes)
-    engine_plan = resolve(family.definition, folder, options)
-    if kind is not None:
-        engine_plan = with_drafter(engine_plan, scripted_drafter(kind, outputs or {}), max_drafts=MAX_DRAFTS)
+    """Answers by request id, and the engine's counters; a drafter that is no `DraftKind` is one by name."""
+    family: Any = find_family(model.folder)[0]
+    given = {"num_blocks": 36, "max_num_seqs": 16, "max_model_tokens": 256, **model.options}
+    given |= {"device": model.device, "batch_invariant": is_invariant}
+    if drafter is not None and not isinstance(drafter, DraftKind):
+        given["speculative"] = f"{drafter},adaptive=false"
+    engine_plan = resolve(family.definition, model.folder, msgspec.convert(given, family.options_type, strict=False))
+    if isinstance(drafter, DraftKind):
+        engine_plan = with_drafter(engine_plan, scripted_drafter(drafter, outputs or {}), max_drafts=MAX_DRAFTS)
     loop = build_loop(engine_plan)
     answers = {int(request.request_id): Answer([], []) for request in requests}
     for request in requests:

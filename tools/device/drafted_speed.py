@@ -1,0 +1,308 @@
+"""What drafts cost and gain at a stated acceptance: time per token of a model's shape with random weights, on a GPU.
+
+    python3 tools/device/drafted_speed.py qwen3-4b --speculative ngram,k=4 --accept never=1 edits=2.35@0.5
+        --size 1x1024 64x1024 [--modes off fixed adaptive] [--json FILE]
+
+The model's answers are made known: each request has a bias of 100 on one token, which is then always sampled. The real
+drafter runs in every step, all its kernels included; what it drafts is then replaced by drafts of that token, spoiled
+so that a step with drafts yields as many tokens as is stated: NAME=TOKENS, or NAME=TOKENS@SHARE where only that share
+of steps has drafts. Each draft is right with one probability, and the first wrong one ends what is accepted.
+
+    off        without a drafter, with and without the bias, which takes time of its own
+    fixed      as many drafts as there may be, in every step: what they cost
+    adaptive   as `--speculative` does by default
+
+Every token is compared with the one that is known. TPOT is the time of a run over tokens of one request.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+from house_ab import QWEN3_4B
+from source_packages import folders
+
+sys.path[:0] = folders()
+
+import msgspec  # noqa: E402
+import numpy as np  # noqa: E402
+
+from openinfer_core import (  # noqa: E402
+    GenerateRequest,
+    Plugin,
+    RequestId,
+    SamplingParams,
+    Tokens,
+    claim,
+    list_plugins,
+    read_config,
+)
+from openinfer_core.plugins import DRAFTERS, MODELS  # noqa: E402
+from openinfer_core.process.resident import settle_memory  # noqa: E402
+from openinfer_core.provenance import provenance  # noqa: E402
+from openinfer_engine import build_loop, resolve  # noqa: E402
+from openinfer_engine.drafting import Drafter, DrafterContext, KvDrafter  # noqa: E402
+
+QWEN3_8B = {**QWEN3_4B, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+CONFIGS: dict[str, dict[str, Any]] = {"qwen3-4b": dict(QWEN3_4B), "qwen3-8b": QWEN3_8B}
+ANSWER, WRONG = 1000, 1001
+BIAS = 100.0
+CALLS = 509  # whose drafts are made beforehand, taken in turn
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """So many tokens a step on average, where `share` of the steps have drafts."""
+
+    name: str
+    tokens: float
+    share: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Acceptance":
+        name, _, rest = text.partition("=")
+        tokens, _, share = rest.partition("@")
+        return cls(name, float(tokens), float(share or 1))
+
+    def drafts(self, rng: np.random.Generator, *, rows: int, k: int) -> np.ndarray:
+        """`[CALLS, rows, k]` int32."""
+        probability = self.probability(k)
+        is_right = (rng.random((CALLS, rows, k)) < probability).cumprod(axis=2).astype(np.bool_)
+        drafts = np.where(is_right, ANSWER, WRONG)
+        drafts[rng.random((CALLS, rows)) >= self.share] = -1
+        return drafts.astype(np.int32)
+
+    def probability(self, k: int) -> float:
+        """p with p + p^2 + .. + p^k = accepted drafts of a step that has some."""
+        wanted, low, high = (self.tokens - 1) / self.share, 0.0, 1.0
+        if wanted > k:
+            raise SystemExit(f"{self.name}: {wanted:.2f} accepted drafts of {k}")
+        for _ in range(60):
+            middle = (low + high) / 2
+            if sum(middle**i for i in range(1, k + 1)) < wanted:
+                low = middle
+            else:
+                high = middle
+        return low if wanted else 0.0
+
+
+class Simulated:
+    """A drafter that runs, and whose drafts are replaced by those of `bank [CALLS, rows, k]`."""
+
+    def __init__(self, inner: Drafter, context: DrafterContext) -> None:
+        self.inner = inner
+        self.ops = context.ops
+        self.max_drafts = inner.max_drafts
+        self.bank: Any = None
+        self._call = 0
+
+    def start(self, starts: Sequence[Any]) -> None:
+        self.inner.start(starts)
+
+    def draft(self, slots: Any, last_ids: Any, hidden: Any, lengths: Any) -> Any:
+        drafts = self.inner.draft(slots, last_ids, hidden, lengths)
+        if self.bank is None:
+            return drafts
+        self._call += 1
+        return self.bank[self._call % CALLS][: len(slots)]
+
+
+class SimulatedModel(Simulated):
+    """The same of a drafter that observes steps."""
+
+    def attach(self, memory: Any) -> None:
+        self.inner.attach(memory)  # type: ignore[attr-defined]
+
+    def observe(self, *arguments: Any) -> Any:
+        return self.inner.observe(*arguments)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPlugin(Plugin):
+    """A plug-in whose drafters are simulated; `made` has them."""
+
+    factory: Any
+    made: list[Simulated]
+
+    def load(self) -> Any:
+        real = self.factory
+
+        def make(context: DrafterContext) -> Simulated:
+            inner = real(context)
+            drafter = (SimulatedModel if isinstance(inner, KvDrafter) else Simulated)(inner, context)
+            self.made.append(drafter)
+            return drafter
+
+        for name in ("options", "takes_predictions", "requirements"):
+            if hasattr(real, name):
+                setattr(make, name, getattr(real, name))
+        return make
+
+
+@dataclass(slots=True)
+class Row:
+    """One size in one mode."""
+
+    mode: str
+    acceptance: str
+    batch: int
+    prompt_tokens: int
+    tpot_ms: float
+    step_ms: float
+    tokens_per_step: float
+    accepted: int
+    drafted: int
+    faults: int
+    prefill_s: float
+
+
+def main() -> int:
+    given = arguments()
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(given.model)
+        if given.model in CONFIGS:
+            folder = Path(made)
+            (folder / "config.json").write_text(json.dumps(CONFIGS[given.model] | json.loads(given.config)))
+        rows: list[Row] = []
+        for mode in given.modes:
+            rows += measure(given, folder, mode)
+            gc.collect()
+            if given.json is not None:
+                write(given, rows)
+    print(table(rows))
+    return 0
+
+
+def measure(given: argparse.Namespace, folder: Path, mode: str) -> list[Row]:
+    family: Any = claim(read_config(folder), list_plugins(MODELS))[0]
+    options = {"prefix_cache": False, "device": given.device, "load_format": "dummy", "max_model_tokens": 4096}
+    options |= dict(each.split("=", 1) for each in given.option)
+    if mode != "off":
+        options["speculative"] = f"{given.speculative},adaptive={str(mode == 'adaptive').lower()}"
+    plan = resolve(family.definition, folder, msgspec.convert(options, family.options_type, strict=False))
+    made: list[Simulated] = []
+    if plan.drafter is not None:
+        entry_point, real = EntryPoint("simulated", "tools:simulated", DRAFTERS), plan.drafter.plugin.load()
+        plugin = GivenPlugin(DRAFTERS, entry_point.name, entry_point, real, made)
+        plan = replace(plan, drafter=replace(plan.drafter, plugin=plugin))
+    began = time.perf_counter()
+    loop = build_loop(plan)
+    settle_memory()
+    print(f"-- {mode}: started in {time.perf_counter() - began:.1f} s", flush=True)
+    rows: list[Row] = []
+    for batch, prompt in (map(int, size.split("x")) for size in given.size):
+        for acceptance in given.accept if made else [Acceptance("plain", 1, 1), Acceptance("bias", 1, 1)]:
+            for drafter in made:
+                bank = acceptance.drafts(np.random.default_rng(5), rows=batch, k=drafter.max_drafts)
+                drafter.bank = None if given.real else drafter.ops.upload(bank)
+            has_bias = acceptance.name != "plain" and not given.real
+            runs = [run(loop, batch, prompt, given.output, has_bias=has_bias) for _ in range(given.repeats + 1)]
+            tpot_ms, step_ms, tokens, prefill_s, before, after = min(runs[1:], key=lambda each: each[0])
+            rows.append(
+                Row(
+                    mode,
+                    acceptance.name,
+                    batch,
+                    prompt,
+                    tpot_ms,
+                    step_ms,
+                    tokens,
+                    after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens,
+                    after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens,
+                    after.drafter_faults,
+                    prefill_s,
+                )
+            )
+            print(rows[-1], flush=True)
+    loop.close()
+    return rows
+
+
+def run(loop: Any, batch: int, prompt: int, output: int, *, has_bias: bool) -> tuple[Any, ...]:
+    """TPOT, ms a step, tokens of a request and step, seconds until all had a token, counters before and after."""
+    rng = np.random.default_rng(0)
+    first = int(rng.integers(1, 2**20)) + int(time.monotonic_ns() % 2**40)
+    answers: dict[int, list[int]] = {first + index: [] for index in range(batch)}
+    sampling = SamplingParams(max_tokens=3000 - prompt, temperature=0.0, logit_bias={ANSWER: BIAS} if has_bias else {})
+
+    def take(events: Sequence[Any]) -> None:
+        for event in events:
+            if isinstance(event, Tokens) and event.request_id in answers:
+                answers[int(event.request_id)] += event.token_ids
+            elif type(event).__name__ == "Failed":
+                raise SystemExit(f"a request failed: {event}")
+
+    began = time.perf_counter()
+    for request_id in answers:
+        ids = tuple(rng.integers(5000, 150000, prompt).tolist())
+        take(loop.submit(GenerateRequest(request_id=RequestId(request_id), prompt_token_ids=ids, sampling=sampling)))
+    while not all(answers.values()):
+        take(loop.step())
+    prefill_s, stats = time.perf_counter() - began, loop.stats()
+    tokens = sum(map(len, answers.values()))
+    began, steps, wanted = time.perf_counter(), 0, tokens + batch * output
+    while sum(map(len, answers.values())) < wanted:
+        take(loop.step())
+        steps += 1
+    elapsed, after = time.perf_counter() - began, loop.stats()
+    tokens = sum(map(len, answers.values())) - tokens
+    if has_bias and any(token != ANSWER for ids in answers.values() for token in ids):
+        raise SystemExit("a token is not the known one")
+    for request_id in answers:
+        loop.abort(RequestId(request_id))
+    while loop.busy:
+        loop.step()
+    return elapsed * 1e3 * batch / tokens, elapsed * 1e3 / steps, tokens / batch / steps, prefill_s, stats, after
+
+
+def table(rows: Sequence[Row]) -> str:
+    plain = {(row.batch, row.prompt_tokens): row.tpot_ms for row in rows if row.acceptance == "plain"}
+    lines = ["mode      acceptance  batch x prompt   TPOT ms  step ms  tokens/step   x off  faults"]
+    for row in rows:
+        off = plain.get((row.batch, row.prompt_tokens))
+        gain = f"{off / row.tpot_ms:6.3f}" if off else "     -"
+        lines.append(
+            f"{row.mode:8}  {row.acceptance:10}  {row.batch:5} x {row.prompt_tokens:6}  {row.tpot_ms:8.3f} "
+            f"{row.step_ms:8.3f}  {row.tokens_per_step:11.3f}  {gain}  {row.faults:6}"
+        )
+    return "\n".join(lines)
+
+
+def write(given: argparse.Namespace, rows: Sequence[Row]) -> None:
+    set_up = {name: str(value) for name, value in vars(given).items()}
+    report = {
+        **msgspec.to_builtins(provenance(commit=given.commit)),
+        "set_up": set_up,
+        "rows": [asdict(row) for row in rows],
+    }
+    given.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help=f"a folder with a config.json, or one of {', '.join(CONFIGS)}")
+    parser.add_argument("--speculative", required=True)
+    parser.add_argument("--accept", type=Acceptance.parse, nargs="+", default=[Acceptance("never", 1, 1)])
+    parser.add_argument("--size", nargs="+", default=["1x1024"])
+    parser.add_argument("--modes", nargs="+", default=["off", "fixed", "adaptive"])
+    parser.add_argument("--output", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--config", default="{}", help="JSON of keys of config.json that are different")
+    parser.add_argument("--option", nargs="*", default=[], help="engine options: NAME=VALUE")
+    parser.add_argument("--real", action="store_true", help="leave the drafts as they are, and requests without a bias")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
