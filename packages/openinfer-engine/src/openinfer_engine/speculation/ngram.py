@@ -18,7 +18,7 @@ from openinfer_core.scheduling import SlotStart
 from openinfer_engine.drafting import DrafterContext
 from openinfer_engine.speculation.setting import read_integer
 from openinfer_kernels import Array, NgramHistory, NgramMatch, NgramRule
-from openinfer_kernels.ops.ngram import LONGEST_NGRAM
+from openinfer_kernels.ops.drafting import LONGEST_NGRAM
 
 OPENINFER_CONTRACT = 1
 DEFAULT_N_MIN, DEFAULT_N_MAX = 2, 4

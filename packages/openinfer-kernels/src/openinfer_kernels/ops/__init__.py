@@ -25,7 +25,7 @@ from openinfer_kernels.ops.latent_attention import LatentAttentionOps
 from openinfer_kernels.ops.linear_attention import LinearAttentionOps
 from openinfer_kernels.ops.lora import LoraOps
 from openinfer_kernels.ops.memory import MemoryOps
-from openinfer_kernels.ops.ngram import NgramHistory, NgramMatch, NgramOps, NgramRule
+from openinfer_kernels.ops.drafting import NgramHistory, NgramMatch, NgramOps, NgramRule
 from openinfer_kernels.ops.norms import NormOps
 from openinfer_kernels.ops.quantised import LinearWeight, QuantisedWeight
 from openinfer_kernels.ops.sampling import Bias, Logprobs, Penalties, SamplingBatch, SamplingOps, TokenMask

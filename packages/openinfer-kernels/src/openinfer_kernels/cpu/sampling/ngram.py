@@ -3,7 +3,7 @@
 import numpy as np
 
 from openinfer_kernels.ops import Array, HostArray
-from openinfer_kernels.ops.ngram import NgramHistory, NgramMatch, NgramRule
+from openinfer_kernels.ops.drafting import NgramHistory, NgramMatch, NgramRule
 
 _NONE = -1
 

@@ -9,7 +9,7 @@ from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array
-from openinfer_kernels.ops.ngram import LONGEST_HISTORY, LONGEST_NGRAM, NgramHistory, NgramMatch, NgramRule
+from openinfer_kernels.ops.drafting import LONGEST_HISTORY, LONGEST_NGRAM, NgramHistory, NgramMatch, NgramRule
 
 _THREADS = 256
 _INT32 = np.dtype(np.int32)
