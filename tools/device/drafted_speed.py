@@ -16,8 +16,8 @@ Every token is compared with the one that is known. TPOT is the time of a run ov
 """
 
 import argparse
-import gc
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -52,7 +52,43 @@ from openinfer_engine import build_loop, resolve  # noqa: E402
 from openinfer_engine.drafting import Drafter, DrafterContext, KvDrafter  # noqa: E402
 
 QWEN3_8B = {**QWEN3_4B, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
-CONFIGS: dict[str, dict[str, Any]] = {"qwen3-4b": dict(QWEN3_4B), "qwen3-8b": QWEN3_8B}
+QWEN35_4B = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "attn_output_gate": True,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": True,
+    "vocab_size": 248320,
+    "mtp_num_hidden_layers": 1,
+}
+CONFIGS: dict[str, dict[str, Any]] = {"qwen3-4b": dict(QWEN3_4B), "qwen3-8b": QWEN3_8B, "qwen3.5-4b": QWEN35_4B}
+_DRAFTER_LAYER = {name: QWEN3_4B[name] for name in ("vocab_size", "rms_norm_eps", "rope_theta", "head_dim", "hidden_act")}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle3": {**_DRAFTER_LAYER, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000},
+    "dflash": {
+        **_DRAFTER_LAYER,
+        "architectures": ["DFlashDraftModel"],
+        "block_size": 16,
+        "num_hidden_layers": 5,
+        "dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": 151669},
+    },
+}
+"""Folders that `--speculative` names as `model={drafter}`; the rest of their shape is the model's."""
 ANSWER, WRONG = 1000, 1001
 BIAS = 100.0
 CALLS = 509  # whose drafts are made beforehand, taken in turn
@@ -170,15 +206,38 @@ def main() -> int:
         folder = Path(given.model)
         if given.model in CONFIGS:
             folder = Path(made)
-            (folder / "config.json").write_text(json.dumps(CONFIGS[given.model] | json.loads(given.config)))
-        rows: list[Row] = []
-        for mode in given.modes:
-            rows += measure(given, folder, mode)
-            gc.collect()
-            if given.json is not None:
-                write(given, rows)
-    print(table(rows))
+            config = CONFIGS[given.model] | json.loads(given.config)
+            (folder / "config.json").write_text(json.dumps(config))
+            write_drafter(given, folder / "drafter", config)
+        rows = measure(given, folder, given.modes[0]) if len(given.modes) == 1 else of_each_mode(given)
+    if given.json is not None:
+        write(given, rows)
+    if len(given.modes) > 1:
+        print(table(rows))
     return 0
+
+
+def write_drafter(given: argparse.Namespace, folder: Path, model: dict[str, Any]) -> None:
+    """The folder of a drafter of the model's shape, which the setting then names."""
+    name = given.speculative.split(",")[0]
+    if name in DRAFTERS:
+        keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim")
+        folder.mkdir()
+        config = {**DRAFTERS[name], **{key: model[key] for key in keys}, **json.loads(given.drafter_config)}
+        (folder / "config.json").write_text(json.dumps(config))
+        given.speculative += f",model={folder}"
+
+
+def of_each_mode(given: argparse.Namespace) -> list[Row]:
+    """Each in a process of its own, as a GPU's memory is given back with the process."""
+    rows: list[Row] = []
+    for mode in given.modes:
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            # The last one of an option that is given twice counts.
+            command = [sys.executable, __file__, *sys.argv[1:], "--modes", mode, "--json", file.name]
+            if subprocess.run(command, check=False).returncode == 0:
+                rows += [Row(**each) for each in json.loads(Path(file.name).read_text())["rows"]]
+    return rows
 
 
 def measure(given: argparse.Namespace, folder: Path, mode: str) -> list[Row]:
@@ -296,6 +355,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--config", default="{}", help="JSON of keys of config.json that are different")
+    parser.add_argument("--drafter-config", default="{}", help="the same of the drafter's")
     parser.add_argument("--option", nargs="*", default=[], help="engine options: NAME=VALUE")
     parser.add_argument("--real", action="store_true", help="leave the drafts as they are, and requests without a bias")
     parser.add_argument("--device", default="cuda")

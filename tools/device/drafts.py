@@ -32,7 +32,14 @@ import numpy as np  # noqa: E402
 
 import openinfer_tiny_model  # noqa: E402
 from openinfer.models import find_family  # noqa: E402
-from openinfer_core import Finished, GenerateRequest, RequestId, SamplingParams, Tokens  # noqa: E402
+from openinfer_core import (  # noqa: E402
+    Finished,
+    GenerateRequest,
+    RequestId,
+    SamplingParams,
+    Tokens,
+    read_config,
+)
 from openinfer_engine import build_loop, resolve  # noqa: E402
 from openinfer_engine.testing.drafters import DraftKind, scripted_drafter, with_drafter  # noqa: E402
 
@@ -66,6 +73,10 @@ class Model:
     device: str
     options: dict[str, str]
 
+    @property
+    def vocab_size(self) -> int:
+        return int(read_config(self.folder)["vocab_size"])
+
 
 @dataclass(slots=True)
 class Answer:
@@ -93,7 +104,7 @@ def main() -> int:
     print("batch-invariant  drafter   requests  tokens  drafted  accepted  preempted  faults  ties  wrong")
     for row in rows:
         print(
-            f"{row.batch_invariant!s:15}  {row.drafter:8}  {row.requests:8}  {row.tokens:6}  {row.drafted:7}  "
+            f"{row.batch_invariant!s:15}  {row.drafter[:8]:8}  {row.requests:8}  {row.tokens:6}  {row.drafted:7}  "
             f"{row.accepted:8}  {row.preemptions:9}  {row.faults:6}  {row.ties:4}  {row.wrong:5}"
         )
     if given.json is not None:
@@ -103,7 +114,7 @@ def main() -> int:
 
 
 def compare(num_requests: int, model: Model, drafters: Sequence[str], *, is_invariant: bool) -> list[Row]:
-    requests = make_requests(num_requests, is_greedy=not is_invariant)
+    requests = make_requests(num_requests, min(900, model.vocab_size), is_greedy=not is_invariant)
     plain, _ = serve(requests, model, is_invariant=is_invariant)
     outputs = {request_id: answer.token_ids for request_id, answer in plain.items()}
     found: list[Row] = []
@@ -129,14 +140,16 @@ def compare(num_requests: int, model: Model, drafters: Sequence[str], *, is_inva
     return found
 
 
-def make_requests(count: int, *, is_greedy: bool) -> list[GenerateRequest]:
+def make_requests(count: int, end: int, *, is_greedy: bool) -> list[GenerateRequest]:
     rng = np.random.default_rng(7)
-    shared = rng.integers(5, 900, 48).tolist()
-    return [make_request(index, shared, rng, is_greedy=is_greedy) for index in range(count)]
+    shared = rng.integers(5, end, 48).tolist()
+    return [make_request(index, shared, rng, end, is_greedy=is_greedy) for index in range(count)]
 
 
-def make_request(index: int, shared: list[int], rng: np.random.Generator, *, is_greedy: bool) -> GenerateRequest:
-    prompt = [*shared[: int(rng.choice((0, 16, 48)))], *rng.integers(5, 900, int(rng.integers(1, 40))).tolist()]
+def make_request(
+    index: int, shared: list[int], rng: np.random.Generator, end: int, *, is_greedy: bool
+) -> GenerateRequest:
+    prompt = [*shared[: int(rng.choice((0, 16, 48)))], *rng.integers(5, end, int(rng.integers(1, 40))).tolist()]
     prompt += prompt[-20:]  # what stands there twice may be drafted
     penalised = bool(rng.random() < 0.3)
     sampling = SamplingParams(
@@ -145,7 +158,7 @@ def make_request(index: int, shared: list[int], rng: np.random.Generator, *, is_
         top_p=float(rng.choice((1.0, 0.9))),
         top_k=int(rng.choice((0, 20))),
         seed=int(rng.integers(2**40)),
-        stop_token_ids=tuple(rng.integers(5, 900, int(rng.choice((0, 3)))).tolist()),
+        stop_token_ids=tuple(rng.integers(5, end, int(rng.choice((0, 3)))).tolist()),
         min_tokens=1 if rng.random() < 0.3 else 0,
         presence_penalty=0.5 if penalised else 0.0,
         repetition_penalty=1.2 if penalised else 1.0,

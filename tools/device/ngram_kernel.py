@@ -77,7 +77,9 @@ def compare(ops: Any, match: NgramMatch, *, rows: int, width: int, steps: int) -
         slots = rng.permutation(rows + 3)[:rows].astype(np.int32)
         # Ids that go on as they did before, so that there are matches; and ids that no draft has.
         last_ids = rng.integers(0, 4, rows).astype(np.int32)
-        lengths = (wanted.known[slots] + rng.integers(0, k + 3, rows)).astype(np.int32)
+        accepted = rng.integers(0, (wanted.drafts[slots] >= 0).sum(axis=1) + 1)
+        grown = np.where(rng.random(rows) < 0.1, rng.integers(0, k + 3, rows), 1 + accepted)
+        lengths = (wanted.known[slots] + grown).astype(np.int32)
         is_hostile = rng.random(rows) < 0.05
         lengths[is_hostile] = rng.choice((*HOSTILE, width, width + 1), int(is_hostile.sum()))
         last_ids[rng.random(rows) < 0.02] = rng.choice(HOSTILE)

@@ -1,7 +1,7 @@
 """A GPU's worker without a GPU: NumPy in the place of CuPy, and kernels compiled for the host.
 
 `install` puts stand-ins in the place of `cupy` and `cuda.bindings.driver`, so it belongs to a process of its own. What
-the model computes is left to `CpuOps`; the kernels of `csrc/sampling/steps.cu` and `drafts.cu` run as they are, thread
+the model computes is left to `CpuOps`; the kernels of `csrc/sampling/steps.cu`, `drafts.cu` and `drafters.cu` run as they are, thread
 by thread, so that a test of `CudaWorker` here tests their arithmetic of indices too.
 """
 
@@ -38,14 +38,19 @@ static void __syncthreads() {}
 static int atomicAdd(int* target, int value) { const int old = *target; *target += value; return old; }
 #include "sampling/steps.cu"
 #include "sampling/drafts.cu"
-extern "C" void place_thread(int thread, int x, int y, int threads, int blocks) {
-  threadIdx.x = thread, blockIdx.x = x, blockIdx.y = y, blockDim.x = threads, gridDim.x = blocks;
+#include "sampling/drafters.cu"
+extern "C" void place_thread(int thread, int x, int y, int threads, int blocks, int lines) {
+  threadIdx.x = thread, blockIdx.x = x, blockIdx.y = y, blockDim.x = threads, gridDim.x = blocks, gridDim.y = lines;
 }
 """
 _PER_ITEM = 128
 """Threads of a block of kernels that have a thread for each item; the others loop, and run as one thread here."""
 _one_kernel = threading.Lock()  # where a thread stands is a global of the library
-_LOOPING = ("steps_prepare_decode", "steps_prepare_chunks")
+_LOOPING = (
+    "steps_prepare_decode",
+    "steps_prepare_chunks",
+    *(f"drafters_{name}" for name in ("restore", "before", "keep", "settle", "spans", "place")),
+)
 
 
 class Array(np.ndarray):
@@ -180,15 +185,21 @@ class _Kernel:
         threads = block[0] if block[0] == _PER_ITEM and not self._is_looping else 1
         with _one_kernel:
             for x, y, thread in product(range(grid[0]), range(grid[1]), range(threads)):
-                self._place(thread, x, y, threads, grid[0])
+                self._place(thread, x, y, threads, grid[0], grid[1])
                 self._function(*given)
 
 
 def emulated_ops(ops: Any, kernels: Kernels) -> Any:
-    """`CudaOps` of `kernels`, whose operators are those of `ops`, in host memory."""
+    """`CudaOps` of `kernels`, whose operators are those of `ops`, in host memory, but for the hidden states of drafters."""
+    from openinfer_kernels.cuda.sampling.drafting import Drafting  # needs what `install` puts there
+
+    drafting = Drafting(kernels, None, None)
 
     class Ops(type(ops)):
         device = kernels
+        hidden_before = staticmethod(drafting.hidden_before)
+        keep_hidden = staticmethod(drafting.keep_hidden)
+        settle_hidden = staticmethod(drafting.settle_hidden)
 
         def __getattribute__(self, name: str) -> Any:
             found = super().__getattribute__(name)

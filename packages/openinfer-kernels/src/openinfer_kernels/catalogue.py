@@ -411,6 +411,13 @@ SERVINGS = (
     Serving(part="log-probabilities", phase=Phase.ANY, operators=("logprobs",), kernel="logprobs"),
     Serving(part="step inputs", phase=Phase.ANY, operators=(), kernel="steps"),
     Serving(part="drafts", phase=Phase.ANY, operators=(), kernel="drafts", when="--speculative"),
+    Serving(
+        part="drafts",
+        phase=Phase.ANY,
+        operators=("hidden_before", "keep_hidden", "settle_hidden", "join_columns", "put_ids", "draft_ids"),
+        kernel="drafters",
+        when="--speculative with a drafter that is a model",
+    ),
     Serving(part="drafts", phase=Phase.ANY, operators=("ngram_drafts",), kernel="ngram", when="--speculative ngram"),
     Serving(part="weights", phase=Phase.ANY, operators=("upload_weight",), kernel="weights"),
     Serving(part="weights", phase=Phase.ANY, operators=(), kernel="random_weights", when="--load-format dummy"),

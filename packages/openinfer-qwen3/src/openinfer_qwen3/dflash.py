@@ -262,6 +262,8 @@ class DFlashDrafter:
             max_positions=context.max_model_tokens + self._config.block_size,
         )
         self._memory: DraftMemory | None = None
+        self._ids: Array = self._ops.zeros((0, 1), np.int32)  # of a block: all masks but the first
+        self._drafted: Array = self._ops.zeros((0,), np.int32)  # places of masks in the tokens of blocks
 
     @staticmethod
     def requirements(setting: DrafterSetting) -> DrafterRequirements:
@@ -278,10 +280,11 @@ class DFlashDrafter:
             raise Refused("name the folder of its weights: --speculative dflash,model=DIR")
         config = read_dflash(setting.drafter_dir, model, setting.tensors)
         check_same_shape(config.num_key_value_heads, config.head_dim, model=model, setting=setting)
+        heads, size = config.num_key_value_heads // setting.num_ranks, 1 + min(setting.max_drafts, config.block_size - 1)
         group = attention_group(
             name=ATTENTION,
             num_layers=config.num_hidden_layers,
-            num_heads=config.num_key_value_heads // setting.num_ranks,
+            num_heads=heads,
             head_dim=config.head_dim,
             dtype=setting.kv_dtype,
             rope_tag=f"half layout: {config.rope}",
@@ -290,22 +293,27 @@ class DFlashDrafter:
             tensors=dflash_tensors(config),
             paged=(group,),
             taps=config.taps,
-            span_tokens=1 + min(setting.max_drafts, config.block_size - 1),
+            span_tokens=size,
+            is_queued=True,
+            # of a token: taps twice, two vectors, K and V of a layer; of a row: logits and its layers' activations
+            bytes_per_token=2 * (2 * len(config.taps) + 2) * model.hidden_size + 8 * heads * config.head_dim,
+            bytes_per_row=size * (8 * model.vocab_size + 32 * config.hidden_size + 8 * config.intermediate_size),
         )
 
     def attach(self, memory: DraftMemory) -> None:
+        size, upload = 1 + self.max_drafts, self._ops.upload
+        places = np.arange(memory.max_rows * size, dtype=np.int32)
         self._memory = memory
+        self._ids = upload(np.full((memory.max_rows, size), self._config.mask_token_id, np.int32))
+        self._drafted = upload(places[places % size > 0])
 
     def start(self, starts: Sequence[SlotStart]) -> None:
         """Nothing: all that it keeps of a sequence lies in its blocks."""
         del starts
 
     def observe(self, step: ObservedStep) -> None:
-        ops, weights, h = self._ops, self._weights, self._config.hidden_size
-        tapped = ops.zeros((len(step.token_ids), len(step.taps) * h))
-        for index, tap in enumerate(step.taps):
-            tapped[:, index * h : (index + 1) * h] = tap
-        hidden = ops.linear(tapped, weights.fc, step.batch)
+        ops, weights = self._ops, self._weights
+        hidden = ops.linear(ops.join_columns(*step.taps), weights.fc, step.batch)
         context = ops.rms_norm(hidden, weights.hidden_norm, eps=self._config.rms_norm_eps)
         for layer, cache in zip(weights.layers, self._caches, strict=True):
             self._append(ops.linear(context, layer.kv_proj, step.batch), layer, cache, step.batch)
@@ -316,20 +324,18 @@ class DFlashDrafter:
         rows = self._attached.max_rows
         for first in range(0, len(slots), rows):
             some = slice(first, first + rows)
-            drafts[some] = self._block(slots[some], last_ids[some], lengths[some])
+            self._block(slots[some], last_ids[some], lengths[some], drafts[some])
         return drafts
 
-    def _block(self, slots: Array, last_ids: Array, lengths: Array) -> Array:
-        """`[n, max_drafts]` int32."""
-        size = 1 + self.max_drafts
+    def _block(self, slots: Array, last_ids: Array, lengths: Array, drafts: Array) -> None:
+        """Writes `drafts [n, max_drafts]`."""
+        size, ops = 1 + self.max_drafts, self._ops
         span = self._attached.span(slots, lengths)
-        ids = self._ops.zeros((len(slots), size), np.int32)
-        ids[:] = self._config.mask_token_id
-        ids[:, 0] = last_ids
+        ids = self._ids[: len(slots)]
+        ops.put_ids(last_ids, ids, 0)
         x = self._forward(ids.reshape(-1), span.rows(0, size), span.whole(size))
-        drafted = x.reshape(len(slots), size, -1)[:, 1:].reshape(len(slots) * self.max_drafts, -1)
-        likeliest = self._model.logits(drafted).argmax(axis=1)
-        return cast("Array", likeliest.astype(np.int32).reshape(len(slots), self.max_drafts))
+        drafted = ops.embedding(self._drafted[: len(slots) * self.max_drafts], x)
+        ops.draft_ids(self._model.logits(drafted), drafts.reshape(-1, 1), 0)
 
     def _forward(self, token_ids: Array, rows: AttentionBatch, whole: AttentionBatch) -> Array:
         """`[T, h]` after the last norm; K and V are appended by `rows`, and all of a row are seen by `whole`."""

@@ -28,7 +28,7 @@ from openinfer_core import InvalidCheckpoint, Refused, read_config
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine import DrafterContext
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.drafters.boundaries import BoundaryStates, boundary_group
+from openinfer_engine.drafters.boundaries import boundary_group
 from openinfer_engine.drafters.chains import HiddenBefore, draft_in_chains
 from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting, DraftMemory, ObservedStep
 from openinfer_engine.model import Shard, WeightSource
@@ -314,10 +314,9 @@ class Eagle3Drafter:
             communicator=context.communicator,
             max_positions=context.max_model_tokens + context.max_drafts + 1,
         )
-        last = self._ops.zeros((context.max_num_seqs, self._config.hidden_size))
-        self._hidden = HiddenBefore(last, max_num_seqs=context.max_num_seqs, ops=self._ops)
-        self._boundaries = BoundaryStates(last, ops=self._ops)
         self._memory: DraftMemory | None = None
+        self._places: Array = self._ops.zeros((0,), np.int32)
+        self._hidden: HiddenBefore | None = None
 
     @staticmethod
     def requirements(setting: DrafterSetting) -> DrafterRequirements:
@@ -350,35 +349,37 @@ class Eagle3Drafter:
             paged=(group, boundary),
             taps=config.taps,
             span_tokens=setting.max_drafts,
+            is_queued=True,
+            # of a token: taps twice, five vectors of the layer, K and V; of a row: logits, scratch of their sampling
+            bytes_per_token=2 * (2 * _TAPS * model.hidden_size + 5 * config.hidden_size + width),
+            bytes_per_row=8 * config.draft_vocab_size + 64 * config.hidden_size + 8 * config.intermediate_size,
         )
 
     def attach(self, memory: DraftMemory) -> None:
+        last = self._ops.zeros((self._context.max_num_seqs, self._config.hidden_size))
+        boundary = tuple(memory.layers[BOUNDARY])
         self._memory = memory
-        self._boundaries.attach(memory.layers[BOUNDARY])
+        self._places = self._ops.upload(np.arange(memory.max_rows, dtype=np.int32))
+        self._hidden = HiddenBefore(last, max_drafts=self.max_drafts, ops=self._ops, boundary=boundary)
 
     def start(self, starts: Sequence[SlotStart]) -> None:
-        self._boundaries.start(start.slot for start in starts)
+        self._attached[1].start(start.slot for start in starts)
 
     def observe(self, step: ObservedStep) -> None:
-        tapped = self._ops.zeros((len(step.token_ids), sum(tap.shape[1] for tap in step.taps)))
-        begin = 0
-        for tap in step.taps:
-            tapped[:, begin : begin + tap.shape[1]] = tap
-            begin += tap.shape[1]
-        hidden = self._ops.linear(tapped, self._weights.fc, step.batch)
-        self._boundaries.restore(step)
-        both, _ = self._inputs(step.token_ids, self._hidden.of(step, hidden))
+        _, states = self._attached
+        hidden = self._ops.linear(self._ops.join_columns(*step.taps), self._weights.fc, step.batch)
+        both, _ = self._inputs(step.token_ids, states.of(step, hidden))
         self._queries(self._ops.linear(both, self._weights.kv_proj, step.batch), step.batch)
-        self._hidden.take(step, hidden)
-        self._boundaries.keep(step, hidden)
+        states.take(step, hidden)
 
     def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array:
         del hidden  # it reads others
+        memory, states = self._attached
         return draft_in_chains(
-            self._attached,
+            memory,
             slots,
             last_ids,
-            self._hidden.settle(slots, lengths),
+            states.settle(slots, lengths),
             lengths,
             max_drafts=self.max_drafts,
             forward=self._forward,
@@ -386,15 +387,17 @@ class Eagle3Drafter:
             ops=self._ops,
         )
 
-    def _likeliest(self, normed: Array) -> Array:
+    def _likeliest(self, normed: Array, drafts: Array, column: int) -> Array:
         logits = self._ops.logits(normed, self._weights.lm_head)
-        return self._weights.target_ids[logits.argmax(axis=1)]
+        return self._ops.draft_ids(logits, drafts, column, token_ids=self._weights.target_ids)
 
     def _forward(self, token_ids: Array, hidden: Array, batch: AttentionBatch) -> tuple[Array, Array]:
         """`[n, h]` after the last norm, and what the next draft takes; K and V are appended."""
         ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
         sum_of_ranks = self._context.communicator.all_reduce
-        both, residual = self._inputs(token_ids, hidden)
+        both, normed = self._inputs(token_ids, hidden)
+        begun = normed if self._config.norm_before_residual else hidden
+        residual = ops.residual_embedding(self._places[: len(hidden)], begun)
         q = self._queries(ops.linear(both, weights.qkv_proj, batch), batch)
         scale = self._config.dim**-0.5
         x = ops.paged_attention(q, self._cache, batch=batch, scale=scale, first_key=_FIRST_KEY)
@@ -402,27 +405,24 @@ class Eagle3Drafter:
         x = ops.add_rms_norm(x, residual, weights.post_attention_layernorm, eps=eps)
         x = sum_of_ranks(ops.linear(ops.linear_swiglu(x, weights.gate_up_proj, batch), weights.down_proj, batch))
         x = ops.add_rms_norm(x, residual, weights.norm, eps=eps)
-        return x, x if self._config.norm_output else residual.astype(x.dtype)
+        return x, x if self._config.norm_output else ops.join_columns(residual)
 
     def _inputs(self, token_ids: Array, hidden: Array) -> tuple[Array, Array]:
-        """What attention reads `[n, 2 h]`, and the residual stream `[n, h]` float32."""
-        ops, weights, eps, h = self._ops, self._weights, self._config.rms_norm_eps, self._config.hidden_size
-        both = ops.zeros((len(hidden), 2 * h))
-        both[:, :h] = ops.rms_norm(ops.embedding(token_ids, weights.embed_tokens), weights.input_layernorm, eps=eps)
-        both[:, h:] = ops.rms_norm(hidden, weights.hidden_norm, eps=eps)
-        residual = ops.zeros((len(hidden), h), np.float32)
-        residual[:] = both[:, h:] if self._config.norm_before_residual else hidden
-        return both, residual
+        """What attention reads, `[n, 2 h]`, and its second half."""
+        ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
+        embedded = ops.rms_norm(ops.embedding(token_ids, weights.embed_tokens), weights.input_layernorm, eps=eps)
+        normed = ops.rms_norm(hidden, weights.hidden_norm, eps=eps)
+        return ops.join_columns(embedded, normed), normed
 
     def _queries(self, projected: Array, batch: AttentionBatch) -> Array:
         return self._ops.rope_append(projected, rope=self._weights.rope, cache=self._cache, batch=batch)
 
     @property
-    def _attached(self) -> DraftMemory:
-        if self._memory is None:
+    def _attached(self) -> tuple[DraftMemory, HiddenBefore]:
+        if self._memory is None or self._hidden is None:
             raise RuntimeError("the drafter was attached to no memory")
-        return self._memory
+        return self._memory, self._hidden
 
     @property
     def _cache(self) -> PagedCache:
-        return self._attached.layers[ATTENTION][0]
+        return self._attached[0].layers[ATTENTION][0]

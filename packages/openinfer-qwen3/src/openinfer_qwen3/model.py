@@ -359,7 +359,7 @@ class Qwen3Model:
         of_layers = zip(weights.layers, next_norms, kv_cache[ATTENTION], strict=True)
         for index, (layer, next_norm, cache) in enumerate(of_layers):
             if tapped is not None and index in taps:
-                tapped[index] = residual.astype(x.dtype)
+                tapped[index] = ops.join_columns(residual)
             q = self._queries(x, layer, batch=batch, cache=cache)
             if last is not None and layer is weights.layers[-1]:
                 if not len(last.tokens):
@@ -374,7 +374,7 @@ class Qwen3Model:
                     x = self._mixture(x, mixture, batch)
             x = ops.add_rms_norm(x, residual, next_norm, eps=eps)
         if tapped is not None and len(weights.layers) in taps:
-            tapped[len(weights.layers)] = residual.astype(x.dtype)
+            tapped[len(weights.layers)] = ops.join_columns(residual)
         return x
 
     def logits(self, hidden: Array) -> Array:

@@ -141,7 +141,6 @@ class MtpDrafter:
             communicator=context.communicator,
             max_positions=context.max_model_tokens + context.max_drafts + 1,
         )
-        self._max_num_seqs = context.max_num_seqs
         self._memory: DraftMemory | None = None
         self._hidden: HiddenBefore | None = None
 
@@ -169,12 +168,15 @@ class MtpDrafter:
             paged=(group,),
             slots=(StateSlotGroup(name=STATE, num_layers=1, tensors=(hidden,)),),
             span_tokens=setting.max_drafts,
+            is_queued=True,
+            bytes_per_token=2 * 10 * config.hidden_size,
+            bytes_per_row=12 * config.vocab_size + 256 * config.hidden_size,
         )
 
     def attach(self, memory: DraftMemory) -> None:
         self._memory = memory
         last = memory.states[f"{STATE}.hidden"][:, 0]
-        self._hidden = HiddenBefore(last, max_num_seqs=self._max_num_seqs, ops=self._ops)
+        self._hidden = HiddenBefore(last, max_drafts=self.max_drafts, ops=self._ops)
 
     def start(self, starts: Sequence[SlotStart]) -> None:
         """Nothing: the last hidden state comes with the recurrent states, or the sequence begins at its first token."""
@@ -188,12 +190,12 @@ class MtpDrafter:
 
     def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array:
         memory, states = self._attached
-        states.last[slots] = hidden  # of the last accepted token, which need not be the last one computed
         return draft_in_chains(
             memory,
             slots,
             last_ids,
-            hidden,
+            # of the last accepted token, which need not be the last one computed
+            states.settle(slots, lengths, hidden=hidden),
             lengths,
             max_drafts=self.max_drafts,
             forward=self._forward,
@@ -201,8 +203,8 @@ class MtpDrafter:
             ops=self._ops,
         )
 
-    def _likeliest(self, hidden: Array) -> Array:
-        return cast("Array", self._model.logits(hidden).argmax(axis=1).astype(np.int32))
+    def _likeliest(self, hidden: Array, drafts: Array, column: int) -> Array:
+        return self._ops.draft_ids(self._model.logits(hidden), drafts, column)
 
     def _forward(self, token_ids: Array, hidden: Array, batch: AttentionBatch) -> tuple[Array, Array]:
         """`[n, h]` after `mtp.norm`, twice, for tokens and the hidden states before them; K and V are appended."""
@@ -218,11 +220,11 @@ class MtpDrafter:
         """The normed input of the layer `[T, h]`, and the residual stream, float32."""
         ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
         embedded = ops.embedding(token_ids, self._model.weights.embed_tokens)
-        h = hidden.shape[1]
-        both = ops.zeros((len(hidden), 2 * h))
-        both[:, :h] = ops.zero_centred_rms_norm(embedded, weights.norm_embedding, eps=eps)
-        both[:, h:] = ops.zero_centred_rms_norm(hidden, weights.norm_hidden, eps=eps)
-        residual = ops.zeros((len(hidden), h), np.float32)
+        both = ops.join_columns(
+            ops.zero_centred_rms_norm(embedded, weights.norm_embedding, eps=eps),
+            ops.zero_centred_rms_norm(hidden, weights.norm_hidden, eps=eps),
+        )
+        residual = ops.zeros(hidden.shape, np.float32)
         x = ops.linear(both, weights.fc, batch)
         return ops.add_zero_centred_rms_norm(x, residual, weights.layer.input_layernorm, eps=eps), residual
 

@@ -14,7 +14,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import Int32Column, StepPlan, StepResult
 from openinfer_engine.cpu.draft_memory import CpuDraftMemory, SpanBlocks
 from openinfer_engine.cpu.draft_rows import InputIds, SequenceLengths, SlotDrafts, indices_of
-from openinfer_engine.cpu.step_observer import StepObserver
+from openinfer_engine.worker.step_observer import StepObserver
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafters.contract import DrafterRequirements
 from openinfer_engine.drafters.requirements import blocks_of_span
@@ -123,7 +123,7 @@ class CpuWorker:
     def _join_drafter(self, model: Model, drafter: SharedDrafter) -> None:
         self._drafts = SlotDrafts(drafter, max_num_seqs=self._limits.max_num_seqs, ops=self._ops)
         if drafter.observes:
-            self._observer = StepObserver(model, drafter, ops=self._ops)
+            self._observer = StepObserver(model, drafter)
             drafter.attach(self._draft_memory(drafter.requirements))
 
     def _draft_memory(self, asked: DrafterRequirements) -> CpuDraftMemory:
@@ -223,7 +223,9 @@ class CpuWorker:
         if (slots := self._adapter_rows.of(plan.slots)) is not None:
             batch = replace(batch, adapter_slots=self._ops.upload(np.repeat(slots, plan.counts)))
         if self._observer is not None:
-            return self._observer.forward(plan, token_ids, batch=batch, kv_cache=self._kv_pool.layers)
+            return self._observer.forward(
+                self._ops.upload(plan.slots.astype(np.int32)), token_ids, batch=batch, kv_cache=self._kv_pool.layers
+            )
         return self._model.forward(token_ids, batch=batch, kv_cache=self._kv_pool.layers)
 
     def _set_back(

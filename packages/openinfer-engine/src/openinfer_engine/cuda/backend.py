@@ -120,6 +120,7 @@ class CudaBackend(PlannedGpu):
             drafter=drafter,
             sleeping_memory=memory,
             adapters=adapters,
+            first_span_block=num_blocks,
             tracer=tracer,
         )
         rank.warm_up(capture=self._options.cuda_graph, mark=mark)

@@ -7,14 +7,14 @@ position is sampled by a launch of its own, as a step of its own would have samp
 before, the bias and the random number of its true position. Rows that do not reach a position take no part in it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import numpy as np
 
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import StepPlan
-from openinfer_engine.cpu.worker import WorkerLimits
+from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
 from openinfer_engine.cuda.drafted_sampling import DraftedSamplingState
 from openinfer_engine.cuda.drafted_states import DraftedStates
 from openinfer_engine.cuda.mixed import MixedForward, RowColumns
@@ -57,6 +57,7 @@ class DraftedSteps:
         self._limits = limits
         self._states = states
         self._score_prompts = score_prompts
+        self._most_logits = limits.max_num_seqs + PROMPT_LOGPROB_ROWS  # that the memory ledger has room for
 
     def place(self, plan: StepPlan) -> StepPlan:
         """The plan with true positions where the host knows them: of a model with states, which waits for its steps."""
@@ -91,14 +92,11 @@ class DraftedSteps:
         slots, max_new = plan.slots[rows], plan.max_new[rows]
         firsts = (np.cumsum(plan.counts)[rows] - max_new).astype(np.int32)
         (columns,) = staging.upload(np.stack([slots, firsts, max_new, plan.draft_counts[rows]]).astype(np.int32))
-        most = int(max_new.max())
-        spans = Spans.make(columns, positions=most)
+        spans = Spans.make(columns, positions=int(max_new.max()))
         changes = self._slots.changes_logits(plan)
         logprobs: list[PositionLogprobs] = []
-        for position in range(most):
-            having = np.flatnonzero(max_new > position).astype(np.int32)
-            chosen, tokens = staging.upload(having, firsts[having] + np.int32(position))
-            logits = self._model.logits(self._ops.embedding(tokens, hidden))
+        for position, having, logits in self._logits(firsts, max_new, hidden, staging):
+            (chosen,) = staging.upload(having)
             sampled = self._drafts.open_position(spans, chosen, position, inputs)
             masks = [
                 (place, plan.token_masks[row, position])
@@ -114,6 +112,26 @@ class DraftedSteps:
                 logprobs.append(PositionLogprobs(spans=having, logprobs=download_logprobs(found, staging)))
         self._drafts.finish(spans, inputs)
         return spans, logprobs
+
+    def _logits(
+        self, firsts: HostArray, max_new: HostArray, hidden: Array, staging: StagingBuffer
+    ) -> Iterator[tuple[int, HostArray, Array]]:
+        """For each sampled position the spans that have it, and their logits, whose head is read once for many rows."""
+        position, most = 0, int(max_new.max())
+        while position < most:
+            of_positions = [np.flatnonzero(max_new > position).astype(np.int32)]
+            while position + len(of_positions) < most:
+                later = np.flatnonzero(max_new > position + len(of_positions)).astype(np.int32)
+                if sum(map(len, of_positions)) + len(later) > self._most_logits:
+                    break
+                of_positions.append(later)
+            places = [firsts[having] + np.int32(position + i) for i, having in enumerate(of_positions)]
+            (tokens,) = staging.upload(np.concatenate(places))
+            logits = self._model.logits(self._ops.embedding(tokens, hidden))
+            begin = 0
+            for having in of_positions:
+                yield position, having, logits[begin : begin + len(having)]
+                begin, position = begin + len(having), position + 1
 
     def _finish(
         self,

@@ -10,6 +10,7 @@ from openinfer_engine.cuda.memory_budget import slot_sizes
 from openinfer_engine.cuda.step_buckets import TOKEN_BUCKETS, bucket_of
 from openinfer_engine.lora.adapter_rows import AdapterRows
 from openinfer_engine.model import KvLayers, Model
+from openinfer_engine.worker.step_observer import StepObserver
 from openinfer_kernels import Array, HostArray
 from openinfer_kernels.cuda.common.pinned import StagingBuffer
 from openinfer_kernels.cuda.sampling.step_inputs import BatchMemory, MixedInputs, mixed_record
@@ -42,10 +43,12 @@ class MixedForward:
         limits: WorkerLimits,
         memory: BatchMemory,
         adapters: AdapterRows,
+        observer: StepObserver | None = None,
     ) -> None:
         self.captured: dict[int, CapturedMixed] = {}
         self.adapted: dict[int, CapturedMixed] = {}
         self._adapters = adapters
+        self._observer = observer
         self.model = model
         self._kv_cache = kv_cache
         self._slots = slots
@@ -84,8 +87,11 @@ class MixedForward:
         return None if bucket is None else self.captured.get(bucket)
 
     def hidden_of(self, inputs: MixedInputs) -> Array:
-        """`[T, h]` hidden states of a mixed batch, launched operator by operator."""
+        """`[T, h]` hidden states of a mixed batch, which a drafter is shown; launched operator by operator."""
         self._slots.prepare_mixed(inputs)
+        if self._observer is not None:
+            slots = inputs.record[: len(inputs.batch.context_lens)]
+            return self._observer.forward(slots, inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
         return self.model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
 
     def run(

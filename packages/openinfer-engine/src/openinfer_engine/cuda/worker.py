@@ -18,6 +18,7 @@ from openinfer_core import Refused
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, NoModel, WorkerLimits
+from openinfer_engine.cuda.draft_memory import CudaDraftMemory
 from openinfer_engine.cuda.drafted import DraftedSteps, nothing_sampled
 from openinfer_engine.cuda.drafted_sampling import DraftedSamplingState
 from openinfer_engine.cuda.drafted_states import DraftedStates
@@ -30,6 +31,7 @@ from openinfer_engine.cuda.sampling_state import CudaSamplingState, UnscoredRow
 from openinfer_engine.cuda.step_buckets import ROW_BUCKETS, bucket_of, row_buckets, token_buckets
 from openinfer_engine.cuda.times import StepTimes
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.drafters.contract import DrafterRequirements
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.lora.adapter_rows import AdapterRows
 from openinfer_engine.lora.rank_adapters import RankAdapters
@@ -40,6 +42,7 @@ from openinfer_engine.worker.logprobs import HostLogprobs
 from openinfer_engine.worker.paged_tensors import KvPool
 from openinfer_engine.worker.runner import PendingStep
 from openinfer_engine.worker.state_slots import StateSlots
+from openinfer_engine.worker.step_observer import StepObserver
 from openinfer_kernels import Array, HostArray, Logprobs, OutOfDeviceMemoryError
 from openinfer_kernels.cuda.common.block_copies import DevicePool
 from openinfer_kernels.cuda.common.graphs import Fence, Stream
@@ -88,6 +91,7 @@ class CudaWorker:
         drafter: SharedDrafter | None = None,
         sleeping_memory: MappedMemory | None = None,
         adapters: RankAdapters | None = None,
+        first_span_block: int = 0,
         tracer: Tracer | None = None,
     ) -> None:
         self._adapter_rows = AdapterRows(adapters, max_num_seqs=limits.max_num_seqs)
@@ -124,6 +128,7 @@ class CudaWorker:
             limits=limits,
             memory=memory,
             adapters=self._adapter_rows,
+            observer=StepObserver(model, drafter) if drafter is not None and drafter.observes else None,
         )
         self._drafted: DraftedSteps | None = None
         if drafter is not None and drafted_slots is not None:
@@ -138,7 +143,20 @@ class CudaWorker:
                 states=self._drafted_states(states),
                 score_prompts=self._score_prompts,
             )
+            if drafter.observes:
+                drafter.attach(self._draft_memory(drafter.requirements, first_span_block))
         self._staging = StagingRing(ops.device, _STAGING_BUFFERS)
+
+    def _draft_memory(self, asked: DrafterRequirements, first_span_block: int) -> CudaDraftMemory:
+        return CudaDraftMemory(
+            self._kv_pool,
+            self._slots.state,
+            asked,
+            states={} if self._states is None else self._states.tensors,
+            first_span_block=first_span_block,
+            block_tokens=self._limits.block_size_tokens,
+            max_model_tokens=self._limits.max_model_tokens,
+        )
 
     def _drafted_states(self, states: StateSlots | None) -> DraftedStates | None:
         if states is None:

@@ -57,6 +57,13 @@ class DrafterRequirements:
     """Layers, ascending, whose input it wants to see: the residual stream before layer `i`."""
     span_tokens: int = 1
     """Positions that one call of `draft` adds KV for at most."""
+    is_queued: bool = False
+    """Whether `observe` and `draft` do no more than to call operators, and read nothing on the host: what a GPU asks
+    for, where `observe` is captured once for each number of tokens, with rows that are padding, and then replayed."""
+    bytes_per_token: int = 0
+    """Memory that `observe` works in for each token of a step, at most, next to what is kept."""
+    bytes_per_row: int = 0
+    """Memory that `draft` works in for each of `DraftMemory.max_rows` rows, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +77,9 @@ class ObservedStep:
     taps: tuple[Array, ...]
     """Of each tap `[T, h]`, the residual stream before that layer, in the compute dtype."""
     slots: Array
-    """`[R]` int32 sequence slot of each row."""
-    last_tokens: Array
-    """`[R]` int32 index of each row's last token among the T."""
+    """`[R]` int32 sequence slot of each row; -1 for a row that is padding, and has no tokens."""
     batch: AttentionBatch
-    """Where the tokens stand; its block tables have the drafter's KV, too."""
+    """Where the tokens stand; its block tables have the drafter's KV, too. Tokens after the last row's are padding."""
 
 
 class DraftSpan(Protocol):

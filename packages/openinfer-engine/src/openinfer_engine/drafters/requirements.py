@@ -100,10 +100,11 @@ class AskedDrafter:
     def check(self, layout: KvLayout) -> None:
         """Raises `Refused` for what no worker hands over yet, and `InvalidCheckpoint` for tensors that do not fit."""
         asked = self.requirements(layout.num_ranks)
-        if self.options.device is not DeviceKind.CPU and (asked.paged or asked.slots or asked.taps):
+        if self.options.device is not DeviceKind.CPU and not asked.is_queued:
             raise Refused(
-                f"drafter {self.name}: it reads the hidden states of prompts and keeps KV of its own, which steps on "
-                f"the device {self.options.device} do not hand over yet; start with --device cpu, or --speculative off"
+                f"drafter {self.name}: it reads the hidden states of prompts and keeps KV of its own on the host's "
+                f"schedule, which steps on the device {self.options.device} do not wait for (`is_queued`); start with "
+                "--device cpu, or --speculative off"
             )
         if asked.paged and layout.num_tables > 1:
             raise Refused(

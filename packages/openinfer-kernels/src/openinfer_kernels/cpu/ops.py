@@ -42,6 +42,14 @@ from openinfer_kernels.cpu.norm.rms_norm import (
     rms_norm,
     zero_centred_rms_norm,
 )
+from openinfer_kernels.cpu.sampling.drafting import (
+    draft_ids,
+    hidden_before,
+    join_columns,
+    keep_hidden,
+    put_ids,
+    settle_hidden,
+)
 from openinfer_kernels.cpu.sampling.logprobs import logprobs
 from openinfer_kernels.cpu.sampling.ngram import ngram_drafts
 from openinfer_kernels.cpu.sampling.sampling import sample
@@ -110,6 +118,12 @@ class CpuOps:
     sample = staticmethod(sample)
     logprobs = staticmethod(logprobs)
     ngram_drafts = staticmethod(ngram_drafts)
+    hidden_before = staticmethod(hidden_before)
+    keep_hidden = staticmethod(keep_hidden)
+    settle_hidden = staticmethod(settle_hidden)
+    join_columns = staticmethod(join_columns)
+    draft_ids = staticmethod(draft_ids)
+    put_ids = staticmethod(put_ids)
 
     def quantise_head(self, *parts: WeightPart) -> QuantisedWeight | None:
         """It stays as it is; `LowBitCpuOps` quantises it."""

@@ -44,6 +44,7 @@ from openinfer_kernels.cuda.moe.routing import Router
 from openinfer_kernels.cuda.norm.gated_norm import GatedNorm
 from openinfer_kernels.cuda.norm.hyper_connections import HyperConnections
 from openinfer_kernels.cuda.norm.rms_norm import Norm
+from openinfer_kernels.cuda.sampling.drafting import Drafting
 from openinfer_kernels.cuda.sampling.logprobs import LogprobsKernels
 from openinfer_kernels.cuda.sampling.ngram import NgramDrafts
 from openinfer_kernels.cuda.sampling.sampling import Sampling
@@ -250,6 +251,10 @@ class CudaOps:
     def _ngram(self) -> NgramDrafts:
         return NgramDrafts(self.device)
 
+    @cached_property
+    def _drafting(self) -> Drafting:
+        return Drafting(self.device, self._memory, self._sampling)
+
     upload = served_by(_memory, Memory.upload)
     upload_weight = served_by(_memory, Memory.upload_weight)
     upload_float32 = served_by(_memory, Memory.upload_float32)
@@ -315,6 +320,12 @@ class CudaOps:
     sample = served_by(_sampling, Sampling.sample)
     logprobs = served_by(_logprobs, LogprobsKernels.logprobs)
     ngram_drafts = served_by(_ngram, NgramDrafts.ngram_drafts)
+    hidden_before = served_by(_drafting, Drafting.hidden_before)
+    keep_hidden = served_by(_drafting, Drafting.keep_hidden)
+    settle_hidden = served_by(_drafting, Drafting.settle_hidden)
+    join_columns = served_by(_drafting, Drafting.join_columns)
+    draft_ids = served_by(_drafting, Drafting.draft_ids)
+    put_ids = served_by(_drafting, Drafting.put_ids)
 
 
 _OF_EVERY_MODEL = (

@@ -19,13 +19,13 @@ from openinfer_kernels.ops.attention import AttentionOps
 from openinfer_kernels.ops.batch import AttentionBatch
 from openinfer_kernels.ops.cache import CacheFormat, PagedCache
 from openinfer_kernels.ops.dense import DenseOps
+from openinfer_kernels.ops.drafting import DraftingOps, HiddenMemory, NgramHistory, NgramMatch, NgramOps, NgramRule
 from openinfer_kernels.ops.experts import ExpertChoice, ExpertOps, GroupScore, Routing, RoutingOps, Scoring
 from openinfer_kernels.ops.hyper_connections import HyperConnectionOps, HyperMix, HyperWeights
 from openinfer_kernels.ops.latent_attention import LatentAttentionOps
 from openinfer_kernels.ops.linear_attention import LinearAttentionOps
 from openinfer_kernels.ops.lora import LoraOps
 from openinfer_kernels.ops.memory import MemoryOps
-from openinfer_kernels.ops.drafting import NgramHistory, NgramMatch, NgramOps, NgramRule
 from openinfer_kernels.ops.norms import NormOps
 from openinfer_kernels.ops.quantised import LinearWeight, QuantisedWeight
 from openinfer_kernels.ops.sampling import Bias, Logprobs, Penalties, SamplingBatch, SamplingOps, TokenMask
@@ -39,9 +39,11 @@ __all__ = [
     "CacheFormat",
     "CompressedEntries",
     "DenseOps",
+    "DraftingOps",
     "ExpertChoice",
     "ExpertOps",
     "GroupScore",
+    "HiddenMemory",
     "HostArray",
     "HyperConnectionOps",
     "HyperMix",
@@ -85,6 +87,7 @@ class Ops(
     ExpertOps,
     SamplingOps,
     NgramOps,
+    DraftingOps,
     Protocol,
 ):
     """The operators of one device. Inputs are checked by the caller once per shape, not per call.

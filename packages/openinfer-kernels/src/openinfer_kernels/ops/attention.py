@@ -95,8 +95,8 @@ class AttentionOps(Protocol):
             sinks: `[H]` float32, a logit per head that has no value, neither scaled nor capped: "attention sinks" of
                 OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.
             first_key: positions before it are seen by no token, and what a cache holds there may be anything: drafters
-                whose first key belongs to the second token. Not together with a window, and 0 on a GPU, whose kernels
-                do not serve it. A token before it gets any result.
+                whose first key belongs to the second token. Not together with a window; on a GPU for rows of one token,
+                and heads of 64 dimensions or more in a cache in the compute dtype. A token before it gets any result.
 
         Returns:
             `[T, H * D]`.

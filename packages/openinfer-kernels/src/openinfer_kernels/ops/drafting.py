@@ -1,10 +1,16 @@
-"""Drafts that are looked up: what followed the last tokens of a sequence where they stood before."""
+"""What drafters ask of a device.
+
+Drafts that are looked up: what followed the last tokens of a sequence where they stood before. And hidden states of a
+model, which drafters that are models go on from.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from openinfer_kernels.ops.arrays import Array
+from openinfer_kernels.ops.batch import AttentionBatch
+from openinfer_kernels.ops.cache import PagedCache
 
 LONGEST_NGRAM = 63
 """Bound of `NgramRule.n_max` and `reference_n_max`."""
@@ -75,5 +81,82 @@ class NgramOps(Protocol):
 
         Returns:
             `[R, k]` int32, -1 from each row's first that is none.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenMemory:
+    """Hidden states that a drafter keeps of the sequence in each of `S` slots, all on the device."""
+
+    last: Array
+    """`[S, h]` before the sequence's next token; rows may lie apart."""
+    tail: Array
+    """`[S, n, h]` of the last n tokens of the row that was shown last, from its end."""
+    ends: Array
+    """`[S]` int32 position of that row's last token."""
+    begun: Array
+    """`[S]` int32, 1 where a sequence began and no row of it was shown yet."""
+    boundary: PagedCache | None = None
+    """The first of the layers of a block that hold the hidden state of its last token, in the first numbers of theirs:
+    a cached prefix has it. None: it comes with the recurrent states that `last` is one of."""
+    boundary_layers: int = 0
+
+
+class DraftingOps(Protocol):
+    """What drafters that read hidden states have in common. A pair of the hidden state at `p - 1` and the token at `p`
+    stands at position `p`: a row's first pair needs the hidden state of the step before, and a row with refused drafts
+    goes on from that of its last accepted token. Rows with slot -1 and tokens after the last row's are padding.
+    """
+
+    def hidden_before(self, hidden: Array, memory: HiddenMemory, slots: Array, batch: AttentionBatch) -> Array:
+        """`[T, h]`: the hidden state before each token of a step, whose own are `hidden [T, h]`.
+
+        Zeros before position 0 and for padding. Rows whose sequence has begun take what the block before them has, if
+        they begin with a block, else zeros: then drafts are a little worse there.
+
+        Args:
+            hidden: of the step.
+            memory: `last` and `begun` are changed, in the rows of `slots`.
+            slots: `[R]` int32.
+            batch: of the step; blocks have `block_tokens` tokens.
+        """
+        ...
+
+    def keep_hidden(self, hidden: Array, memory: HiddenMemory, slots: Array, batch: AttentionBatch) -> None:
+        """After a step, whose hidden states are `hidden [T, h]`: changes `last`, `tail`, `ends`, and boundaries."""
+        ...
+
+    def settle_hidden(
+        self, memory: HiddenMemory, slots: Array, lengths: Array, *, hidden: Array | None = None
+    ) -> Array:
+        """`[n, h]` before the last known token of sequences, which are then the `last` that they go on from.
+
+        Args:
+            memory: `last` is changed.
+            slots: `[n]` int32, each at most once.
+            lengths: `[n]` int32 known tokens, the last one included: the row shown last ended at most n positions later.
+            hidden: what they are, where the caller knows it.
+        """
+        ...
+
+    def join_columns(self, *parts: Array) -> Array:
+        """`[T, sum of widths]` in the compute dtype: matrices of float32 or the compute dtype next to each other."""
+        ...
+
+    def put_ids(self, ids: Array, matrix: Array, column: int) -> None:
+        """Writes token `ids [n]` int32 into a column of `matrix [n, k]` int32."""
+        ...
+
+    def draft_ids(self, logits: Array, drafts: Array, column: int, *, token_ids: Array | None = None) -> Array:
+        """`[n]` int32, the likeliest of each row of `logits [n, V]`, which `drafts [n, k]` has in a column, too.
+
+        Of a row with numbers that are not finite it is some id.
+
+        Args:
+            logits: float32.
+            drafts: int32, of contiguous rows; changed.
+            column: of it.
+            token_ids: `[V]` int32, what the ids of the logits are in the model's vocabulary; None: the same.
         """
         ...

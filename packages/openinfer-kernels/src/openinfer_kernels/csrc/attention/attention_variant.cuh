@@ -1,4 +1,4 @@
-// What a model may change about the scores of attention: a window, a soft cap, sinks. Kernels are templates of one of
+// What a model may change about the scores of attention: a window, a first key, a soft cap, sinks. Kernels are templates of one of
 // the two below; with `Plain` they compile to what they would be without it.
 //
 //     s = scale q . k,  with a cap c  s = c tanh(s / c);  a key is seen where  position - window < key <= position
@@ -33,10 +33,14 @@ struct Variant {
 
   const float* sinks;  // [H] logits; null: none
   int window;          // keys that a query sees, its own among them; the largest integer: all
+  int first_key;       // keys before it are seen by no query after them; not of Hopper's kernel for prompts
   float cap;           // of scores, times log2(e); 0: none
   float slope;         // of products: 2 log2(e) scale / cap; where there is a cap, the arguments' scale is 1
 
-  __device__ __forceinline__ int first_seen(int position) const { return max(0, position - window + 1); }
+  // A query before the first key sees its own.
+  __device__ __forceinline__ int first_seen(int position) const {
+    return max(max(0, min(first_key, position)), position - window + 1);
+  }
 
   // c tanh(x / c) = c - 2 c / (1 + exp(2 x / c)), from products to scores. Its error is absolute, below 2^-20 of the
   // cap. `tanh.approx` is off by 2^-11 of a score, which moves a weight of a far score by more than its rounding to

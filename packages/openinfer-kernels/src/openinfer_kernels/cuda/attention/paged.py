@@ -64,10 +64,11 @@ class Attention:
     ) -> Array:
         """H / K is at most 16, `scale` positive; a row without context, padding of captured steps, gets no result."""
         _check(q, cache, batch)
-        _refuse_first_key(first_key)
+        _refuse_first_key(first_key, cache, batch)
         num_tokens, num_rows, most = q.shape[0], len(batch.context_lens), batch.max_query_tokens
         out = cupy.empty((num_tokens, q.shape[1] * q.shape[2]), bfloat16)
-        variant = variant_of(num_heads=q.shape[1], scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+        changes = {"window": window, "soft_cap": soft_cap, "sinks": sinks, "first_key": first_key}
+        variant = variant_of(num_heads=q.shape[1], scale=scale, **changes)
         if cache.format is CacheFormat.FP8:
             _refuse_variant(variant)
             kernels = self._of_fp8
@@ -116,6 +117,10 @@ class OneKernelAttention(Attention):
         return _OneKernel(self._device, for_variants=True)
 
     @cached_property
+    def _of_drafters(self) -> Attention:
+        return Attention(self._device)
+
+    @cached_property
     def _one_of_fp8(self) -> _OneKernel:
         return _OneKernel(self._device, for_fp8=True)
 
@@ -131,8 +136,10 @@ class OneKernelAttention(Attention):
         sinks: Array | None = None,
         first_key: int = 0,
     ) -> Array:
+        if first_key:  # of drafters, which change no token
+            changes = {"window": window, "soft_cap": soft_cap, "sinks": sinks, "first_key": first_key}
+            return self._of_drafters.paged_attention(q, cache, batch=batch, scale=scale, **changes)
         _check(q, cache, batch)
-        _refuse_first_key(first_key)
         out = cupy.empty((q.shape[0], q.shape[1] * q.shape[2]), bfloat16)
         variant = variant_of(num_heads=q.shape[1], scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
         if cache.format is CacheFormat.FP8:
@@ -152,9 +159,12 @@ def _refuse_variant(variant: Variant | None) -> None:
         )
 
 
-def _refuse_first_key(first_key: int) -> None:
-    if first_key:
-        raise ArrayMismatchError(f"attention from key {first_key} on has no kernel for GPUs: first_key must be 0")
+def _refuse_first_key(first_key: int, cache: PagedCache, batch: AttentionBatch) -> None:
+    if first_key and batch.max_query_tokens > 1 and cache.data.shape[5] >= _SMALLEST_OF_ALL_KERNELS:
+        raise ArrayMismatchError(
+            f"attention from key {first_key} on has a kernel for rows of one token alone, and these have up to "
+            f"{batch.max_query_tokens}"
+        )
 
 
 def _check(q: Array, cache: PagedCache, batch: AttentionBatch) -> None:

@@ -1,4 +1,5 @@
-"""What a model changes about the scores of attention, as the kernels for it are told: a window, a soft cap, sinks."""
+"""What a model changes about the scores of attention, as the kernels for it are told: a window, a first key, a soft cap,
+sinks."""
 
 import ctypes
 import math
@@ -21,6 +22,7 @@ class Variant(ctypes.Structure):
     _fields_ = (
         ("sinks", ctypes.c_void_p),
         ("window", ctypes.c_int),
+        ("first_key", ctypes.c_int),
         ("cap", ctypes.c_float),
         ("slope", ctypes.c_float),
     )
@@ -32,17 +34,25 @@ def stem_of_variants(stem: str) -> str:
 
 
 def variant_of(
-    *, num_heads: int, scale: float, window: int | None, soft_cap: float | None, sinks: Array | None
+    *,
+    num_heads: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Array | None,
+    first_key: int = 0,
 ) -> Variant | None:
     """None where nothing is changed: the kernels without a variant serve that.
 
     Raises:
-        ArrayMismatchError: a window without keys, a cap that is not above 0, sinks that are not one of each head.
+        ArrayMismatchError: a window without keys or with a first key, a cap that is not above 0, sinks that are not one of each head.
     """
-    if window is None and soft_cap is None and sinks is None:
+    if window is None and soft_cap is None and sinks is None and not first_key:
         return None
     if window is not None and window < 1:
         raise ArrayMismatchError(f"a window of {window} keys is not possible: at least 1, a token's own")
+    if first_key < 0 or (first_key and window is not None):
+        raise ArrayMismatchError(f"first_key {first_key} with a window of {window}: at least 0, and 0 with a window")
     if soft_cap is not None and not (0 < soft_cap < math.inf):
         raise ArrayMismatchError(f"a soft cap of {soft_cap} is not possible: a finite number above 0")
     if sinks is not None:
@@ -52,6 +62,7 @@ def variant_of(
     return Variant(
         None if sinks is None else address(sinks),
         _ALL_KEYS if window is None else min(window, _ALL_KEYS),
+        first_key,
         0.0 if soft_cap is None else soft_cap * LOG2_E,
         0.0 if soft_cap is None else 2 * LOG2_E * scale / soft_cap,
     )

@@ -171,6 +171,13 @@ class Memory:
         blocks = min(_PLACING_BLOCKS, -(-vectors // _THREADS))
         kernel((blocks, 1, 1), (_THREADS, 1, 1), arguments)
 
+    def rounded(self, values: Array) -> Array:
+        """A copy of float32 in BF16."""
+        out = cupy.empty(values.shape, bfloat16)
+        if values.size:
+            self._convert(values, out)
+        return out
+
     def _require_readable(self, part: WeightPart) -> None:
         if not isinstance(part, RandomWeight) and part.dtype != np.uint16 and part.dtype not in self._conversions:
             raise WeightDtypeError(

@@ -47,6 +47,7 @@ class SlotState:
             "keep_sampled",
         )
         self._kernels = {name: device.kernel("steps", f"steps_{name}") for name in names}
+        self.device = device
         self._sizes = sizes
         slots = sizes.max_num_seqs
         self._tables = cupy.zeros((sizes.num_tables, slots, sizes.max_blocks), np.int32)
@@ -62,6 +63,11 @@ class SlotState:
         self._seen = cupy.zeros((slots, sizes.num_columns), np.bool_)
         self._penalised_rows = cupy.asarray(np.full(slots, -1, np.int32))
         self._biased_rows = cupy.asarray(np.full(lists, -1, np.int32))
+
+    @property
+    def block_tables(self) -> Array:
+        """`[tables, slots, max_blocks]` int32, not to be written."""
+        return self._tables
 
     # --- what begins ------------------------------------------------------------------------------------
 

@@ -2,14 +2,11 @@
 
 from typing import cast
 
-import numpy as np
-
 from openinfer_core import Refused
-from openinfer_core.scheduling import StepPlan
 from openinfer_engine.drafters.contract import ObservedStep
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.model import KvLayers, Model, TappedModel
-from openinfer_kernels import Array, AttentionBatch, Ops
+from openinfer_kernels import Array, AttentionBatch
 
 
 class StepObserver:
@@ -19,7 +16,7 @@ class StepObserver:
         Refused: the drafter asks for taps, and the model has none.
     """
 
-    def __init__(self, model: Model, drafter: SharedDrafter, *, ops: Ops) -> None:
+    def __init__(self, model: Model, drafter: SharedDrafter) -> None:
         taps = drafter.requirements.taps
         if taps and not isinstance(model, TappedModel):
             raise Refused(
@@ -29,10 +26,9 @@ class StepObserver:
         self._model = model
         self._drafter = drafter
         self._taps = taps
-        self._ops = ops
 
-    def forward(self, plan: StepPlan, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
-        """As `Model.forward`."""
+    def forward(self, slots: Array, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
+        """As `Model.forward`, of rows in the sequence `slots [R]` int32."""
         taps: tuple[Array, ...] = ()
         if self._taps:
             model = cast("TappedModel", self._model)
@@ -43,8 +39,7 @@ class StepObserver:
             token_ids=token_ids,
             hidden=hidden,
             taps=taps,
-            slots=self._ops.upload(plan.slots.astype(np.int32)),
-            last_tokens=self._ops.upload((np.cumsum(plan.counts) - 1).astype(np.int32)),
+            slots=slots,
             batch=batch,
         )
         self._drafter.observe(step)

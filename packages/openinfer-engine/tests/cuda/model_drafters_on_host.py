@@ -1,0 +1,232 @@
+"""`CudaWorker` with drafters that are models, in host memory: the script that `test_model_drafters.py` runs for one.
+
+What the drafter drafts of each length of each request is held against what the worker of the CPU has it draft; then the
+drafts are replaced by scripted ones, so that rows have any number of accepted drafts.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import drafted_worker_on_host as on_host
+import emulated_cuda
+import numpy as np
+
+# ruff: noqa: E402 - CuPy's stand-in first
+from openinfer_core import find_plugin
+from openinfer_core.scheduling import SlotStart
+from openinfer_engine import EngineOptions, SoloCommunicator
+from openinfer_engine.cpu.worker import CpuWorker, make_states
+from openinfer_engine.cuda.worker import CudaWorker
+from openinfer_engine.drafters.requirements import AskedDrafter, ask_drafter
+from openinfer_engine.drafting import DrafterContext, DrafterFaults, SharedDrafter
+from openinfer_engine.options import LoadFormat
+from openinfer_engine.testing.drafters import DraftKind, ScriptedDrafter
+from openinfer_engine.testing.drafts import drafted_requests
+from openinfer_engine.weights.dummy import DummyWeights
+from openinfer_engine.worker.paged_tensors import make_pool
+from openinfer_engine.worker.runner import ThreadRunner
+from openinfer_engine.worker.state_slots import padded_slot_bytes
+from openinfer_kernels import Array
+from openinfer_kernels.cpu import BatchInvariantCpuOps
+from openinfer_kernels.cuda.common import graphs
+from openinfer_kv_cache import KvDtype, KvLayout
+
+MAX_DRAFTS = 3
+FAMILIES = {"eagle3": "qwen3", "dflash": "qwen3", "mtp": "qwen3_5"}
+_LAYER = {name: on_host.CONFIGS["qwen3"][name] for name in ("hidden_size", "intermediate_size", "vocab_size", "head_dim")}
+FOLDERS: dict[str, dict[str, Any]] = {
+    "eagle3": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": 60,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    },
+    "dflash": {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": 8,
+        "num_hidden_layers": 2,
+        "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 90},
+    },
+}
+
+
+@dataclass
+class Record:
+    """(request, known tokens) -> what the drafter drafted."""
+
+    drafts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+
+class Recorded(ScriptedDrafter):
+    """Hands out scripted drafts, and notes those of a drafter."""
+
+    def __init__(self, inner: Any, record: Record, outputs: Mapping[int, Sequence[int]], context: DrafterContext) -> None:
+        super().__init__(DraftKind.RANDOM, outputs, context)
+        self._inner, self._record = inner, record
+
+    def attach(self, memory: Any) -> None:
+        self._inner.attach(memory)
+
+    def observe(self, step: Any) -> None:
+        self._inner.observe(step)
+
+    def start(self, starts: Sequence[SlotStart]) -> None:
+        super().start(starts)
+        self._inner.start(starts)
+
+    def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array:
+        found = np.asarray(self._inner.draft(slots, last_ids, hidden, lengths))
+        for slot, length, drafts in zip(slots.tolist(), lengths.tolist(), found.tolist(), strict=True):
+            self._record.drafts[int(self._requests[slot].request_id), length] = drafts
+        return super().draft(slots, last_ids, hidden, lengths)
+
+
+class TappedModel(on_host.PaddedModel):
+    """Padded rows for taps, too."""
+
+    def forward_tapped(self, token_ids: Array, *, batch: Any, kv_cache: Any, taps: Sequence[int]) -> Any:
+        found: list[Any] = []
+        count = 0
+
+        class Inner:
+            def forward(_, ids: Array, **given: Any) -> Array:  # noqa: N805 - of a model inside a model
+                nonlocal count
+                count = len(ids)
+                hidden, tapped = self._model.forward_tapped(ids, taps=taps, **given)
+                found.extend(tapped)
+                return hidden
+
+        outer = on_host.PaddedModel(Inner())
+        hidden = outer.forward(token_ids, batch=batch, kv_cache=kv_cache)
+        padded = [np.full(hidden.shape, np.nan, np.float32) if found else np.zeros_like(hidden) for _ in taps]
+        for whole, part in zip(padded, found, strict=False):
+            whole[:count] = part
+        return hidden, tuple(map(emulated_cuda.array, padded))
+
+
+class DrafterBench(on_host.Bench):
+    """One drafter, on one rank."""
+
+    def __init__(self, name: str, kernels: emulated_cuda.Kernels, folder: Path) -> None:
+        super().__init__(FAMILIES[name], 1, kernels)
+        self.name, self.folder = name, folder
+        if name in FOLDERS:
+            common = on_host.CONFIGS["qwen3"]
+            (folder / "config.json").write_text(json.dumps({**common, "num_hidden_layers": 1, **FOLDERS[name]}))
+
+    def asked(self) -> AskedDrafter:
+        asked = ask_drafter(
+            find_plugin("openinfer.drafters", self.name).load(),
+            name=self.name,
+            drafter_dir=self.folder if self.name in FOLDERS else None,
+            definition=self.definition,
+            model_config=self.config,
+            model_dir=self.folder,
+            options=EngineOptions(load_format=LoadFormat.DUMMY, block_size_tokens=on_host.BLOCK),
+            max_drafts=MAX_DRAFTS,
+            kv_dtype=KvDtype.FLOAT32,
+            state_dtype=KvDtype.FLOAT32,
+        )
+        assert asked is not None
+        return asked
+
+    def worker(self, *, cuda: bool, capture: bool, outputs: Mapping[int, Sequence[int]], record: Record) -> ThreadRunner:
+        asked, solo = self.asked(), SoloCommunicator()
+        needed = asked.requirements(1)
+        model, _, limits = self.model(solo)
+        spec = self.definition.kv_spec(
+            self.config,
+            model_tag="test",
+            kv_dtype=KvDtype.FLOAT32,
+            state_dtype=KvDtype.FLOAT32,
+            num_ranks=1,
+            rank_index=0,
+        )
+        spec = replace_groups(spec, needed)
+        layout = KvLayout.from_spec(spec, block_size_tokens=on_host.BLOCK)
+        limits = replace(limits, slot_bytes=padded_slot_bytes(layout, in_blocks=False) if layout.slot_bytes else 0)
+        ops = emulated_cuda.emulated_ops(BatchInvariantCpuOps(), self.kernels) if cuda else BatchInvariantCpuOps()
+        context = DrafterContext(
+            model_dir=self.folder,
+            config={},
+            model=model,
+            ops=ops,
+            communicator=solo,
+            max_num_seqs=on_host.NUM_SLOTS,
+            max_model_tokens=on_host.MAX_MODEL_TOKENS,
+            num_token_ids=on_host.NUM_TOKEN_IDS,
+            max_drafts=MAX_DRAFTS,
+            model_config=self.config,
+            drafter_dir=asked.drafter_dir,
+            requirements=needed,
+            weights=DummyWeights(needed.tensors, rank=0, size=1),
+        )
+        inner = asked.factory(context)
+        shared = SharedDrafter(
+            Recorded(inner, record, outputs, replace(context, max_drafts=inner.max_drafts)),
+            name=self.name,
+            communicator=solo,
+            num_token_ids=on_host.NUM_TOKEN_IDS,
+            faults=(faults := DrafterFaults()),
+            requirements=needed,
+        )
+        self.faults = faults
+        pool = make_pool(layout, num_blocks=on_host.NUM_BLOCKS + asked.span_blocks(1), ops=ops)
+        given: dict[str, Any] = {
+            "kv_pool": pool,
+            "ops": ops,
+            "communicator": solo,
+            "limits": limits,
+            "states": make_states(layout, limits, ops=ops),
+            "drafter": shared,
+            "first_span_block": on_host.NUM_BLOCKS,
+        }
+        if not cuda:
+            return ThreadRunner([CpuWorker(model, **given)])
+        worker = CudaWorker(TappedModel(model) if needed.taps else on_host.PaddedModel(model), **given)
+        if capture:
+            worker.warm_up(capture=True, mark=lambda _: None)
+        return ThreadRunner([worker])
+
+
+def replace_groups(spec: Any, needed: Any) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(
+        spec, paged=(*spec.paged, *needed.paged), slots=(*spec.slots, *needed.slots)
+    )
+
+
+def check(bench: DrafterBench) -> None:
+    requests = drafted_requests(on_host.NUM_TOKEN_IDS, count=10)
+    plain, _ = on_host.serve(bench.cpu(), requests, seed=1)
+    outputs = {request_id: answer.token_ids for request_id, answer in plain.items()}
+    drafts = on_host.Drafts(DraftKind.RANDOM, MAX_DRAFTS, outputs)
+    records: list[Record] = []
+    for cuda, capture in ((False, False), (True, False), (True, True)):
+        records.append(record := Record())
+        runner = bench.worker(cuda=cuda, capture=capture, outputs=outputs, record=record)
+        found, steps = on_host.serve(runner, requests, seed=5, drafts=drafts)
+        assert bench.faults.count == 0
+        assert steps.num_accepted > 20, steps.num_accepted
+        assert steps.num_preemptions > 0
+        for request_id, answer in plain.items():
+            assert found[request_id] == answer, f"request {request_id}, {cuda}, {capture}"
+    right = records[0].drafts
+    assert len(right) > 50, len(right)
+    assert len({tuple(each) for each in right.values()}) > 10, "the drafter drafts the same whatever it is told"
+    for record in records[1:]:
+        assert record.drafts.keys() == right.keys()
+        differing = [key for key, drafts in record.drafts.items() if drafts != right[key]]
+        assert not differing, f"{len(differing)} of {len(right)}: {differing[:5]}"
+
+
+if __name__ == "__main__":
+    graphs.Stream.capture = emulated_cuda.capture
+    with tempfile.TemporaryDirectory() as made:
+        check(DrafterBench(sys.argv[1], emulated_cuda.Kernels(Path(made)), Path(made)))
+    sys.stdout.write("equal\n")
