@@ -306,7 +306,7 @@ def test_weights_replaced_while_it_drafts_are_drafted_for_anew(folder: Path, tmp
     save_file(scaled, new / "model.safetensors")
     requests = random_requests(4, vocab_size=257, max_prompt_tokens=40)
     sizes: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 4, "batch_invariant": True}
-    named = {"speculative": f"eagle3,model={folder}", "weights_root": str(tmp_path)}
+    named = {"speculative": f"eagle3,adaptive=false,model={folder}", "weights_root": str(tmp_path)}
     loop = build_loop(resolve(Qwen3Definition(), MODEL, EngineOptions(**sizes, **named)))
     fresh = build_loop(resolve(Qwen3Definition(), new, EngineOptions(**sizes)))
     try:

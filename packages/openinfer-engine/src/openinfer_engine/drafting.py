@@ -112,7 +112,8 @@ DrafterFactory: TypeAlias = Callable[[DrafterContext], Drafter]
 """A plug-in of the group `openinfer.drafters`; called on every rank, after the model was loaded.
 
 It may have attributes: `options`, the names of its own options (without it, it has none); `takes_predictions`, whether
-it drafts from `GenerateRequest.prediction_token_ids`; and `suits(config)`, which is called with the model's
+it drafts from `GenerateRequest.prediction_token_ids`; `bytes_per_sequence(max_model_tokens, max_drafts)`, the memory
+that it keeps for each sequence slot, for the ledger; and `suits(config)`, which is called with the model's
 `config.json` and says why `--speculative auto` should take it, or None.
 """
 
@@ -277,6 +278,18 @@ class ChosenDrafter:
     def weights_bytes(self, num_ranks: int, *, itemsize_bytes: int) -> int:
         """Of one rank, at most."""
         return 0 if self.asked is None else self.asked.weights_bytes(num_ranks, itemsize_bytes=itemsize_bytes)
+
+    def work_bytes(self, num_ranks: int, options: EngineOptions, *, max_model_tokens: int) -> int:
+        """What one rank has of memory for it, next to weights and KV, at most; raises `PluginError` as `Plugin.load`."""
+        own = 0 if self.asked is None else self.asked.work_bytes(num_ranks)
+        per_sequence = getattr(self.plugin.load(), "bytes_per_sequence", None)
+        if per_sequence is not None:
+            own += options.max_num_seqs * int(per_sequence(max_model_tokens, self.max_drafts))
+        return own
+
+    def span_bytes(self, num_ranks: int, *, block_bytes: int) -> int:
+        """Of blocks that the pool has for its drafts."""
+        return 0 if self.asked is None else self.asked.span_blocks(num_ranks) * block_bytes
 
     def extended(self, spec: KvSpec) -> KvSpec:
         """A rank's spec with what the drafter keeps."""

@@ -44,6 +44,7 @@ from openinfer_engine.lifecycle.choice import check_sleep
 from openinfer_engine.lora.choice import adapter_bytes, check_adapters
 from openinfer_engine.low_bit import check_low_bit, described_low_bit
 from openinfer_engine.memory_plan import (
+    drafter_bytes_next_to_weights,
     kv_cache_tokens,
     kv_tokens_per_gib,
     num_blocks_of_pool,
@@ -258,8 +259,17 @@ class EnginePlan:
         sizes = {
             "drafter_weights": ranks * self.drafter_bytes,
             "drafter_spans": ranks * self.layouts[0].pool_bytes(num_blocks=self.span_blocks),
+            "drafter_work": ranks * self._drafter_work_bytes,
         }
         return {purpose: num_bytes for purpose, num_bytes in sizes.items() if num_bytes}
+
+    @property
+    def _drafter_work_bytes(self) -> int:
+        if self.drafter is None:
+            return 0
+        limits = self.worker_limits
+        ranks = self.options.tensor_parallel_size
+        return self.drafter.work_bytes(ranks, self.options, max_model_tokens=limits.max_model_tokens)
 
     @property
     def _drafter_kv(self) -> dict[str, str]:
@@ -466,7 +476,12 @@ def resolve(
             sizes,
             options,
             lambda each: num_blocks_of_pool(
-                options, layouts[0], backend, each, weights_bytes=weights_bytes + drafter_bytes
+                options,
+                layouts[0],
+                backend,
+                each,
+                weights_bytes=weights_bytes + drafter_bytes,
+                drafter_bytes=drafter_bytes_next_to_weights(drafter, options, layouts[0], each, ranks=ranks),
             ),
             blocks_for_context=layouts[0].blocks_for_context,
         )

@@ -52,10 +52,17 @@ def most_snapshots(options: EngineOptions, layout: KvLayout, *, ranks: int) -> i
 
 
 def num_blocks_of_pool(
-    options: EngineOptions, layout: KvLayout, backend: Backend, sizes: WorkerLimits, *, weights_bytes: int
+    options: EngineOptions,
+    layout: KvLayout,
+    backend: Backend,
+    sizes: WorkerLimits,
+    *,
+    weights_bytes: int,
+    drafter_bytes: int = 0,
 ) -> int:
     """Blocks of the pool: as asked, or what the budget holds, at most what all slots can use."""
-    num_blocks = _num_blocks(options, layout, backend, sizes, weights_bytes=weights_bytes)
+    taken = {"weights_bytes": weights_bytes, "drafter_bytes": drafter_bytes}
+    num_blocks = _num_blocks(options, layout, backend, sizes, **taken)
     _require_tables(layout, num_blocks)
     return num_blocks
 
@@ -68,8 +75,24 @@ def _require_tables(layout: KvLayout, num_blocks: int) -> None:
         )
 
 
+def drafter_bytes_next_to_weights(
+    drafter: ChosenDrafter | None, options: EngineOptions, layout: KvLayout, sizes: WorkerLimits, *, ranks: int
+) -> int:
+    """What a drafter takes of one rank's memory in addition to weights and the KV of sequences."""
+    if drafter is None:
+        return 0
+    work_bytes = drafter.work_bytes(ranks, options, max_model_tokens=sizes.max_model_tokens)
+    return work_bytes + drafter.span_bytes(ranks, block_bytes=layout.block_bytes)
+
+
 def _num_blocks(
-    options: EngineOptions, layout: KvLayout, backend: Backend, sizes: WorkerLimits, *, weights_bytes: int
+    options: EngineOptions,
+    layout: KvLayout,
+    backend: Backend,
+    sizes: WorkerLimits,
+    *,
+    weights_bytes: int,
+    drafter_bytes: int,
 ) -> int:
     if options.num_blocks is not None:
         return options.num_blocks
@@ -77,7 +100,7 @@ def _num_blocks(
     budget_bytes = options.kv_cache_bytes
     if budget_bytes is None:
         workspaces = backend.workspaces(sizes, max_step_tokens=options.max_step_tokens, num_ranks=ranks)
-        workspace_bytes = sum(workspaces.values()) + states_bytes_of_rank(options, layout, ranks=ranks)
+        workspace_bytes = sum(workspaces.values()) + states_bytes_of_rank(options, layout, ranks=ranks) + drafter_bytes
         budget_bytes = ranks * backend.kv_cache_bytes(weights_bytes=weights_bytes, workspace_bytes=workspace_bytes)
     try:
         fitting = layout.num_blocks_for(budget_bytes // ranks)
@@ -170,6 +193,7 @@ def _ledger(
     def beside(sizes: WorkerLimits) -> RankLedger:
         workspaces = backend.workspaces(sizes, max_step_tokens=options.max_step_tokens, num_ranks=ranks)
         workspace_bytes = sum(workspaces.values()) + states_bytes_of_rank(options, layout, ranks=ranks)
+        workspace_bytes += drafter_bytes_next_to_weights(drafter, options, layout, sizes, ranks=ranks)
         return RankLedger(ranks=ranks, weights_bytes=weights_bytes, workspace_bytes=workspace_bytes)
 
     def pool_of(sizes: WorkerLimits) -> int:

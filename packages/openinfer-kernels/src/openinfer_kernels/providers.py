@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from openinfer_kernels.errors import KernelProviderError
-from openinfer_kernels.ops import MemoryOps, NgramOps, Ops, RoutingOps, SamplingOps
+from openinfer_kernels.ops import DraftingOps, MemoryOps, NgramOps, Ops, RoutingOps, SamplingOps
 from openinfer_kernels.ops.extra import ExtraOperators
 
 Operator: TypeAlias = Callable[..., Any]
 """Has the parameters, result and effects of the method of `Ops` in whose place it stands."""
 
-_NOT_PROVIDABLE = (MemoryOps, NgramOps, RoutingOps, SamplingOps)
+_NOT_PROVIDABLE = (DraftingOps, MemoryOps, NgramOps, RoutingOps, SamplingOps)
 _CPU = "cpu"
 
 
@@ -35,7 +35,7 @@ PROVIDABLE = tuple(name for name in operators_of(Ops) if name not in operators_o
 """The methods of `Ops` that models call, and a provider may serve.
 
 Memory and sampling are not among them: a seeded draw is promised to be the same everywhere. Nor are routers, which
-answer by a choice, and looked up drafts, which no model calls.
+answer by a choice, and what drafters ask for, which is copies and choices.
 """
 
 

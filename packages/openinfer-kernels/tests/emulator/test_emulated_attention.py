@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from openinfer_kernels import PagedCache
+from openinfer_kernels import ArrayMismatchError, PagedCache
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.testing.paged import make_paged_case
 
@@ -104,6 +104,21 @@ def test_random_rows_with_anything_asked(make_attention, on_device, hopper, seed
                 soft_cap=rng.choice((None, 0.7, 50.0)),
                 sinks=rng.random() < 0.5,
             ).check(attention)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_rows_of_one_token_see_nothing_before_the_first_key(make_attention, on_device, hopper, head_dim):
+    rows = [(context, 1) for context in (2, 3, 16, 17, 63, 65, 200)]
+    case = Case(on_device, rows, heads=6, kv_heads=2, head_dim=head_dim, first_key=1)
+    case.cache.data[case.batch.block_tables[1][:, 0], :, :, :, 0] = np.nan
+    case.check(make_attention(hopper=hopper))
+    case.check(make_attention(hopper=hopper, batch_invariant=True))
+
+
+def test_chunks_from_a_first_key_on_are_refused_where_no_kernel_serves_them(make_attention, on_device, hopper):
+    case = Case(on_device, [(40, 3)], heads=2, kv_heads=1, head_dim=64, first_key=1)
+    with pytest.raises(ArrayMismatchError, match="rows of one token alone"):
+        case.check(make_attention(hopper=hopper))
 
 
 def test_batch_invariant_rows_have_the_same_bits_in_any_chunk(make_attention, on_device, hopper):

@@ -352,6 +352,7 @@ class Eagle3Drafter:
             is_queued=True,
             # of a token: taps twice, five vectors of the layer, K and V; of a row: logits, scratch of their sampling
             bytes_per_token=2 * (2 * _TAPS * model.hidden_size + 5 * config.hidden_size + width),
+            bytes_per_sequence=2 * (2 + setting.max_drafts) * config.hidden_size,
             bytes_per_row=8 * config.draft_vocab_size + 64 * config.hidden_size + 8 * config.intermediate_size,
         )
 

@@ -170,6 +170,7 @@ class MtpDrafter:
             span_tokens=setting.max_drafts,
             is_queued=True,
             bytes_per_token=2 * 10 * config.hidden_size,
+            bytes_per_sequence=2 * (1 + setting.max_drafts) * config.hidden_size,
             bytes_per_row=12 * config.vocab_size + 256 * config.hidden_size,
         )
 

@@ -62,6 +62,8 @@ class DrafterRequirements:
     for, where `observe` is captured once for each number of tokens, with rows that are padding, and then replayed."""
     bytes_per_token: int = 0
     """Memory that `observe` works in for each token of a step, at most, next to what is kept."""
+    bytes_per_sequence: int = 0
+    """Memory that it keeps for each sequence slot, next to `paged` and `slots`."""
     bytes_per_row: int = 0
     """Memory that `draft` works in for each of `DraftMemory.max_rows` rows, at most."""
 

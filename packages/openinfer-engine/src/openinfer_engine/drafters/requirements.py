@@ -89,6 +89,15 @@ class AskedDrafter:
         specs = self.requirements(num_ranks).tensors.values()
         return sum(spec_bytes(spec, itemsize_bytes=itemsize_bytes) for spec in specs)
 
+    def work_bytes(self, num_ranks: int) -> int:
+        """What one rank keeps and works in, next to weights and the blocks of the pool, at most."""
+        asked, options = self.requirements(num_ranks), self.options
+        return (
+            options.max_num_seqs * asked.bytes_per_sequence
+            + options.max_step_tokens * asked.bytes_per_token
+            + SPAN_ROWS * asked.bytes_per_row
+        )
+
     def kv_bytes_per_token(self, num_ranks: int) -> int:
         return math.ceil(sum(group.bytes_per_token for group in self.requirements(num_ranks).paged))
 

@@ -26,6 +26,14 @@ PREDICTION_N_MAX = 32
 """A prediction is compared with so many tokens, so that of equal lines the one after the same lines is found."""
 
 
+_ID_BYTES = 4
+
+
+def history_tokens(max_model_tokens: int) -> int:
+    """Ids that a slot has room for: a context, and a prediction after the end of its prompt."""
+    return max_model_tokens + PREDICTION_N_MAX + min(MAX_PREDICTION_TOKENS, max_model_tokens)
+
+
 class NgramDrafter:
     """Implements `Drafter`. Options: n_min, n_max (tokens that match), match (earliest or latest)."""
 
@@ -39,7 +47,7 @@ class NgramDrafter:
         self._rule = read_rule(context.options, max_tokens=context.max_model_tokens)
         # Of a prediction that is longer than any answer, the rest is not looked up.
         self._most_predicted = min(MAX_PREDICTION_TOKENS, context.max_model_tokens)
-        width = context.max_model_tokens + PREDICTION_N_MAX + self._most_predicted
+        width = history_tokens(context.max_model_tokens)
         slots, upload = context.max_num_seqs, context.ops.upload
         self._history = NgramHistory(
             ids=upload(np.full((slots, width), -1, np.int32)),
@@ -47,6 +55,11 @@ class NgramDrafter:
             references=upload(np.zeros(slots, np.int32)),
             drafts=upload(np.full((slots, context.max_drafts), -1, np.int32)),
         )
+
+    @staticmethod
+    def bytes_per_sequence(max_model_tokens: int, max_drafts: int) -> int:
+        """Of the history: ids, two lengths, and the last drafts."""
+        return _ID_BYTES * (history_tokens(max_model_tokens) + 2 + max_drafts)
 
     def start(self, starts: Sequence[SlotStart]) -> None:
         history = self._history
