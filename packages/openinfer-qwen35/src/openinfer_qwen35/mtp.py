@@ -11,9 +11,10 @@ no hidden state before it and so no key: attention begins at key 1. RoPE counts 
 where the pair stands at `p - 1`. The hidden state of the last token computed lies among the recurrent states of the
 sequence, so that a copy of these has it: a sequence that begins with a cached prefix drafts as one that computed it.
 
-Sources: the tensors of published checkpoints (`mtp.*`); vLLM's `qwen3_5_mtp` and `qwen3_next_mtp` for the order of
-the halves of `fc` (embedding first) and for the hidden state after the final norm, not before it; DeepSeek-AI 2024,
-"DeepSeek-V3", section 2.2, for the idea.
+Sources: the tensors of published checkpoints (`mtp.*`); vLLM's `qwen3_5_mtp` (9a4f2b9f) and SGLang's `qwen3_next_mtp`
+(bd998a2c) for the order of the halves of `fc`, embedding first. Both are handed what their logits are computed from:
+the hidden state after the final norm, not before it, and of further drafts the layer's output after `mtp.norm`.
+DeepSeek-AI 2024, "DeepSeek-V3", section 2.2, for the idea.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,0 +1,48 @@
+"""Drafters that are models on a GPU: drafts change no token, and are what the CPU's are about as often right.
+
+Skipped, with the reason, where there is no GPU.
+"""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openinfer_core.errors import Refused
+from openinfer_engine import EngineOptions, build_loop, resolve
+from openinfer_engine.options import DeviceKind
+from openinfer_engine.testing import random_requests, run_at_once
+from openinfer_qwen3.family import Qwen3Definition
+
+pytestmark = pytest.mark.gpu
+FIXTURES = Path(__file__).parent / "fixtures_eagle3"
+SIZES: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 6, "max_model_tokens": 160, "batch_invariant": True}
+
+
+def served(device: DeviceKind, *, capture: bool = True, **options: Any) -> tuple[Any, Any]:
+    """Answers, and the engine's counters."""
+    given = EngineOptions(device=device, cuda_graph=capture, **SIZES, **options)
+    try:
+        made = build_loop(resolve(Qwen3Definition(), FIXTURES / "model", given))
+    except Refused as reason:
+        pytest.skip(str(reason))
+    with closing(made) as loop:
+        answers = run_at_once(loop, random_requests(24, vocab_size=128, max_prompt_tokens=60))
+        return answers, loop.stats()
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_trained_drafter_is_right_as_often_as_on_a_cpu(capture: bool) -> None:  # noqa: FBT001 - a parameter
+    speculative = f"eagle3,k=3,adaptive=false,model={FIXTURES / 'drafter'}"
+    plain, _ = served(DeviceKind.CUDA, capture=capture)
+    drafted, stats = served(DeviceKind.CUDA, capture=capture, speculative=speculative)
+    _, right = served(DeviceKind.CPU, speculative=speculative)
+
+    assert drafted == plain
+    assert stats.drafter_faults == 0
+    share, wanted = (
+        each.spec_decode_num_accepted_tokens / each.spec_decode_num_draft_tokens for each in (stats, right)
+    )
+    assert wanted > 0.05
+    assert abs(share - wanted) < 0.3 * wanted
