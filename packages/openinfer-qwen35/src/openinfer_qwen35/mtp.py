@@ -28,7 +28,7 @@ from openinfer_core import Refused
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine import DrafterContext
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.drafters.chains import HiddenBefore, draft_in_chains
+from openinfer_engine.drafters.chains import HiddenBefore, draft_in_chains, kept_states
 from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting, DraftMemory, ObservedStep
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
@@ -171,7 +171,7 @@ class MtpDrafter:
             span_tokens=setting.max_drafts,
             is_queued=True,
             bytes_per_token=2 * 10 * config.hidden_size,
-            bytes_per_sequence=2 * (1 + setting.max_drafts) * config.hidden_size,
+            bytes_per_sequence=2 * kept_states(setting.max_drafts) * config.hidden_size,
             bytes_per_row=12 * config.vocab_size + 256 * config.hidden_size,
         )
 

@@ -8,6 +8,7 @@ before, the bias and the random number of its true position. Rows that do not re
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ from openinfer_core.scheduling import StepPlan
 from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
 from openinfer_engine.cuda.drafted_sampling import DraftedSamplingState
 from openinfer_engine.cuda.drafted_states import DraftedStates
+from openinfer_engine.cuda.graphs import CapturedDecode
 from openinfer_engine.cuda.mixed import MixedForward, RowColumns
 from openinfer_engine.cuda.results import DraftedTokens, PositionLogprobs, ScoredPrompt
 from openinfer_engine.cuda.sampler import CudaSampler, download_logprobs
@@ -26,8 +28,9 @@ from openinfer_kernels import Array, HostArray
 from openinfer_kernels.cuda.common.pinned import StagingBuffer
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.sampling.draft_state import Spans
-from openinfer_kernels.cuda.sampling.step_inputs import MixedInputs
+from openinfer_kernels.cuda.sampling.step_inputs import DecodeInputs, MixedInputs
 
+ReplayDecode: TypeAlias = Callable[[Callable[[DecodeInputs], None]], tuple[CapturedDecode, Array]]
 ScorePrompts: TypeAlias = Callable[[StepPlan, Array, StagingBuffer], list[ScoredPrompt]]
 
 
@@ -57,7 +60,22 @@ class DraftedSteps:
         self._limits = limits
         self._states = states
         self._score_prompts = score_prompts
+        self._pending: _Pending | None = None
         self._most_logits = limits.max_num_seqs + PROMPT_LOGPROB_ROWS  # that the memory ledger has room for
+
+    def draft_pending(self, plan: StepPlan) -> None:
+        """Before the slots are brought up to date for a plan: has drafts made that were put off.
+
+        A drafter that observes steps is asked for drafts where the plan has some, or where what was accepted of others
+        tells it what to go on from. A step whose drafts nothing asks for costs no more than to be observed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.had_drafts or plan.draft_counts.any():
+            self._draft(pending)
+        else:
+            self._drafts.keep_drafts(pending.spans, None, num_token_ids=self._limits.num_token_ids)
 
     def place(self, plan: StepPlan) -> StepPlan:
         """The plan with true positions where the host knows them: of a model with states, which waits for its steps."""
@@ -84,6 +102,31 @@ class DraftedSteps:
         if self._states is not None:
             self._states.settle(plan, tokens, inputs, staging)
         return tokens, prompts
+
+    def run_decode(self, plan: StepPlan, replay: ReplayDecode) -> None:
+        """Queues a placed step of rows of one token each, without drafts, whose slots are up to date.
+
+        Args:
+            plan: of the step.
+            replay: replays it; takes what corrects its inputs on the device before they are read, and returns the
+                step and the ids that its rows sampled.
+        """
+        self._drafter.start(plan.started)
+        captured, token_ids = replay(lambda inputs: self._drafts.place_decode(inputs, plan.num_rows))
+        spans = self._drafts.advance(captured.inputs, token_ids, plan.num_rows)
+        pending = _Pending(spans, captured.hidden[: plan.num_rows], had_drafts=False)
+        if self._drafter.observes:
+            self._pending = pending
+        else:
+            self._draft(pending)
+        if self._states is not None:
+            self._states.advance(plan)
+
+    def _draft(self, pending: "_Pending") -> tuple[Array | None, Array]:
+        """The drafts of spans, and how many of them are kept."""
+        spans = pending.spans
+        drafts = self._drafter.propose(spans.slots, spans.last_ids, pending.hidden, spans.lengths)
+        return drafts, self._drafts.keep_drafts(spans, drafts, num_token_ids=self._limits.num_token_ids)
 
     def _sample(
         self, plan: StepPlan, rows: HostArray, inputs: MixedInputs, hidden: Array, staging: StagingBuffer
@@ -145,20 +188,33 @@ class DraftedSteps:
     ) -> DraftedTokens:
         """Asks for the next drafts, and brings to the host what the step's result has."""
         last_hidden = self._ops.embedding(spans.last_tokens, hidden)
-        drafts = self._drafter.propose(spans.slots, spans.last_ids, last_hidden, spans.lengths)
-        num_drafts = self._drafts.keep_drafts(spans, drafts, num_token_ids=self._limits.num_token_ids)
+        pending = _Pending(spans, last_hidden, had_drafts=bool((plan.max_new > 1).any()))
         wants_drafts = plan.wants_drafts[rows]
+        drafts, num_drafts = None, None
+        if self._drafter.observes and not wants_drafts.any():
+            self._pending = pending
+        else:
+            drafts, num_drafts = self._draft(pending)
         return DraftedTokens(
             rows=rows,
             token_ids=staging.download(spans.token_ids),
             new_counts=staging.download(spans.new_counts),
             compared=staging.download(spans.compared),
             drafts=staging.download(drafts) if drafts is not None and wants_drafts.any() else None,
-            num_drafts=staging.download(num_drafts),
+            num_drafts=np.zeros(len(rows), np.int32) if num_drafts is None else staging.download(num_drafts),
             wants_drafts=wants_drafts,
             logprobs=logprobs,
             tops=self._slots.logprobs[plan.slots[rows]],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """Rows that sampled, and were drafted nothing yet."""
+
+    spans: Spans
+    hidden: Array
+    had_drafts: bool
 
 
 def nothing_sampled() -> DraftedTokens:

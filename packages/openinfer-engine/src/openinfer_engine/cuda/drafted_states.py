@@ -46,6 +46,10 @@ class DraftedStates:
         """Copies the states of rows with drafts, before they run."""
         self._copies.save(plan.slots[plan.max_new > 1].tolist())
 
+    def advance(self, plan: StepPlan) -> None:
+        """After a step whose rows had one token each."""
+        self._lengths.advance(plan, np.minimum(plan.max_new, 1))
+
     def settle(self, plan: StepPlan, tokens: DraftedTokens, inputs: MixedInputs, staging: StagingBuffer) -> None:
         """Makes all states those of what was accepted; `inputs` and downloads of `tokens` are the step's."""
         new_counts = np.minimum(plan.max_new, 1)

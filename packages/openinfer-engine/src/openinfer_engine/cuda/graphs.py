@@ -29,6 +29,7 @@ class CapturedDecode:
 
     inputs: DecodeInputs
     forward: Graph
+    hidden: Array
     plain: CapturedSampling
     full: CapturedSampling
 
@@ -46,19 +47,19 @@ class CapturedMixed:
 class StepWork:
     """What there is to capture; each queues kernels and returns where their results will be."""
 
-    decode_logits: Callable[[DecodeInputs], Array]
+    decode: Callable[[DecodeInputs], tuple[Array, Array]]
+    """Logits and hidden states."""
     sample: Callable[[Array, DecodeInputs], Array]
     sample_fully: Callable[[Array, DecodeInputs], tuple[Array, Logprobs]]
     mixed_hidden: Callable[[MixedInputs], Array]
 
 
 def capture_decode(stream: Stream, inputs: DecodeInputs, work: StepWork) -> CapturedDecode:
-    forward, logits = stream.capture(lambda: work.decode_logits(inputs))
+    forward, (logits, hidden) = stream.capture(lambda: work.decode(inputs))
     plain, token_ids = stream.capture(lambda: work.sample(logits, inputs))
     full, (full_ids, logprobs) = stream.capture(lambda: work.sample_fully(logits, inputs))
-    return CapturedDecode(
-        inputs, forward, CapturedSampling(plain, token_ids, None), CapturedSampling(full, full_ids, logprobs)
-    )
+    samplings = CapturedSampling(plain, token_ids, None), CapturedSampling(full, full_ids, logprobs)
+    return CapturedDecode(inputs, forward, hidden, *samplings)
 
 
 def capture_mixed(stream: Stream, inputs: MixedInputs, work: StepWork) -> CapturedMixed:

@@ -117,8 +117,7 @@ class PlannedGpu:
             limits,
             max_step_tokens=max_step_tokens,
             slot_state_bytes=state_bytes(slot_sizes(limits)),
-            # With a drafter every step is a mixed batch.
-            decode_rows=row_buckets(limits.max_num_seqs) if is_capturing and not max_drafts else (),
+            decode_rows=row_buckets(limits.max_num_seqs) if is_capturing else (),
             mixed_tokens=token_buckets(limits) if is_capturing else (),
             graphs_per_size=2 if self._options.num_adapter_slots else 1,  # with and without adapters
             num_ranks=num_ranks,

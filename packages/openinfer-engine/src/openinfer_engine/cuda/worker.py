@@ -25,7 +25,7 @@ from openinfer_engine.cuda.drafted_states import DraftedStates
 from openinfer_engine.cuda.graphs import CapturedDecode, StepWork, capture_decode, capture_mixed
 from openinfer_engine.cuda.memory_budget import slot_sizes
 from openinfer_engine.cuda.mixed import MixedForward, RowColumns
-from openinfer_engine.cuda.results import QueuedStep, SampledTokens, ScoredPrompt
+from openinfer_engine.cuda.results import DraftedTokens, QueuedStep, SampledTokens, ScoredPrompt
 from openinfer_engine.cuda.sampler import CudaSampler, download_logprobs
 from openinfer_engine.cuda.sampling_state import CudaSamplingState, UnscoredRow
 from openinfer_engine.cuda.step_buckets import ROW_BUCKETS, bucket_of, row_buckets, token_buckets
@@ -121,6 +121,7 @@ class CudaWorker:
         self._sampler = CudaSampler(ops, self._slots, communicator, limits, max_rows=max_rows)
         self._decode: dict[int, CapturedDecode] = {}
         self._adapted_decode: dict[int, CapturedDecode] = {}
+        self._observer = StepObserver(model, drafter) if drafter is not None and drafter.observes else None
         self._mixed = MixedForward(
             model,
             kv_cache=kv_pool.layers,
@@ -128,7 +129,7 @@ class CudaWorker:
             limits=limits,
             memory=memory,
             adapters=self._adapter_rows,
-            observer=StepObserver(model, drafter) if drafter is not None and drafter.observes else None,
+            observer=self._observer,
         )
         self._drafted: DraftedSteps | None = None
         if drafter is not None and drafted_slots is not None:
@@ -173,7 +174,7 @@ class CudaWorker:
     def warm_up(self, *, capture: bool, mark: Callable[[str], None]) -> None:
         """Runs each captured size once, so that nothing is compiled or measured later; marks `tuning` and `capture`."""
         work = StepWork(
-            decode_logits=self._decode_logits,
+            decode=self._decode_step,
             sample=lambda logits, inputs: self._sampler.sample(logits, inputs.sampled),
             sample_fully=self._sampler.sample_fully,
             mixed_hidden=self._mixed.hidden_of,
@@ -184,7 +185,7 @@ class CudaWorker:
             mixed = [self._mixed.padded_inputs(tokens) for tokens in token_buckets(self._limits)]
             with self._ops.tuning():
                 for inputs in (way for each in decode for way in self._ways(each)):
-                    self._sampler.sample_fully(self._decode_logits(inputs), inputs)
+                    self._sampler.sample_fully(self._decode_step(inputs)[0], inputs)
                 for inputs in (way for each in mixed for way in self._ways(each)):
                     self._mixed.hidden_of(inputs)
                 self._stream.synchronize()
@@ -197,8 +198,7 @@ class CudaWorker:
                             self._ways(inputs), (self._mixed.captured, self._mixed.adapted), strict=False
                         ):
                             found[len(inputs.token_ids)] = capture_mixed(self._stream, way, work)
-                    # With a drafter every step is a mixed batch.
-                    for inputs in reversed(decode if self._drafted is None else []):
+                    for inputs in reversed(decode):
                         for way, found in zip(self._ways(inputs), (self._decode, self._adapted_decode), strict=False):
                             found[inputs.rows.shape[1]] = capture_decode(self._stream, way, work)
                 self._stream.synchronize()
@@ -220,11 +220,15 @@ class CudaWorker:
 
     # --- what is captured, next to sampling -------------------------------------------------------------
 
-    def _decode_logits(self, inputs: DecodeInputs) -> Array:
+    def _decode_step(self, inputs: DecodeInputs) -> tuple[Array, Array]:
+        """Logits and hidden states."""
         self._slots.state.prepare_decode(inputs)
-        return self._model.logits(
-            self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_pool.layers)
-        )
+        given = {"batch": inputs.batch, "kv_cache": self._kv_pool.layers}
+        if self._observer is None:
+            hidden = self._model.forward(inputs.token_ids, **given)
+        else:
+            hidden = self._observer.forward(inputs.rows[0], inputs.token_ids, **given)
+        return self._model.logits(hidden), hidden
 
     # --- steps ------------------------------------------------------------------------------------------
 
@@ -299,6 +303,7 @@ class CudaWorker:
     def _queue(self, plan: StepPlan) -> QueuedStep:
         entries = self._tables.advance(plan)
         if self._drafted is not None:
+            self._drafted.draft_pending(plan)
             plan = self._drafted.place(plan)
         elif (plan.max_new > 1).any():
             raise ContractViolation("the plan has rows of several new tokens, and the worker no drafter")
@@ -310,25 +315,45 @@ class CudaWorker:
         if self._states is not None:
             self._states.advance(plan)
         # States were restored above, before the rows that go on from them; they are kept below, after these rows.
-        run = self._run if self._drafted is None else self._drafted.run
-        sampled, prompts = run(plan, staging) if plan.num_rows else (nothing_sampled(), [])
+        sampled, prompts = self._run(plan, staging) if plan.num_rows else (nothing_sampled(), [])
         if self._states is not None:
             self._states.keep(plan)
         after = note_times()
         staging.done.record()  # after the downloads: the step's host memory is reused once this event has passed
         return QueuedStep(staging.done, plan.num_rows, sampled, prompts, after)
 
-    def _run(self, plan: StepPlan, staging: StagingBuffer) -> tuple[SampledTokens, list[ScoredPrompt]]:
+    def _run(
+        self, plan: StepPlan, staging: StagingBuffer
+    ) -> tuple[SampledTokens | DraftedTokens, list[ScoredPrompt]]:
         captured = self._captured_decode(plan)
+        if self._drafted is not None:
+            return self._run_drafted(self._drafted, plan, captured, staging)
         rows = self._run_mixed(plan, staging) if captured is None else self._replay_decode(plan, captured, staging)
-        sampled = SampledTokens(
+        return self._sampled(plan, rows, staging), rows.prompts
+
+    def _run_drafted(
+        self, drafted: DraftedSteps, plan: StepPlan, captured: CapturedDecode | None, staging: StagingBuffer
+    ) -> tuple[SampledTokens | DraftedTokens, list[ScoredPrompt]]:
+        """Rows of one token each, where no grammar waits for drafts, are replayed as without a drafter."""
+        if captured is None or plan.wants_drafts.any() or not plan.max_new.all():
+            return drafted.run(plan, staging)
+        found: list[_Rows] = []
+
+        def replay(correct: Callable[[DecodeInputs], None]) -> tuple[CapturedDecode, Array]:
+            found.append(self._replay_decode(plan, captured, staging, correct=correct))
+            return captured, found[0].token_ids
+
+        drafted.run_decode(plan, replay)
+        return self._sampled(plan, found[0], staging), []
+
+    def _sampled(self, plan: StepPlan, rows: _Rows, staging: StagingBuffer) -> SampledTokens:
+        return SampledTokens(
             rows=rows.sampled,
             places=rows.places,
             token_ids=staging.download(rows.token_ids),
             logprobs=None if rows.logprobs is None else download_logprobs(rows.logprobs, staging),
             tops=self._slots.logprobs[plan.slots[rows.sampled]],
         )
-        return sampled, rows.prompts
 
     def _captured_decode(self, plan: StepPlan) -> CapturedDecode | None:
         is_decode = not len(plan.token_ids) and plan.num_tokens == plan.num_rows
@@ -337,7 +362,14 @@ class CudaWorker:
             return None
         return (self._decode if self._adapter_rows.of(plan.slots) is None else self._adapted_decode).get(bucket)
 
-    def _replay_decode(self, plan: StepPlan, captured: CapturedDecode, staging: StagingBuffer) -> _Rows:
+    def _replay_decode(
+        self,
+        plan: StepPlan,
+        captured: CapturedDecode,
+        staging: StagingBuffer,
+        *,
+        correct: Callable[[DecodeInputs], None] | None = None,
+    ) -> _Rows:
         num_rows = plan.num_rows
         num_lines, padded_rows = captured.inputs.rows.shape
         rows = np.full((num_lines, padded_rows), -1, np.int32)
@@ -349,6 +381,8 @@ class CudaWorker:
         if (adapter_slots := self._adapter_rows.of(plan.slots)) is not None:
             rows[DECODE_LINES, :num_rows] = adapter_slots
         staging.upload_into(rows, captured.inputs.rows)
+        if correct is not None:
+            correct(captured.inputs)
         captured.forward.launch()
         sampling = captured.plain if self._slots.is_plain(plan) else captured.full
         sampling.graph.launch()

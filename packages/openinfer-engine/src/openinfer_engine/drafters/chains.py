@@ -37,7 +37,8 @@ class HiddenBefore:
         slots, width = last.shape
         self._memory = HiddenMemory(
             last=last,
-            tail=ops.zeros((slots, 1 + max_drafts, width)),
+            # A scheduler of another package may plan more drafts than there are.
+            tail=ops.zeros((slots, kept_states(max_drafts), width)),
             ends=ops.zeros((slots,), np.int32),
             begun=ops.zeros((slots,), np.int32),
             boundary=boundary[0] if boundary else None,
@@ -64,6 +65,11 @@ class HiddenBefore:
         Of models with recurrent states the step shown last may be of few rows, computed again: `hidden` says them.
         """
         return self._ops.settle_hidden(self._memory, slots, lengths, hidden=hidden)
+
+
+def kept_states(max_drafts: int) -> int:
+    """Hidden states that `HiddenBefore` keeps of a row's last tokens."""
+    return 2 * (1 + max_drafts)
 
 
 def draft_in_chains(

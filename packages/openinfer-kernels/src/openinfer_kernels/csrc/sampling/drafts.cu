@@ -69,6 +69,28 @@ extern "C" __global__ void drafts_place_rows(int* record, int padded_rows, const
   for (int i = 0; i < planned; ++i) ids[i] = i < drafts.num_drafts[slot] ? found[i] : 0;
 }
 
+// The same for a step of one token per row, without drafts: `rows` as `steps_prepare_decode` takes it.
+extern "C" __global__ void drafts_place_decode(int* rows, int padded_rows, const DraftArrays drafts, int num_rows) {
+  const int row = blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= num_rows) return;
+  int* start = rows + padded_rows + row;
+  *start = max(0, min(*start, drafts.lengths[rows[row]] - 1));
+}
+
+// After such a step, what `finish` and `keep` do after others: where each slot stands, and that it has no drafts.
+extern "C" __global__ void drafts_advance(const int* rows, int padded_rows, const int* sampled_ids,
+                                          const SlotArrays slots, const DraftArrays drafts, int* span_slots,
+                                          int* new_counts, int* last_ids, int* lengths, int num_rows) {
+  const int row = blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= num_rows) return;
+  const int slot = rows[row], num_new = sampled_ids[row] < 0 ? 0 : 1;
+  drafts.lengths[slot] = lengths[row] = rows[padded_rows + row] + 1 + num_new;
+  drafts.num_drafts[slot] = 0;
+  span_slots[row] = slot;
+  new_counts[row] = num_new;
+  last_ids[row] = slots.last_ids[slot];
+}
+
 // How the sampled position number `position` of some spans is sampled, where it is reached; `chosen` [count] says which
 // spans have it. `sampled_slots` has the slot of those, and -1. `positions` are those of the step's tokens.
 extern "C" __global__ void drafts_open_position(const Spans spans, const int* chosen, int position,

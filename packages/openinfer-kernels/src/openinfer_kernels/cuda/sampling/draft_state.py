@@ -14,7 +14,7 @@ from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kernels.cuda.sampling.slot_sizes import SlotSizes
-from openinfer_kernels.cuda.sampling.step_inputs import MixedInputs, SampledRows
+from openinfer_kernels.cuda.sampling.step_inputs import DecodeInputs, MixedInputs, SampledRows
 from openinfer_kernels.cuda.sampling.steps import ONE_BLOCK_THREADS, SlotState, launch_per_item
 from openinfer_kernels.ops import Array
 
@@ -82,7 +82,17 @@ class DraftedSlotState(SlotState):
     def __init__(self, device: Device, sizes: SlotSizes, *, max_drafts: int) -> None:
         # The second list of changes has the stop tokens that are forbidden while a sequence is short.
         super().__init__(device, sizes, bias_lists=2)
-        names = ("start_slots", "place_rows", "open_position", "name_rows", "accept", "finish", "keep")
+        names = (
+            "start_slots",
+            "place_rows",
+            "place_decode",
+            "advance",
+            "open_position",
+            "name_rows",
+            "accept",
+            "finish",
+            "keep",
+        )
         self._draft_kernels = {name: device.kernel("drafts", f"drafts_{name}") for name in names}
         self._max_drafts = max_drafts
         self._num_slots = slots = sizes.max_num_seqs
@@ -114,6 +124,29 @@ class DraftedSlotState(SlotState):
         """
         count, padded = num_planned.shape[0], len(inputs.batch.context_lens)
         self._run("place_rows", count, [inputs.record, _int(padded), num_planned, self._draft_arrays(), _int(count)])
+
+    def place_decode(self, inputs: DecodeInputs, count: int) -> None:
+        """Corrects the positions of the first `count` of `inputs.rows`, rows of one token without drafts."""
+        arguments = [inputs.rows, _int(inputs.rows.shape[1]), self._draft_arrays(), _int(count)]
+        self._run("place_decode", count, arguments)
+
+    def advance(self, inputs: DecodeInputs, sampled_ids: Array, count: int) -> Spans:
+        """Notes where the slots of such rows stand, once they sampled; they have no drafts then."""
+        spans = Spans.make(cupy.empty((SPAN_LINES, count), np.int32), positions=1)
+        arguments = [
+            inputs.rows,
+            _int(inputs.rows.shape[1]),
+            sampled_ids,
+            self._slot_arrays(),
+            self._draft_arrays(),
+            spans.slots,
+            spans.new_counts,
+            spans.last_ids,
+            spans.lengths,
+            _int(count),
+        ]
+        self._run("advance", count, arguments)
+        return spans
 
     def open_position(self, spans: Spans, chosen: Array, position: int, inputs: MixedInputs) -> SampledRows:
         """How spans are sampled at their position of this number; -1 among `slots` where it is not reached.
