@@ -1,7 +1,7 @@
 """Operators of drafters on a GPU against NumPy: hidden states, columns, ids, and attention from a first key on.
 
-    python3 tools/device/draft_operators.py
-    compute-sanitizer --tool memcheck python3 tools/device/draft_operators.py --steps 4
+python3 tools/device/draft_operators.py
+compute-sanitizer --tool memcheck python3 tools/device/draft_operators.py --steps 4
 """
 
 import argparse

@@ -77,8 +77,10 @@ QWEN35_4B = {
     "mtp_num_hidden_layers": 1,
 }
 CONFIGS: dict[str, dict[str, Any]] = {"qwen3-4b": dict(QWEN3_4B), "qwen3-8b": QWEN3_8B, "qwen3.5-4b": QWEN35_4B}
-_DRAFTER_LAYER = {name: QWEN3_4B[name] for name in ("vocab_size", "rms_norm_eps", "rope_theta", "head_dim", "hidden_act")}
-DRAFTERS: dict[str, dict[str, Any]] = {
+_DRAFTER_LAYER = {
+    name: QWEN3_4B[name] for name in ("vocab_size", "rms_norm_eps", "rope_theta", "head_dim", "hidden_act")
+}
+FOLDERS: dict[str, dict[str, Any]] = {
     "eagle3": {**_DRAFTER_LAYER, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000},
     "dflash": {
         **_DRAFTER_LAYER,
@@ -220,10 +222,17 @@ def main() -> int:
 def write_drafter(given: argparse.Namespace, folder: Path, model: dict[str, Any]) -> None:
     """The folder of a drafter of the model's shape, which the setting then names."""
     name = given.speculative.split(",")[0]
-    if name in DRAFTERS:
-        keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim")
+    if name in FOLDERS:
+        keys = (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "vocab_size",
+            "head_dim",
+        )
         folder.mkdir()
-        config = {**DRAFTERS[name], **{key: model[key] for key in keys}, **json.loads(given.drafter_config)}
+        config = {**FOLDERS[name], **{key: model[key] for key in keys}, **json.loads(given.drafter_config)}
         (folder / "config.json").write_text(json.dumps(config))
         given.speculative += f",model={folder}"
 
@@ -285,40 +294,60 @@ def measure(given: argparse.Namespace, folder: Path, mode: str) -> list[Row]:
     return rows
 
 
-def run(loop: Any, batch: int, prompt: int, output: int, *, has_bias: bool) -> tuple[Any, ...]:
-    """TPOT, ms a step, tokens of a request and step, seconds until all had a token, counters before and after."""
-    rng = np.random.default_rng(0)
-    first = int(rng.integers(1, 2**20)) + int(time.monotonic_ns() % 2**40)
-    answers: dict[int, list[int]] = {first + index: [] for index in range(batch)}
-    sampling = SamplingParams(max_tokens=3000 - prompt, temperature=0.0, logit_bias={ANSWER: BIAS} if has_bias else {})
+class Requests:
+    """A batch of requests on their way, and what each was answered so far."""
 
-    def take(events: Sequence[Any]) -> None:
+    def __init__(self, loop: Any, batch: int, prompt: int, *, has_bias: bool) -> None:
+        rng = np.random.default_rng(0)
+        first = int(time.monotonic_ns() % 2**40)
+        bias = {ANSWER: BIAS} if has_bias else {}
+        sampling = SamplingParams(max_tokens=3000 - prompt, temperature=0.0, logit_bias=bias)
+        self._loop = loop
+        self.answers: dict[int, list[int]] = {first + index: [] for index in range(batch)}
+        for request_id in self.answers:
+            ids = tuple(rng.integers(5000, 150000, prompt).tolist())
+            request = GenerateRequest(request_id=RequestId(request_id), prompt_token_ids=ids, sampling=sampling)
+            self._take(loop.submit(request))
+
+    def step(self) -> None:
+        self._take(self._loop.step())
+
+    @property
+    def tokens(self) -> int:
+        """Of all of them."""
+        return sum(map(len, self.answers.values()))
+
+    def end(self) -> None:
+        for request_id in self.answers:
+            self._loop.abort(RequestId(request_id))
+        while self._loop.busy:
+            self._loop.step()
+
+    def _take(self, events: Sequence[Any]) -> None:
         for event in events:
-            if isinstance(event, Tokens) and event.request_id in answers:
-                answers[int(event.request_id)] += event.token_ids
+            if isinstance(event, Tokens) and event.request_id in self.answers:
+                self.answers[int(event.request_id)] += event.token_ids
             elif type(event).__name__ == "Failed":
                 raise SystemExit(f"a request failed: {event}")
 
+
+def run(loop: Any, batch: int, prompt: int, output: int, *, has_bias: bool) -> tuple[Any, ...]:
+    """TPOT, ms a step, tokens of a request and step, seconds until all had a token, counters before and after."""
     began = time.perf_counter()
-    for request_id in answers:
-        ids = tuple(rng.integers(5000, 150000, prompt).tolist())
-        take(loop.submit(GenerateRequest(request_id=RequestId(request_id), prompt_token_ids=ids, sampling=sampling)))
-    while not all(answers.values()):
-        take(loop.step())
+    requests = Requests(loop, batch, prompt, has_bias=has_bias)
+    while not all(requests.answers.values()):
+        requests.step()
     prefill_s, stats = time.perf_counter() - began, loop.stats()
-    tokens = sum(map(len, answers.values()))
-    began, steps, wanted = time.perf_counter(), 0, tokens + batch * output
-    while sum(map(len, answers.values())) < wanted:
-        take(loop.step())
+    before = requests.tokens
+    began, steps = time.perf_counter(), 0
+    while requests.tokens < before + batch * output:
+        requests.step()
         steps += 1
     elapsed, after = time.perf_counter() - began, loop.stats()
-    tokens = sum(map(len, answers.values())) - tokens
-    if has_bias and any(token != ANSWER for ids in answers.values() for token in ids):
+    tokens = requests.tokens - before
+    if has_bias and any(token != ANSWER for ids in requests.answers.values() for token in ids):
         raise SystemExit("a token is not the known one")
-    for request_id in answers:
-        loop.abort(RequestId(request_id))
-    while loop.busy:
-        loop.step()
+    requests.end()
     return elapsed * 1e3 * batch / tokens, elapsed * 1e3 / steps, tokens / batch / steps, prefill_s, stats, after
 
 

@@ -92,14 +92,18 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device", default="cuda", help="cpu tries the script without a GPU")
-    parser.add_argument("--speculative", nargs="+", metavar="SETTING", help="drafters by name, in place of scripted ones")
+    parser.add_argument(
+        "--speculative", nargs="+", metavar="SETTING", help="drafters by name, in place of scripted ones"
+    )
     parser.add_argument("--model", type=Path, default=Path(openinfer_tiny_model.model_dir()), metavar="DIR")
     parser.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE", help="engine options")
     given = parser.parse_args()
     drafters = [DraftKind(each) for each in DraftKind] if given.speculative is None else given.speculative
     model = Model(given.model, given.device, dict(each.split("=", 1) for each in given.option))
     rows = [
-        row for is_invariant in (True, False) for row in compare(given.requests, model, drafters, is_invariant=is_invariant)
+        row
+        for is_invariant in (True, False)
+        for row in compare(given.requests, model, drafters, is_invariant=is_invariant)
     ]
     print("batch-invariant  drafter   requests  tokens  drafted  accepted  preempted  faults  ties  wrong")
     for row in rows:

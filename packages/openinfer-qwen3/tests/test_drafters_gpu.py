@@ -33,7 +33,7 @@ def served(device: DeviceKind, *, capture: bool = True, **options: Any) -> tuple
 
 
 @pytest.mark.parametrize("capture", [True, False])
-def test_a_trained_drafter_is_right_as_often_as_on_a_cpu(capture: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_trained_drafter_is_right_as_often_as_on_a_cpu(capture: bool) -> None:
     speculative = f"eagle3,k=3,adaptive=false,model={FIXTURES / 'drafter'}"
     plain, _ = served(DeviceKind.CUDA, capture=capture)
     drafted, stats = served(DeviceKind.CUDA, capture=capture, speculative=speculative)

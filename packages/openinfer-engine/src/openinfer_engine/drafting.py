@@ -280,7 +280,7 @@ class ChosenDrafter:
         return 0 if self.asked is None else self.asked.weights_bytes(num_ranks, itemsize_bytes=itemsize_bytes)
 
     def work_bytes(self, num_ranks: int, options: EngineOptions, *, max_model_tokens: int) -> int:
-        """What one rank has of memory for it, next to weights and KV, at most; raises `PluginError` as `Plugin.load`."""
+        """What one rank has of memory for it, next to weights and KV, at most; raises as `Plugin.load`."""
         own = 0 if self.asked is None else self.asked.work_bytes(num_ranks)
         per_sequence = getattr(self.plugin.load(), "bytes_per_sequence", None)
         if per_sequence is not None:

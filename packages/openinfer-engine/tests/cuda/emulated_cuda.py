@@ -1,8 +1,8 @@
 """A GPU's worker without a GPU: NumPy in the place of CuPy, and kernels compiled for the host.
 
 `install` puts stand-ins in the place of `cupy` and `cuda.bindings.driver`, so it belongs to a process of its own. What
-the model computes is left to `CpuOps`; the kernels of `csrc/sampling/steps.cu`, `drafts.cu` and `drafters.cu` run as they are, thread
-by thread, so that a test of `CudaWorker` here tests their arithmetic of indices too.
+the model computes is left to `CpuOps`; the kernels of `csrc/sampling/steps.cu`, `drafts.cu` and `drafters.cu` run as
+they are, thread by thread, so that a test of `CudaWorker` here tests their arithmetic of indices too.
 """
 
 import ctypes
@@ -190,7 +190,7 @@ class _Kernel:
 
 
 def emulated_ops(ops: Any, kernels: Kernels) -> Any:
-    """`CudaOps` of `kernels`, whose operators are those of `ops`, in host memory, but for the hidden states of drafters."""
+    """`CudaOps` of `kernels`, whose operators are those of `ops`, in host memory, but for hidden states of drafters."""
     from openinfer_kernels.cuda.sampling.drafting import Drafting  # needs what `install` puts there
 
     drafting = Drafting(kernels, None, None)

@@ -16,7 +16,6 @@ import drafted_worker_on_host as on_host
 import emulated_cuda
 import numpy as np
 
-# ruff: noqa: E402 - CuPy's stand-in first
 from openinfer_core import find_plugin
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine import EngineOptions, SoloCommunicator
@@ -38,7 +37,9 @@ from openinfer_kv_cache import KvDtype, KvLayout
 
 MAX_DRAFTS = 3
 FAMILIES = {"eagle3": "qwen3", "dflash": "qwen3", "mtp": "qwen3_5"}
-_LAYER = {name: on_host.CONFIGS["qwen3"][name] for name in ("hidden_size", "intermediate_size", "vocab_size", "head_dim")}
+_LAYER = {
+    name: on_host.CONFIGS["qwen3"][name] for name in ("hidden_size", "intermediate_size", "vocab_size", "head_dim")
+}
 FOLDERS: dict[str, dict[str, Any]] = {
     "eagle3": {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -64,7 +65,9 @@ class Record:
 class Recorded(ScriptedDrafter):
     """Hands out scripted drafts, and notes those of a drafter."""
 
-    def __init__(self, inner: Any, record: Record, outputs: Mapping[int, Sequence[int]], context: DrafterContext) -> None:
+    def __init__(
+        self, inner: Any, record: Record, outputs: Mapping[int, Sequence[int]], context: DrafterContext
+    ) -> None:
         super().__init__(DraftKind.RANDOM, outputs, context)
         self._inner, self._record = inner, record
 
@@ -134,7 +137,9 @@ class DrafterBench(on_host.Bench):
         assert asked is not None
         return asked
 
-    def worker(self, *, cuda: bool, capture: bool, outputs: Mapping[int, Sequence[int]], record: Record) -> ThreadRunner:
+    def worker(
+        self, *, cuda: bool, capture: bool, outputs: Mapping[int, Sequence[int]], record: Record
+    ) -> ThreadRunner:
         asked, solo = self.asked(), SoloCommunicator()
         needed = asked.requirements(1)
         model, _, limits = self.model(solo)
@@ -196,9 +201,7 @@ class DrafterBench(on_host.Bench):
 def replace_groups(spec: Any, needed: Any) -> Any:
     import msgspec
 
-    return msgspec.structs.replace(
-        spec, paged=(*spec.paged, *needed.paged), slots=(*spec.slots, *needed.slots)
-    )
+    return msgspec.structs.replace(spec, paged=(*spec.paged, *needed.paged), slots=(*spec.slots, *needed.slots))
 
 
 def check(bench: DrafterBench) -> None:

@@ -1,4 +1,4 @@
-"""`CudaWorker` with drafters that are models, without a GPU: they draft what they draft on a CPU, whatever is accepted."""
+"""`CudaWorker` with drafters that are models, without a GPU: they draft what they do on a CPU, whatever is accepted."""
 
 import shutil
 import subprocess

@@ -33,7 +33,7 @@ def source() -> str:
         declared = ", ".join(f"{kind} a{i}" for i, kind in enumerate(kinds))
         given = ", ".join(f"*a{i}" if kind[6:] in ("Hidden*", "Step*") else f"a{i}" for i, kind in enumerate(kinds))
         text += (
-            f'extern "C" __attribute__((visibility("default"))) int run_{name}({declared}, int blocks, int threads) {{\n'
+            f'extern "C" __attribute__((visibility("default"))) int run_{name}({declared}, int blocks, int threads)\n{{'
             f"  return run_grid(blocks, threads, [&] {{ drafters_{name}({given}); }});\n}}\n"
         )
     return text

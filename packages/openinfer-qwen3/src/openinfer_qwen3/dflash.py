@@ -280,7 +280,10 @@ class DFlashDrafter:
             raise Refused("name the folder of its weights: --speculative dflash,model=DIR")
         config = read_dflash(setting.drafter_dir, model, setting.tensors)
         check_same_shape(config.num_key_value_heads, config.head_dim, model=model, setting=setting)
-        heads, size = config.num_key_value_heads // setting.num_ranks, 1 + min(setting.max_drafts, config.block_size - 1)
+        heads, size = (
+            config.num_key_value_heads // setting.num_ranks,
+            1 + min(setting.max_drafts, config.block_size - 1),
+        )
         group = attention_group(
             name=ATTENTION,
             num_layers=config.num_hidden_layers,

@@ -14,7 +14,6 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import Int32Column, StepPlan, StepResult
 from openinfer_engine.cpu.draft_memory import CpuDraftMemory, SpanBlocks
 from openinfer_engine.cpu.draft_rows import InputIds, SequenceLengths, SlotDrafts, indices_of
-from openinfer_engine.worker.step_observer import StepObserver
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafters.contract import DrafterRequirements
 from openinfer_engine.drafters.requirements import blocks_of_span
@@ -31,6 +30,7 @@ from openinfer_engine.worker.paged_tensors import KvPool
 from openinfer_engine.worker.runner import DoneStep
 from openinfer_engine.worker.sampling_state import SamplingState
 from openinfer_engine.worker.state_slots import StateSlots
+from openinfer_engine.worker.step_observer import StepObserver
 from openinfer_kernels import Array, AttentionBatch, HostArray, Ops
 from openinfer_kv_cache import KvLayout
 

@@ -322,9 +322,7 @@ class CudaWorker:
         staging.done.record()  # after the downloads: the step's host memory is reused once this event has passed
         return QueuedStep(staging.done, plan.num_rows, sampled, prompts, after)
 
-    def _run(
-        self, plan: StepPlan, staging: StagingBuffer
-    ) -> tuple[SampledTokens | DraftedTokens, list[ScoredPrompt]]:
+    def _run(self, plan: StepPlan, staging: StagingBuffer) -> tuple[SampledTokens | DraftedTokens, list[ScoredPrompt]]:
         captured = self._captured_decode(plan)
         if self._drafted is not None:
             return self._run_drafted(self._drafted, plan, captured, staging)

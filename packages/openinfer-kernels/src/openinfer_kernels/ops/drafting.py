@@ -135,7 +135,7 @@ class DraftingOps(Protocol):
         Args:
             memory: `last` is changed.
             slots: `[n]` int32, each at most once.
-            lengths: `[n]` int32 known tokens, the last one included: the row shown last ended at most n positions later.
+            lengths: `[n]` int32 known tokens, the last included: the row shown last ended at most n positions later.
             hidden: what they are, where the caller knows it.
         """
         ...

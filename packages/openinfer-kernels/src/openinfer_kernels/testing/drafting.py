@@ -145,5 +145,6 @@ def _same_memory(ops: Ops, own: HiddenMemory, right: HiddenMemory) -> None:
             np.asarray(getattr(right, name), np.float32),
             err_msg=name,
         )
-    assert own.boundary is not None and right.boundary is not None
+    assert own.boundary is not None
+    assert right.boundary is not None
     _same(ops, own.boundary.data, right.boundary.data)

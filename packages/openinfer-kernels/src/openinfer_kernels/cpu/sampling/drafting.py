@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, AttentionBatch, HostArray
 from openinfer_kernels.ops.drafting import HiddenMemory
 
@@ -76,7 +77,8 @@ def _restore(memory: HiddenMemory, rows: HostArray, slots: HostArray, batch: Att
 
 def _boundary_rows(memory: HiddenMemory) -> HostArray:
     """`[blocks, numbers]`: a view of the layers of each block."""
-    assert memory.boundary is not None
+    if memory.boundary is None:
+        raise ArrayMismatchError("this memory of hidden states has no boundaries")
     data, first = memory.boundary.in_compute_dtype(), memory.boundary.layer
     blocks = data.reshape(len(data), -1)
     numbers = blocks.shape[1] // data.shape[1]

@@ -1,5 +1,5 @@
-"""What a model changes about the scores of attention, as the kernels for it are told: a window, a first key, a soft cap,
-sinks."""
+"""What a model changes about scores of attention, as the kernels for it are told: window, soft cap, sinks, first key."""
+"""
 
 import ctypes
 import math
@@ -45,7 +45,8 @@ def variant_of(
     """None where nothing is changed: the kernels without a variant serve that.
 
     Raises:
-        ArrayMismatchError: a window without keys or with a first key, a cap that is not above 0, sinks that are not one of each head.
+        ArrayMismatchError: a window without keys or with a first key, a cap that is not above 0, sinks that are not
+            one of each head.
     """
     if window is None and soft_cap is None and sinks is None and not first_key:
         return None

@@ -1,7 +1,7 @@
 """`DraftSpans`: where drafts stand that no step has computed yet, on the device. `csrc/sampling/drafters.cu`.
 
-    block table of a slot     [b0, b1, b2]        the drafter's KV of positions up to length - 2
-    span                      [b0, b1, s0, s1]    s0 begins with a copy of what b2 has; new positions lie in s0 and s1
+block table of a slot     [b0, b1, b2]        the drafter's KV of positions up to length - 2
+span                      [b0, b1, s0, s1]    s0 begins with a copy of what b2 has; new positions lie in s0 and s1
 """
 
 import ctypes
@@ -74,7 +74,16 @@ class DraftSpans:
         """`[n]` first new positions and `[n, columns]` block tables of `slots [n]`, from `lengths - 1` on."""
         count, columns = len(slots), self._tables.shape[1] + self._blocks.per_row
         tables, starts = cupy.empty((count, columns), np.int32), cupy.empty(count, np.int32)
-        arguments = [self._given, self._tables, _int(self._tables.shape[1]), slots, lengths, tables, _int(columns), starts]
+        arguments = [
+            self._given,
+            self._tables,
+            _int(self._tables.shape[1]),
+            slots,
+            lengths,
+            tables,
+            _int(columns),
+            starts,
+        ]
         self._kernels["spans"]((count, _COPIES, 1), (_THREADS, 1, 1), arguments)
         return starts, tables
 

@@ -88,7 +88,11 @@ class Drafting:
         require(drafts, _INT32, ndim=2, what="the drafts")
         if token_ids is not None:
             require(token_ids, _INT32, ndim=1, what="the token ids")
-        if len(logits) != len(drafts) or not 0 <= column < drafts.shape[1] or (token_ids is not None and len(token_ids) < logits.shape[1]):
+        if (
+            len(logits) != len(drafts)
+            or not 0 <= column < drafts.shape[1]
+            or (token_ids is not None and len(token_ids) < logits.shape[1])
+        ):
             raise ArrayMismatchError(f"logits {logits.shape} for drafts {drafts.shape}")
         ids = self._sampling.sample(logits, self._greedy_batch(*logits.shape))
         self._put(ids, drafts, column, token_ids)
@@ -157,7 +161,9 @@ def _boundary(memory: HiddenMemory, hidden: Array) -> tuple[int | None, int]:
     require(data, hidden.dtype, ndim=6, what="the blocks")
     layer_bytes = data[0, 0].nbytes
     if memory.boundary_layers * layer_bytes < hidden.shape[1] * hidden.dtype.itemsize or layer_bytes % VECTOR_BYTES:
-        raise ArrayMismatchError(f"{memory.boundary_layers} layers of {layer_bytes} bytes for {hidden.shape[1]} numbers")
+        raise ArrayMismatchError(
+            f"{memory.boundary_layers} layers of {layer_bytes} bytes for {hidden.shape[1]} numbers"
+        )
     return address(data) + memory.boundary.layer * layer_bytes, data.strides[0]
 
 
