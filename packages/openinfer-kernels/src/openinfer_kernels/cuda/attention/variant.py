@@ -1,4 +1,4 @@
-"""What a model changes about scores of attention, as the kernels for it are told: window, soft cap, sinks, first key."""
+"""What a model changes about scores of attention, as kernels for it are told: window, soft cap, sinks, first key."""
 
 import ctypes
 import math
