@@ -4,8 +4,9 @@ from openinfer_engine.cpu.worker import WorkerLimits
 
 # rows of captured decode steps
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-# tokens of captured mixed batches. Of more tokens the device has work for longer than it takes to launch them
-TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+# tokens of captured mixed batches: the fewest are a row with drafts, by the kernels of so many tokens. Of more tokens
+# the device has work for longer than it takes to launch them
+TOKEN_BUCKETS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 # of scores of a captured mixed batch, at most: to write and read more takes longer than to launch it
 _CAPTURED_SCORE_BYTES = 1 << 26
 
