@@ -223,11 +223,11 @@ class CudaWorker:
     def _decode_step(self, inputs: DecodeInputs) -> tuple[Array, Array]:
         """Logits and hidden states."""
         self._slots.state.prepare_decode(inputs)
-        given = {"batch": inputs.batch, "kv_cache": self._kv_pool.layers}
+        token_ids, batch, layers = inputs.token_ids, inputs.batch, self._kv_pool.layers
         if self._observer is None:
-            hidden = self._model.forward(inputs.token_ids, **given)
+            hidden = self._model.forward(token_ids, batch=batch, kv_cache=layers)
         else:
-            hidden = self._observer.forward(inputs.rows[0], inputs.token_ids, **given)
+            hidden = self._observer.forward(inputs.rows[0], token_ids, batch=batch, kv_cache=layers)
         return self._model.logits(hidden), hidden
 
     # --- steps ------------------------------------------------------------------------------------------

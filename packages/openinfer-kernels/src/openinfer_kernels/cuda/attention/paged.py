@@ -67,8 +67,9 @@ class Attention:
         _refuse_first_key(first_key, cache, batch)
         num_tokens, num_rows, most = q.shape[0], len(batch.context_lens), batch.max_query_tokens
         out = cupy.empty((num_tokens, q.shape[1] * q.shape[2]), bfloat16)
-        changes = {"window": window, "soft_cap": soft_cap, "sinks": sinks, "first_key": first_key}
-        variant = variant_of(num_heads=q.shape[1], scale=scale, **changes)
+        variant = variant_of(
+            num_heads=q.shape[1], scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, first_key=first_key
+        )
         if cache.format is CacheFormat.FP8:
             _refuse_variant(variant)
             kernels = self._of_fp8
@@ -137,8 +138,16 @@ class OneKernelAttention(Attention):
         first_key: int = 0,
     ) -> Array:
         if first_key:  # of drafters, which change no token
-            changes = {"window": window, "soft_cap": soft_cap, "sinks": sinks, "first_key": first_key}
-            return self._of_drafters.paged_attention(q, cache, batch=batch, scale=scale, **changes)
+            return self._of_drafters.paged_attention(
+                q,
+                cache,
+                batch=batch,
+                scale=scale,
+                window=window,
+                soft_cap=soft_cap,
+                sinks=sinks,
+                first_key=first_key,
+            )
         _check(q, cache, batch)
         out = cupy.empty((q.shape[0], q.shape[1] * q.shape[2]), bfloat16)
         variant = variant_of(num_heads=q.shape[1], scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
