@@ -1,16 +1,24 @@
 """The fault boundary of drafters, and what they return made the same on every rank."""
 
+import contextlib
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from openinfer_core.errors import ContractViolation
+from openinfer_core.errors import ContractViolation, Refused
 from openinfer_core.scheduling import SlotStart
-from openinfer_engine import LocalGroup, SoloCommunicator
+from openinfer_engine import EngineOptions, LocalGroup, SoloCommunicator
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.drafters.contract import DrafterRequirements
+from openinfer_engine.drafters.requirements import AskedDrafter
 from openinfer_engine.drafting import DrafterFaults, SharedDrafter
+from openinfer_engine.options import DeviceKind, LoadFormat
 from openinfer_kernels import Array
+from openinfer_kv_cache import KvDtype
 
 
 class _Returning:
@@ -94,3 +102,25 @@ def test_shared_drafter_that_faults_among_ranks_ends_the_step() -> None:
 
     with pytest.raises(ContractViolation, match=r"drafter mine \(x 1\) failed: RuntimeError: no; with several ranks"):
         LocalGroup(2).run(draft)
+
+
+@pytest.mark.parametrize("is_queued", [True, False])
+def test_a_gpu_refuses_drafters_that_read_on_the_host(is_queued: bool) -> None:  # noqa: FBT001 - a parameter
+    anything: Any = SimpleNamespace(requirements=lambda _: DrafterRequirements(taps=(1,), is_queued=is_queued))
+    asked = AskedDrafter(
+        name="mine",
+        factory=anything,
+        definition=anything,
+        model_config=None,
+        model_dir=Path(),
+        drafter_dir=None,
+        tensors={},
+        max_drafts=2,
+        options=EngineOptions(device=DeviceKind.CUDA, load_format=LoadFormat.DUMMY),
+        kv_dtype=KvDtype.BFLOAT16,
+        state_dtype=KvDtype.BFLOAT16,
+    )
+    layout: Any = SimpleNamespace(num_ranks=1, num_tables=1, is_dense=True)
+    refused = contextlib.nullcontext() if is_queued else pytest.raises(Refused, match=r"drafter mine: .*is_queued")
+    with refused:
+        asked.check(layout)

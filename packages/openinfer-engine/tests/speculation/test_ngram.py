@@ -18,12 +18,12 @@ from openinfer_kernels.cpu import CpuOps
 EMPTY: Any = SimpleNamespace()
 
 
-def make_drafter(*, max_model_tokens: int = 100, **options: str) -> NgramDrafter:
+def make_drafter(*, max_model_tokens: int = 100, ops: Any = None, **options: str) -> NgramDrafter:
     context = DrafterContext(
         model_dir=Path(),
         config={},
         model=EMPTY,
-        ops=CpuOps(),
+        ops=ops or CpuOps(),
         communicator=SoloCommunicator(),
         max_num_seqs=3,
         max_model_tokens=max_model_tokens,
@@ -102,3 +102,22 @@ def test_options_choose_what_matches() -> None:
     assert draft(latest, 2, 8) == [3, 4, 2, 5]
     start(latest, [2, 3, 2, 4])
     assert draft(latest, 2, 5) == [4, 2, 4, 2]
+
+
+class CountingOps(CpuOps):
+    """Notes the bytes of what is uploaded."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def upload(self, host: Any) -> Any:
+        self.num_bytes += host.nbytes
+        return super().upload(host)
+
+
+@pytest.mark.parametrize("max_model_tokens", [100, 40_000])
+def test_the_ledger_has_what_a_history_takes(max_model_tokens: int) -> None:
+    ops = CountingOps()
+    make_drafter(max_model_tokens=max_model_tokens, ops=ops)
+
+    assert ops.num_bytes == 3 * NgramDrafter.bytes_per_sequence(max_model_tokens, 4)
