@@ -105,7 +105,7 @@ def test_shared_drafter_that_faults_among_ranks_ends_the_step() -> None:
 
 
 @pytest.mark.parametrize("is_queued", [True, False])
-def test_a_gpu_refuses_drafters_that_read_on_the_host(is_queued: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_gpu_refuses_drafters_that_read_on_the_host(is_queued: bool) -> None:
     anything: Any = SimpleNamespace(requirements=lambda _: DrafterRequirements(taps=(1,), is_queued=is_queued))
     asked = AskedDrafter(
         name="mine",
