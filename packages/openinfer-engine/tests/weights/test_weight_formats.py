@@ -103,6 +103,16 @@ def transposed(name: str) -> Callable[[Tensors], None]:
     return change
 
 
+def doubled(name: str) -> Callable[[Tensors], None]:
+    """For a scale that has no neighbour."""
+
+    def change(tensors: Tensors) -> None:
+        dtype, array = tensors[f"X.{name}"]
+        tensors[f"X.{name}"] = dtype, np.asarray(array * 2, array.dtype)
+
+    return change
+
+
 CONTROLS: Mapping[str, tuple[str, Callable[[Tensors], None]]] = {
     "blocks: neighbour's scale": ("fp8 blocks F32", swapped("weight_scale_inv", 1)),
     "blocks: transposed grid": ("fp8 blocks BF16", transposed("weight_scale_inv")),
@@ -122,7 +132,23 @@ CONTROLS: Mapping[str, tuple[str, Callable[[Tensors], None]]] = {
     "q8_0: neighbour's scale": ("ggml Q8_0", swapped("scales", 1)),
     "q4_0: order": ("ggml Q4_0", swapped("q4_0", 1)),
     "q4_1: neighbour's minimum": ("ggml Q4_1", swapped("minimums", 1)),
+    "blocks in float16: neighbour's scale": ("fp8 blocks F16", swapped("weight_scale_inv", 0)),
+    "blocks in E8M0: code for code": ("fp8 blocks F8_E8M0", swapped("weight", 1)),
+    "tensor: twice the scale": ("fp8 per tensor static", doubled("weight_scale")),
+    "modelopt: twice the scale": ("fp8 modelopt", doubled("weight_scale")),
+    "fbgemm: neighbour's scale": ("fbgemm fp8", swapped("weight_scale", 0)),
+    "gptq of 8 bits: neighbour's scale": ("gptq v1 8 bits", swapped("scales", 0)),
+    "gptq of one group: another row's scale": ("gptq v1 one group", swapped("scales", 1)),
+    "compressed in float16: neighbour's scale": ("w4a16 F16", swapped("weight_scale", 1)),
+    "compressed per channel: another row's scale": ("w4a16 channel", swapped("weight_scale", 0)),
+    "compressed of 8 bits: another row's scale": ("w8a16", swapped("weight_scale", 0)),
+    "compressed of 8 bits: neighbour's zero point": ("w8a16 asymmetric", swapped("weight_zero_point", 1)),
+    "modelopt nvfp4: neighbour's scale": ("nvfp4 modelopt", swapped("weight_scale", 1)),
 }
+
+
+def test_every_layout_has_a_control() -> None:
+    assert {name for name, _ in CONTROLS.values()} == set(SCHEMES)
 
 
 @pytest.mark.parametrize(("name", "change"), CONTROLS.values(), ids=CONTROLS)
