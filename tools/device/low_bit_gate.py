@@ -81,12 +81,11 @@ def answers_of(folder: Path, prompts: Sequence[Sequence[int]], **options: Any) -
 
 
 def compare(answers: Sequence[Answer], truths: Sequence[torch.Tensor], limits: dict[str, float]) -> dict[str, Any]:
-    comparison = Comparison()
+    comparison = Comparison(limits)
     for answer, truth in zip(answers, truths, strict=True):
         for position, top_ids, top_logprobs in answer.scored():
             comparison.add(truth[position], top_ids, top_logprobs)
-    found = comparison.result()
-    return found | {"passes": all(found[name] <= limit for name, limit in limits.items())}
+    return comparison.result()
 
 
 def flips(answers: Sequence[Answer], others: Sequence[Answer]) -> float:
