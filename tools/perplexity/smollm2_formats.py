@@ -23,6 +23,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import msgspec
 import numpy as np
 import tokenizers
 
@@ -75,20 +76,24 @@ def main() -> int:
         write_plain(folder, plain)
         bf16 = perplexity(plain, token_ids)
         print(f"{'bf16':32} {bf16:9.4f}", flush=True)
-        rows = [measured(name, plain, token_ids, bf16) for name in options.only]
-    is_right = all(row["is_right"] for row in rows)
-    if options.json is not None:
-        what = {
-            "what": __doc__,
-            "tokens": len(token_ids),
-            "text_sha256": hashlib.sha256(text().encode()).hexdigest(),
-            "group": GROUP,
-            "bf16_perplexity": bf16,
-            "is_right": is_right,
-            "formats": rows,
-        }
-        options.json.write_text(json.dumps({**provenance(), **what}, indent=1) + "\n")
-    return 0 if is_right else 1
+        rows: list[dict[str, Any]] = []
+        for name in options.only:
+            rows.append(measured(name, plain, token_ids, bf16))
+            if options.json is not None:  # after each, as all of them take long
+                options.json.write_text(json.dumps(report(token_ids, bf16, rows), indent=1) + "\n")
+    return 0 if all(row["is_right"] for row in rows) else 1
+
+
+def report(token_ids: list[int], bf16: float, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return msgspec.to_builtins(provenance()) | {
+        "what": __doc__,
+        "tokens": len(token_ids),
+        "text_sha256": hashlib.sha256(text().encode()).hexdigest(),
+        "group": GROUP,
+        "bf16_perplexity": bf16,
+        "is_right": all(row["is_right"] for row in rows),
+        "formats": rows,
+    }
 
 
 def text() -> str:
