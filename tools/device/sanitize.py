@@ -161,9 +161,14 @@ class Larger:
                 codes = self._ops.download(there.data)
                 assert np.array_equal(codes, host.data), f"codes of {rows}"
                 expected = self._cpu.paged_attention(self._host(q), host, batch=case.batch, scale=head_dim**-0.5)
+                known = dataclasses.replace(batch, chunk_context_tokens=sum(each for each, count in rows if count > 1))
                 for attention in attentions:
-                    got = attention.paged_attention(q, there, batch=batch, scale=head_dim**-0.5)
-                    self._require_close(f"attention of {rows} in FP8", got, expected)
+                    found = [
+                        attention.paged_attention(q, there, batch=each, scale=head_dim**-0.5) for each in (batch, known)
+                    ]
+                    self._require_close(f"attention of {rows} in FP8", found[0], expected)
+                    as_stored, brought = (self._ops.download(each.view(np.uint16)) for each in found)
+                    assert np.array_equal(as_stored, brought), f"contexts of {rows} brought to BF16"
 
     def sampling(self) -> None:
         ops, cpu, rng = self._ops, self._cpu, self._rng

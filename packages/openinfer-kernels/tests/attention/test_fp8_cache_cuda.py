@@ -190,3 +190,15 @@ def test_windows_are_refused(cuda):
     case = Case(cuda, [(20, 1)], heads=2, kv_heads=2, head_dim=64)
     with pytest.raises(ArrayMismatchError, match="no kernel that reads a cache in FP8"):
         cuda.paged_attention(case.q, case.cache, batch=case.batch, scale=1.0, window=5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("rows", [[(170, 1), (500, 275), (33, 33), (140, 2)], [(2100, 2048), (3000, 1)], [(4096, 700)]])
+def test_contexts_that_are_brought_to_bfloat16_first_change_no_bit(cuda, rows, head_dim):
+    """By the length of contexts that the host knows."""
+    case = Case(cuda, rows, heads=8, kv_heads=2, head_dim=head_dim)
+    as_stored = cuda.download(case.run(cuda)).view(np.uint16)
+    known = sum(context for context, tokens in rows if tokens > 1)
+    case.batch = dataclasses.replace(case.batch, chunk_context_tokens=known)
+    case.check(cuda)
+    np.testing.assert_array_equal(cuda.download(case.run(cuda)).view(np.uint16), as_stored)

@@ -57,6 +57,7 @@ BODIES = {
 }
 """Functions of inline assembly, and what they do."""
 KERNELS = {
+    "attention_prefill_hopper": ("64", "128", "256"),
     "attention_decode_variant": ("64_1", "128_1", "256_1"),
     "attention_decode_hopper_variant": ("64_1", "128_1", "256_1"),
     "attention_prefill_variant": ("32", "64", "128", "256"),
@@ -65,7 +66,10 @@ KERNELS = {
     "attention_decode_hopper_fp8": ("64_1", "64_2", "128_1", "128_2", "256_1"),
     "attention_prefill_fp8": ("32", "64", "128", "256"),
     "attention_prefill_hopper_fp8": ("64", "128", "256"),
+    "fp8_contexts": ("fp8_contexts",),
 }
+STATIC = "#undef __shared__\n#define __shared__ static\n"
+"""For kernels whose shared memory is of arrays with names."""
 FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 OUTCOMES = ("done", "no such kernel", "arguments of another size", "threads wait for ever")
 
@@ -87,6 +91,12 @@ def emulated_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compile_emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
     """Takes a name and a source, which may include ours; gives its library."""
     return lambda name, source: build(emulated_sources(tmp_path_factory), name, source)
+
+
+@pytest.fixture(scope="session")
+def emulation() -> SimpleNamespace:
+    """What tests need that replace other headers than those of attention."""
+    return SimpleNamespace(here=HERE, sources=emulated_sources, build=build, with_body=with_body, tensor_map=TensorMap)
 
 
 class Libraries(dict[str, Path]):
@@ -124,19 +134,26 @@ def with_body(text: str, function: str, body: str) -> str:
 
 
 def compiled(folder: Path, stem: str) -> Path:
-    given_map = "map" if stem == "attention_prefill_hopper_variant" else "nullptr"
+    given_map = "map" if stem in ("attention_prefill_hopper", "attention_prefill_hopper_variant") else "nullptr"
     calls = "".join(
-        f'if (!strcmp(kind, "{kind}")) return launch({stem}_{kind}, {given_map}, arguments, bytes, blocks, threads);\n'
+        f'if (!strcmp(kind, "{kind}")) '
+        f"return launch({named(stem, kind)}, {given_map}, arguments, bytes, blocks, threads);\n"
         for kind in KERNELS[stem]
     )
+    (path,) = (folder / "csrc").rglob(f"{stem}.cu")
     source = f"""#include "fibers.hpp"
-#include "{"attention_fp8" if stem.endswith("fp8") else "attention_variants"}/{stem}.cu"
+{STATIC if stem == "fp8_contexts" else ""}#include "{path.relative_to(folder / "csrc")}"
 using namespace emulated;
 extern "C" __attribute__((visibility("default"))) int run(const char* kind, const void* map, const void* arguments,
                                                           size_t bytes, int blocks, int threads) {{
 {calls}return kNoSuchKernel; }}
 """
     return build(folder, stem, source)
+
+
+def named(stem: str, kind: str) -> str:
+    """A kernel's name in its source."""
+    return stem if kind == stem else f"{stem}_{kind}"
 
 
 def build(folder: Path, stem: str, source: str) -> Path:
@@ -172,7 +189,7 @@ class Device:
     def has(self, stem: str) -> bool:
         return self._hopper
 
-    def kernel(self, stem: str, name: str, *, shared_bytes: int) -> Kernel | None:
+    def kernel(self, stem: str, name: str, *, shared_bytes: int = 0) -> Kernel | None:
         """None for a kernel that is not emulated."""
         assert shared_bytes <= 227 * 1024
         return Kernel(self._libraries[stem], name.removeprefix(f"{stem}_")) if stem in self._libraries else None

@@ -56,8 +56,9 @@ template <class T>
 inline void __stcg(T* to, T value) {
   *to = value;
 }
-inline int atomicAdd(int* to, int value) {
-  const int before = *to;
+template <class T>
+inline T atomicAdd(T* to, T value) {
+  const T before = *to;
   *to += value;
   return before;
 }
@@ -95,8 +96,12 @@ struct Warp {
   uint32_t words[2][32][8];
 };
 
-inline Barrier barriers[16];
-inline Warp warps[32];
+// What a block has for itself; those of the block whose turn it is.
+constexpr int kBarriers = 16, kWarps = 32;
+inline Barrier first_barriers[kBarriers];
+inline Warp first_warps[kWarps];
+inline Barrier* barriers = first_barriers;
+inline Warp* warps = first_warps;
 
 inline int lane() { return threadIdx.x % 32; }
 inline Warp& warp() { return warps[threadIdx.x / 32]; }
@@ -116,11 +121,11 @@ inline Words shown(const uint32_t (&mine)[kCount]) {
 
 template <class T>
 inline T of_lane(T value, int other) {
-  static_assert(sizeof(T) == 4);
-  uint32_t bits[1];
-  memcpy(bits, &value, 4);
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  uint32_t bits[sizeof(T) / 4];
+  memcpy(bits, &value, sizeof(T));
   T result;
-  memcpy(&result, shown(bits)[other], 4);
+  memcpy(&result, shown(bits)[other], sizeof(T));
   return result;
 }
 

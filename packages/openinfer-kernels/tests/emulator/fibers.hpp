@@ -37,7 +37,9 @@ inline void* stacks[kMostThreads];
 inline bool has_ended[kMostThreads];
 inline std::function<void()> kernel;
 
-inline void let_others_run() { switch_stacks(&stacks[threadIdx.x], scheduler_stack); }
+inline void** own_stack;  // where the thread whose turn it is leaves its stack
+
+inline void let_others_run() { switch_stacks(own_stack, scheduler_stack); }
 
 inline void run_thread() {
   kernel();
@@ -49,8 +51,8 @@ inline void run_thread() {
 // False where threads wait for what never comes.
 inline bool run_block(int threads) {
   static char* memory = static_cast<char*>(aligned_alloc(4096, kStackBytes * kMostThreads));
-  for (auto& each : warps) each.barrier.arrived = 0;
-  for (auto& each : barriers) each.arrived = 0;
+  for (auto& each : first_warps) each.barrier.arrived = 0;
+  for (auto& each : first_barriers) each.arrived = 0;
   for (size_t i = 0; i < sizeof(raw); i += 2) raw[i] = 0xC0, raw[i + 1] = 0x7F;  // NaN
   for (int i = 0; i < threads; i++) {
     void** top = reinterpret_cast<void**>(memory + kStackBytes * (i + 1)) - 2;
@@ -65,7 +67,7 @@ inline bool run_block(int threads) {
     running = 0;
     for (int i = 0; i < threads; i++) {
       if (has_ended[i]) continue;
-      threadIdx = {i, 0, 0};
+      threadIdx = {i, 0, 0}, own_stack = &stacks[i];
       switch_stacks(&scheduler_stack, stacks[i]);
       running += !has_ended[i];
     }

@@ -1,7 +1,9 @@
 """Attention over a KV cache in FP8 as the CUDA kernels compute it, emulated, against the CPU's operator."""
 
 import ctypes
+import dataclasses
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,6 +95,48 @@ def test_random_rows(make_attention, on_device, hopper, seed):
             block_tokens=rng.choice((16, 32, 64)),
             seed=seed,
         ).check(attention)
+
+
+def attended(attention, case, *, context_tokens):
+    """With what the host knows of the contexts of longer rows."""
+    batch = dataclasses.replace(case.batch, chunk_context_tokens=context_tokens)
+    return attention.paged_attention(case.q, case.cache, batch=batch, scale=case.scale)
+
+
+@pytest.mark.parametrize("block_tokens", [16, 64])
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, 6), (128, 6), (256, 6), (128, 24)])
+def test_contexts_that_are_brought_to_bfloat16_first_change_no_bit(
+    make_attention, on_device, head_dim, heads, block_tokens
+):
+    rows = [(170, 1), (17, 1), (200, 75), (33, 33), (1, 1), (140, 2)]
+    case = Case(on_device, rows, heads=heads, kv_heads=2, head_dim=head_dim, block_tokens=block_tokens)
+    attention = make_attention(hopper=True)
+    as_stored = attended(attention, case, context_tokens=None)
+    brought = attended(attention, case, context_tokens=200 + 33 + 140)
+    assert np.isfinite(brought.astype(np.float32)).all()
+    assert (as_stored.view(np.uint16) == brought.view(np.uint16)).all()
+    case.check(SimpleNamespace(paged_attention=lambda *given, **how: brought))
+
+
+def test_contexts_are_brought_where_their_length_is_known_and_there_is_room(make_attention, on_device):
+    case = Case(on_device, [(170, 1), (200, 75)], heads=4, kv_heads=2, head_dim=128)
+    attention, codes = make_attention(hopper=True), case.cache.data.copy()
+    given = attention._contexts  # noqa: SLF001 - which way is taken shows in no result
+    assert given.in_bfloat16(case.cache, case.batch, num_tokens=76, least_tokens=2) is None
+    batch = dataclasses.replace(case.batch, chunk_context_tokens=200)
+    cache, found = given.in_bfloat16(case.cache, batch, num_tokens=76, least_tokens=2)
+    assert (case.cache.data == codes).all()
+    assert cache.data.shape[:3] == (200 // 16 + 2, 1, 2)
+    assert found.block_tables[0][1, :13].tolist() == list(range(13))
+    assert given.in_bfloat16(case.cache, batch, num_tokens=3, least_tokens=2) is None
+
+
+def test_scales_of_another_token_are_noticed_in_contexts_that_are_brought(make_attention, on_device):
+    case = Case(on_device, [(170, 1), (100, 60)], heads=4, kv_heads=2, head_dim=128)
+    case.cache.scales[:, :, 1] = np.roll(case.cache.scales[:, :, 1], 1, axis=-1)
+    found = attended(make_attention(hopper=True), case, context_tokens=100)
+    with pytest.raises(AssertionError):
+        case.check(SimpleNamespace(paged_attention=lambda *given, **how: found))
 
 
 @pytest.mark.parametrize("what", ["keys", "values"])

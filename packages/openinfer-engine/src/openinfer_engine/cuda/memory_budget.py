@@ -18,7 +18,8 @@ _CONTEXT_BYTES = 640 * _MIB  # the CUDA context with our kernels, cuBLASLt's, an
 _ROPE_BYTES_PER_POSITION = 512
 # of one captured forward pass and the sampling after it: nodes, and the places where their results stay
 _GRAPH_BYTES = 10 * _MIB
-# of one token of a step, at most: a few vectors of the widest layer of any model served
+# of one token of a step, at most: a few vectors of the widest layer of any model served, and 64 KiB of contexts that
+# are brought from FP8 to BF16 (`openinfer_kernels.cuda.attention.fp8_contexts`)
 _ACTIVATION_BYTES_PER_TOKEN = 1 << 18
 # of the same where activations are quantised: codes, sums of gate and up in int32, and its share of a copy of a matrix
 _LOW_BIT_BYTES_PER_TOKEN = 1 << 17

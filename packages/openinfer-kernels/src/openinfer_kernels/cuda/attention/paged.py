@@ -5,6 +5,7 @@ from functools import cached_property
 import numpy as np
 
 from openinfer_kernels.cuda.attention.decode import MAX_ROWS, AttentionDecode
+from openinfer_kernels.cuda.attention.fp8_contexts import Fp8Contexts
 from openinfer_kernels.cuda.attention.prefill import AttentionPrefill
 from openinfer_kernels.cuda.attention.prefill_hopper import STEM as HOPPER_STEM
 from openinfer_kernels.cuda.attention.prefill_hopper import AttentionPrefillHopper
@@ -19,6 +20,8 @@ from openinfer_kernels.ops import Array, AttentionBatch, CacheFormat, PagedCache
 _SMALLEST_OF_ALL_KERNELS = 64
 """Smaller heads, of toys, are served by the kernel for prompts of any GPU alone."""
 MAX_GROUP = 16
+_LEAST_TOKENS = 2
+"""Of rows that the kernel for prompts serves."""
 _INT32 = np.dtype(np.int32)
 
 
@@ -49,6 +52,11 @@ class Attention:
     @cached_property
     def _of_fp8(self) -> _Kernels:
         return _Kernels(self._device, for_fp8=True)
+
+    @cached_property
+    def _contexts(self) -> Fp8Contexts | None:
+        """Where a kernel for prompts reads BF16 faster than FP8."""
+        return Fp8Contexts(self._device) if self._device.has(HOPPER_STEM) else None
 
     def paged_attention(
         self,
@@ -83,6 +91,11 @@ class Attention:
         if num_tokens < num_rows * most or most == 1:  # else every row is as long as the longest
             kernels.decode.launch(q, cache, out, batch=batch, scale=power, variant=variant)
         if most > 1:
+            found = None
+            if cache.format is CacheFormat.FP8 and self._contexts is not None:
+                found = self._contexts.in_bfloat16(cache, batch, num_tokens=num_tokens, least_tokens=_LEAST_TOKENS)
+            if found is not None:
+                kernels, (cache, batch) = self._plain, found
             kernels.prefill.launch(q, cache, out, batch=batch, scale=power, variant=variant)
         return out
 
