@@ -1,20 +1,25 @@
 """Products of low-bit matrices on a Hopper GPU: checked against float64, and timed next to BF16.
 
-    python3 tools/device/lowbit_products.py [check] [memcheck] [chains] [single] [--formats NAME ...] [--tokens N ...]
-                                            [--json FILE]
+    python3 tools/device/lowbit_products.py [check] [memcheck] [chains] [single] [partitions] [--formats NAME ...]
+                                            [--tokens N ...] [--json FILE]
 
-check      every code, grouping, epilogue and size of tiles, each twice: the same bits, and near float64
+check      every code, grouping, epilogue, size of tiles and partition, each twice: the same bits, and near float64
 memcheck   a few small ones of these, for compute-sanitizer
 chains     all products and norms of a Qwen3-4B step, in CUDA graphs, also by one way alone from 65 tokens on
-single     each product alone, over all layers' weights; from 256 tokens on also what dequantising it takes
+partitions each product alone by each way to divide it among blocks that is considered: microseconds, and how far the
+           result is from that of the way that is chosen
+single     each product alone, over all layers' weights; from 256 tokens on also by one way alone, and how long
+           dequantising takes
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from source_packages import folders
 
@@ -37,6 +42,7 @@ from openinfer_kernels.cuda.gemm.linear import Linear  # noqa: E402
 from openinfer_kernels.cuda.gemm.quantised import Quantised  # noqa: E402
 from openinfer_kernels.cuda.gemm.tiles import Epilogue  # noqa: E402
 from openinfer_kernels.cuda.lowbit.lowbit_gemm import LowbitGemm  # noqa: E402
+from openinfer_kernels.cuda.lowbit.lowbit_partition import Partition  # noqa: E402
 from openinfer_kernels.cuda.norm.rms_norm import Norm  # noqa: E402
 from openinfer_kernels.weights.code_values import E4M3_VALUES  # noqa: E402
 from openinfer_kernels.weights.quantised import (  # noqa: E402
@@ -145,10 +151,10 @@ def reference(x, weight, epilogue: Epilogue):
     return gate / (1 + cupy.exp(-gate)) * up
 
 
-def check(quantised: Quantised, gemm: LowbitGemm, tokens, shapes) -> None:
+def check(quantised: Quantised, gemm: LowbitGemm, tokens, shapes, cases=CASES) -> None:
     """Prints the largest errors by format; anything above the limits, or other bits the second time, is BAD."""
     num_bad = 0
-    for made in CASES:
+    for made in cases:
         worst: dict[str, float] = {}
         for rows, columns in shapes:
             part, weight = random_part(made, rows, columns)
@@ -161,25 +167,26 @@ def check(quantised: Quantised, gemm: LowbitGemm, tokens, shapes) -> None:
                 x = RNG.standard_normal((m, columns), dtype=np.float32).astype(bfloat16)
                 for epilogue in (Epilogue.STORE, Epilogue.SWIGLU) if rows % 128 == 0 else (Epilogue.STORE,):
                     expected = reference(x, weight, epilogue)
-                    for sums in (True, False) if matrix.sums_may_be_scaled and m <= 64 else (False,):
-                        error = error_of(gemm, x, matrix, expected, epilogue, scales_sums=sums)
+                    both = (True, False) if matrix.sums_may_be_scaled and m <= 64 else (False,)
+                    for sums, partition in itertools.product(both, gemm.partitions_of(m, matrix)):
+                        error = error_of(gemm, x, matrix, expected, epilogue, scales_sums=sums, partition=partition)
                         name = f"{epilogue} {'sums' if sums else 'weights'}"
                         worst[name] = max(worst.get(name, 0), error)
                         if not error < MOST_ERROR[epilogue]:
                             num_bad += 1
-                            print("BAD", made, (rows, columns), m, name, error)
+                            print("BAD", made, (rows, columns), m, name, partition, error)
         # what a minimum adds is rounded before the sum
         num_bad += not worst["dequantised"] <= 2.0 ** (-7 if made.minimums else -8)
         print(made, "  ".join(f"{name} {error:.1e}" for name, error in worst.items()), flush=True)
     print("check:", f"{num_bad} BAD" if num_bad else "ok", flush=True)
 
 
-def error_of(gemm: LowbitGemm, x, matrix, expected, epilogue: Epilogue, *, scales_sums: bool) -> float:
+def error_of(gemm: LowbitGemm, x, matrix, expected, epilogue: Epilogue, **how: Any) -> float:
     """NaN where two runs differ, or something was not written."""
     found = []
     for _ in range(2):
         out = cupy.full(expected.shape, np.nan, np.float32).astype(bfloat16)
-        gemm.multiply(x, matrix, out, epilogue=epilogue, scales_sums=scales_sums)
+        gemm.multiply(x, matrix, out, epilogue=epilogue, **how)
         found.append(out)
     if not (found[0].view(np.uint16) == found[1].view(np.uint16)).all():
         return float("nan")
@@ -261,8 +268,63 @@ def time_product(ways, name: str, num_tokens: int) -> dict[str, float | str]:
         row[f"{label}_us"] = over_layers(way, lambda layer, multiply=multiply: multiply(x, layer[name]))
         if isinstance(way, Lowbit) and num_tokens >= 256:
             row[f"dequantise_{label}_us"] = over_layers(way, lambda layer, way=way: way.dequantised(layer[name]))
+            call = lambda layer, multiply=multiply: multiply(x, layer[name])  # noqa: E731
+            for how, most in (("in_registers", 1 << 30), ("dequantised", 0)):
+                with limited(most):
+                    row[f"{label}_{how}_us"] = over_layers(way, call)
     print("  ".join(f"{key} {value:.2f}" if isinstance(value, float) else str(value) for key, value in row.items()))
     return row
+
+
+def time_partitions(gemm: LowbitGemm, ways, name: str, num_tokens: int) -> Iterator[dict[str, Any]]:
+    """By format and partition; the one that is chosen is marked."""
+    x = products.random_bf16((num_tokens, products.SHAPES[name][1]))
+    epilogue, halves = (Epilogue.SWIGLU, 2) if name == "gate_up" else (Epilogue.STORE, 1)
+    out = cupy.empty((num_tokens, products.SHAPES[name][0] // halves), bfloat16)
+    dense = ways["bf16"].linear_swiglu if halves == 2 else ways["bf16"].linear
+
+    def product(matrix, partition: Partition | None):
+        out.view(np.uint16)[...] = 0xFFFF  # NaN
+        gemm.multiply(x, matrix, out, epilogue=epilogue, partition=partition)
+        return out.astype(np.float32)
+
+    row: dict[str, Any] = {"tokens": num_tokens, "product": name}
+    yield row | {"format": "bf16", "us": over_layers(ways["bf16"], lambda layer: dense(x, layer[name]))}
+    for label, way in ways.items():
+        if not isinstance(way, Lowbit):
+            continue
+        first = way.layers[0][name]
+        chosen = gemm.partition_of(num_tokens, first)
+        expected = product(first, chosen)
+        for partition in gemm.partitions_of(num_tokens, first):
+
+            def call(layer, partition=partition):
+                gemm.multiply(x, layer[name], out, epilogue=epilogue, partition=partition)
+
+            size, *rest = partition
+            found = [product(first, partition) for _ in range(2)]
+            yield row | {
+                "same_twice": bool((found[0] == found[1]).all()),
+                "error": float(cupy.linalg.norm(found[0] - expected) / cupy.linalg.norm(expected)),
+                "format": label,
+                "partition": [size.tokens, *rest],
+                "chosen": partition == chosen,
+                "us": over_layers(way, call),
+            }
+
+
+def shown_partitions(rows: list[dict[str, Any]]) -> None:
+    """The quickest, what is chosen, and BF16, a line for each format."""
+    for each in rows[1:]:
+        if not (each["same_twice"] and each["error"] < MOST_ERROR[Epilogue.SWIGLU]):
+            print("BAD", each)
+    (plain,), kept = [row for row in rows if row["format"] == "bf16"], [row for row in rows if row["format"] != "bf16"]
+    for label in dict.fromkeys(row["format"] for row in kept):
+        best, *others = sorted((row for row in kept if row["format"] == label), key=lambda row: row["us"])
+        chosen = next(row for row in (best, *others) if row["chosen"])
+        shown = "  ".join(f"{row['us']:.1f} {row['partition']}" for row in (chosen, best, *others[:2]))
+        named = f"{plain['tokens']:>5} {plain['product']:<8} bf16 {plain['us']:.1f}  {label} chosen, best:"
+        print(named, shown, flush=True)
 
 
 def over_layers(way, call) -> float:
@@ -272,9 +334,10 @@ def over_layers(way, call) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=("check", "memcheck", "chains", "single"))
+    parser.add_argument("what", nargs="+", choices=("check", "memcheck", "chains", "single", "partitions"))
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--formats", nargs="+", choices=STEPS, default=["fp8", "int4"])
+    parser.add_argument("--quick", action="store_true", help="a warm-up of 20 ms in the place of 150")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     device = Device.open()
@@ -285,23 +348,40 @@ def main() -> None:
     if "memcheck" in given.what:
         check(quantised, gemm, (1, 9, 31, 64, 100, 257), ((256, 416),))
     if "check" in given.what:
+        # More tiles than multiprocessors, of which some are left over, and an odd number of them.
+        check(quantised, gemm, (5, 130, 192, 250, 400, 520), ((17536, 384),), [CASES[0], CASES[4], CASES[14]])
         odd = (1, 3, 8, 9, 16, 17, 31, 33, 64, 65, 100, 129, 200, 256, 257, 520)
         check(quantised, gemm, odd, ((256, 512), (448, 1184), (136, 640)))
         check(quantised, gemm, (1, 12, 32, 57, 128, 255, 600), ((2560, 1536),))
-    if not {"chains", "single"} & set(given.what):
-        return
+    if {"chains", "single", "partitions"} & set(given.what):
+        time_all(given, device, linear, norm, quantised, gemm)
+
+
+def time_all(given, device: Device, linear: Linear, norm: Norm, quantised: Quantised, gemm: LowbitGemm) -> None:
     dense = Dense(linear)
     with linear.tuning():
         for tokens in given.tokens:
             chain(dense, dense.step, linear, norm, tokens)()
     ways = {"bf16": dense} | {name: Lowbit(quantised, STEPS[name], dense) for name in given.formats}
     record: dict[str, object] = {"gpu": device.name}
+    products.WARM_S = 0.02 if given.quick else products.WARM_S
     if "chains" in given.what:
         record["chains"] = [time_chains(ways, dense.step, linear, norm, tokens) for tokens in given.tokens]
+    if "partitions" in given.what:
+        record["partitions"] = made = []
+        for tokens, name in itertools.product(given.tokens, products.SHAPES):
+            rows = list(time_partitions(gemm, ways, name, tokens))
+            shown_partitions(rows)
+            made += rows
+            write(given.json, record)  # after each, as there are many
     if "single" in given.what:
         record["products"] = [time_product(ways, name, tokens) for tokens in given.tokens for name in products.SHAPES]
-    if given.json:
-        given.json.write_text(json.dumps(record, indent=1) + "\n")
+    write(given.json, record)
+
+
+def write(path: Path | None, record: dict[str, object]) -> None:
+    if path:
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

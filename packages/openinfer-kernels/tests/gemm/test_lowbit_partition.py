@@ -2,7 +2,7 @@
 
 import pytest
 
-from openinfer_kernels.cuda.lowbit.lowbit_partition import SIZES, Room, partition_product
+from openinfer_kernels.cuda.lowbit.lowbit_partition import SIZES, Room, partition_product, partitions
 
 CLUSTERS = {
     1: {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15},
@@ -30,14 +30,19 @@ def test_every_tile_has_a_block_and_splits_run_all_at_a_time(num_tokens, rows, c
     size = partition.size
     assert partition.token_tiles * size.tokens >= num_tokens
     assert partition.row_tiles * size.warpgroups * 64 >= rows
-    assert partition.splits <= min(chunks, size.most_splits)
-    assert partition.splits == 1 or partition.multicast_ctas == 1
-    assert partition.blocks % (partition.splits * partition.multicast_ctas) == 0
+    splits, multicast_ctas = partition.splits, partition.multicast_ctas
+    assert splits <= min(chunks, size.most_splits)
+    assert 1 in (splits, multicast_ctas) or splits == multicast_ctas  # one cluster has no other size
+    assert partition.blocks % max(splits, multicast_ctas) == 0
     assert partition.blocks <= 132 * size.blocks
-    if partition.splits > 1:
-        left = partition.token_tiles * partition.row_tiles - partition.whole_tiles
-        assert partition.whole_tiles % partition.blocks == 0
-        assert 0 < left <= partition.blocks // partition.splits <= H200.clusters(size, partition.splits)
+    assert multicast_ctas == 1 or partition.token_tiles > 1
+    if splits > 1:
+        left = (partition.token_tiles * partition.wide_tiles - partition.whole_tiles) * multicast_ctas
+        assert partition.whole_tiles % (partition.blocks // multicast_ctas) == 0
+        assert 0 < left <= partition.blocks // splits <= H200.clusters(size, splits)
+    chosen = partitions(num_tokens, tiles_of(rows), chunks, H200)
+    assert partition in chosen
+    assert len(chosen) == len({*chosen})
 
 
 def test_k_is_divided_where_tiles_are_few():
@@ -56,9 +61,26 @@ def test_tiles_that_are_left_over_have_their_k_divided(num_tokens, whole_tiles, 
     assert whole_tiles == partition.blocks
 
 
-def test_without_clusters_nothing_is_divided():
+@pytest.mark.parametrize(("num_tokens", "rows", "whole_tiles", "left"), [(512, 19456, 132, 20), (4096, 2560, 132, 28)])
+def test_pairs_that_read_their_tokens_together_divide_what_is_left(num_tokens, rows, whole_tiles, left):
+    """Tiles in pairs: 66 of these at a time."""
+    partition = partition_product(num_tokens, tiles_of(rows), 20, H200)
+    assert (partition.splits, partition.multicast_ctas, partition.whole_tiles) == (2, 2, whole_tiles)
+    assert partition.token_tiles * partition.wide_tiles == whole_tiles + left
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "tokens"), [(129, 192), (160, 192), (192, 192), (193, 256), (256, 256), (384, 192)]
+)
+def test_tiles_are_as_many_tokens_as_there_are(num_tokens, tokens):
+    for rows in (2560, 6144, 19456):
+        assert partition_product(num_tokens, tiles_of(rows), 32, H200).size.tokens == tokens
+
+
+@pytest.mark.parametrize("num_tokens", [8, 300])
+def test_without_clusters_nothing_is_divided(num_tokens):
     alone = Room(132, lambda size, blocks: 0)
-    assert partition_product(8, tiles_of(2560), 76, alone).splits == 1
+    assert partition_product(num_tokens, tiles_of(2560), 76, alone).splits == 1
 
 
 def test_clusters_that_do_not_run_all_at_a_time_are_not_taken():

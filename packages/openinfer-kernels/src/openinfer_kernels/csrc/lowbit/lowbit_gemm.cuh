@@ -14,15 +14,16 @@
 //     8, 16               two, which divide K    2
 //     32                  two with 64 rows each  2
 //     64, 128             three                  1
-//     256                 two                    1
+//     192, 256            two                    1
 //
 // Scaling::kSums       the codes are multiplied and the sums of 128 columns scaled, in float32: exact, but for two sets
 //                      of sums; for groups of 128 columns or more
 // Scaling::kWeights    weights are scaled and rounded to BF16 before they are multiplied
 //
-// A cluster of CTAs is either splits, which divide K of one tile and add up their sums in order, or multicast CTAs with
-// the same tokens, which each read a share of X for all. Where there are more tiles than blocks, splits multiply whole
-// tiles alone first, so that the last round of tiles keeps all multiprocessors busy. One run twice is bit-identical.
+// A cluster of CTAs is splits, which divide K of one tile and add up their sums in order, or multicast CTAs with the
+// same tokens, which each read a share of X for all, or both: where there are more tiles than blocks, splits multiply
+// whole tiles first, alone or as multicast CTAs, so that the last round of tiles keeps all multiprocessors busy. One run
+// twice is bit-identical.
 #pragma once
 #include "common/hopper.cuh"
 #include "gemm/gemm_epilogue.cuh"
@@ -49,10 +50,10 @@ struct Problem {
   int tile_rows, chunks;   // tiles along the rows of W, which end at multiples of 64 rows, and along K
   int tile_bytes;
   Scales scales;
-  int multicast_ctas;
-  int token_tiles, wide_tiles;  // tiles of the product: along its tokens, and along its rows those of a cluster
+  int multicast_ctas, splits;   // each is 1 or the blocks of a cluster
+  int token_tiles, wide_tiles;  // tiles of the product: along its tokens, and along its rows those of multicast CTAs
   int token_group;              // token tiles that are multiplied before the next rows
-  int whole_tiles;              // that splits multiply alone, before they divide K of one more
+  int whole_tiles;              // wide ones, before splits divide K of a tile of those that are left
 };
 
 template <int kTokens_>
@@ -70,7 +71,7 @@ struct Sizes {
   static constexpr int kSums = kTokens / 2;
   static constexpr int kBoxBytes = kTokens * kBoxColumns * 2;
   static constexpr int kBoxes = kTokens <= 64 ? kChunks * kBoxesOfTile : 1;  // of a slot of X
-  static constexpr int kXSlots = kTokens == 16 || kTokens == 64 ? 4 : 5;
+  static constexpr int kXSlots = kTokens == 16 || kTokens == 64 ? 4 : kTokens == 192 ? 6 : 5;
   static constexpr int kXBytes = kBoxBytes * kBoxes;
   static constexpr int kTilesOfSlot = 2 * kRowWarpgroups * kChunks;
   static constexpr bool kPushes = kTokens <= 16;  // sums of splits to the first of them, which has room for them
@@ -130,23 +131,22 @@ struct Piece {
 template <int kTokens>
 struct Work {
   int multicast_ctas, multicast_rank, splits, split;
-  int first, stride, whole_pieces;  // of a block, or of a cluster where it multicasts: each `multicast_ctas` row tiles
-  int split_tile, pieces;
+  int first, stride, whole_pieces;  // of a block, or of multicast CTAs together: wide tiles
+  int whole_tiles, split_tile, pieces;
   int token_tiles, wide_tiles, token_group;
   int chunks, first_chunk, num_chunks;  // of a tile, and of its split
 
   __device__ explicit Work(const Problem& p) {
-    const int rank = cluster_rank(), size = cluster_size();
-    const bool is_multicast = p.multicast_ctas > 1, divides = size > 1 && !is_multicast;
-    multicast_ctas = p.multicast_ctas, multicast_rank = is_multicast ? rank : 0;
-    splits = divides ? size : 1, split = divides ? rank : 0;
-    const int together = is_multicast ? size : 1;
-    first = blockIdx.x / together, stride = gridDim.x / together;
+    const int rank = cluster_rank(), cluster = int(blockIdx.x) / int(cluster_size());
+    multicast_ctas = p.multicast_ctas, multicast_rank = multicast_ctas > 1 ? rank : 0;
+    splits = p.splits, split = splits > 1 ? rank : 0;
+    first = blockIdx.x / multicast_ctas, stride = gridDim.x / multicast_ctas;
     token_tiles = p.token_tiles, wide_tiles = p.wide_tiles, token_group = p.token_group;
-    const int tiles = token_tiles * wide_tiles, whole = divides ? p.whole_tiles : tiles;
-    whole_pieces = (max(0, whole - first) + stride - 1) / stride;
-    split_tile = whole + int(blockIdx.x) / size;
-    pieces = whole_pieces + (divides && split_tile < tiles);
+    const int tiles = token_tiles * wide_tiles;
+    whole_tiles = splits > 1 ? p.whole_tiles : tiles;
+    whole_pieces = (max(0, whole_tiles - first) + stride - 1) / stride;
+    split_tile = cluster;  // of those that are left
+    pieces = whole_pieces + (splits > 1 && split_tile < (tiles - whole_tiles) * multicast_ctas);
     chunks = p.chunks;
     first_chunk = chunks * split / splits;
     num_chunks = chunks * (split + 1) / splits - first_chunk;
@@ -155,16 +155,17 @@ struct Work {
   __device__ bool divides() const { return pieces > whole_pieces; }
 
   __device__ Piece piece(int index) const {
-    if (index < whole_pieces) return {tile(first + index * stride), 0, chunks, false};
-    return {tile(split_tile), first_chunk, num_chunks, true};
+    if (index < whole_pieces) return {tile(first + index * stride, multicast_rank), 0, chunks, false};
+    const int wide = whole_tiles + split_tile / multicast_ctas;
+    return {tile(wide, split_tile % multicast_ctas), first_chunk, num_chunks, true};
   }
 
-  // Tiles go through `token_group` token tiles before the next rows, so that both stay in the L2 cache for a while.
-  __device__ Tile tile(int index) const {
-    if (token_tiles == 1) return {0, index * multicast_ctas + multicast_rank};
-    const int of_group = token_group * wide_tiles, first_row = index / of_group * token_group;
-    const int rows = min(token_group, token_tiles - first_row), within = index % of_group;
-    return {(first_row + within % rows) * kTokens, within / rows * multicast_ctas + multicast_rank};
+  // Wide tiles go through `token_group` token tiles before the next rows, so that both stay in the L2 cache for a while.
+  __device__ Tile tile(int wide, int rank) const {
+    if (token_tiles == 1) return {0, wide * multicast_ctas + rank};
+    const int of_group = token_group * wide_tiles, first_row = wide / of_group * token_group;
+    const int rows = min(token_group, token_tiles - first_row), within = wide % of_group;
+    return {(first_row + within % rows) * kTokens, within / rows * multicast_ctas + rank};
   }
 };
 
@@ -219,13 +220,15 @@ struct Producer {
 
   __device__ void load_x(const CUtensorMap& map) const {
     const uint64_t policy = work.token_tiles == 1 ? evict_last_policy() : evict_normal_policy();
-    const int share = kTokens / work.multicast_ctas, first = share * work.multicast_rank;
+    const int share = kTokens / work.multicast_ctas;
     const uint16_t targets = (1 << work.multicast_ctas) - 1;
     wait_for_previous_kernel();
     Slot slot;
     for (int index = 0; index < work.pieces; index++) {
       const Piece piece = work.piece(index);
-      const int first_token = piece.tile.first_token + first;
+      // Splits have columns of their own, so that each reads all shares.
+      const bool is_shared = work.multicast_ctas > 1 && !piece.is_split;
+      const int first = is_shared ? share * work.multicast_rank : 0, first_token = piece.tile.first_token + first;
       int column = piece.first_chunk * kTileColumns;
       for (int left = piece.num_chunks * kBoxesOfTile; left > 0; left -= S::kBoxes, slot.advance(S::kXSlots)) {
         const int boxes = min(S::kBoxes, left);
@@ -236,10 +239,12 @@ struct Producer {
 #pragma unroll
         for (int box = 0; box < S::kBoxes; box++, column += kBoxColumns) {
           if (box >= boxes) break;
-          if (work.multicast_ctas == 1)
-            load_box(to + box * S::kBoxBytes, &map, full, column, first_token, policy);
-          else
+          if (is_shared) {
             load_box_into(to + box * S::kBoxBytes, &map, full, column, first_token, targets, policy);
+          } else {
+            for (int part = 0; part < kTokens; part += share)
+              load_box(to + box * S::kBoxBytes + part * (kBoxColumns * 2), &map, full, column, first_token + part, policy);
+          }
         }
       }
     }
@@ -323,7 +328,8 @@ struct Consumer {
     if (thread % 32 == 0) barrier_arrive(&s.barriers().w_empty[slot]);
   }
 
-  // Tells the multicast CTAs, which write into the slot, that this warp has read it.
+  // Tells the multicast CTAs, which write into the slot, that this warp has read it. Where they have become splits they
+  // still wait for each other so: their parts of K differ by one chunk at most, which is fewer boxes than there are slots.
   __device__ __forceinline__ void release_x(int slot) const {
     const int lane = thread % 32;
     if (work.multicast_ctas == 1) {
@@ -382,6 +388,7 @@ struct Consumer {
 
   // One slot of X for each box, so that the tensor cores go on while the next box is dequantised.
   __device__ __forceinline__ void multiply_boxes(float (&d)[S::kSums], int num_chunks) {
+    static_assert(S::kXSlots > kBoxesOfTile);
     static_assert(S::kBoxes == 1 && S::kChunks == 1 && kScaling == Scaling::kWeights);
     int before = 0;
     for (int chunk = 0; chunk < num_chunks; chunk++) {
@@ -594,7 +601,7 @@ __device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) 
     Consumer<Format, kTokens, kScaling, kEpilogue> consumer{
         p, work, s, __shfl_sync(~0u, int(threadIdx.x) / kWarpgroup, 0), int(threadIdx.x) % kWarpgroup, {}, {}};
     if constexpr (S::kTrades) take_registers<S::kConsumerRegisters>();
-    if (work.splits > 1) cluster_wait();
+    if (work.splits > 1 && !multicasts) cluster_wait();
     consumer.run();
   } else {
     if constexpr (S::kTrades) leave_registers<S::kProducerRegisters>();
@@ -602,7 +609,7 @@ __device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) 
     if (threadIdx.x == S::kConsumers) producer.load_w();
     if (threadIdx.x == S::kConsumers + 32) producer.load_x(x_map);
     __syncwarp();
-    if (work.splits > 1) cluster_wait();
+    if (work.splits > 1 && !multicasts) cluster_wait();
     if (!S::kPushes && work.divides()) cluster_sync();
   }
   // No CTA may end while others still reach into its shared memory; a thread that has ended counts as arrived.
@@ -633,4 +640,5 @@ __device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) 
   LOWBIT_GEMM(FORMAT, NAME, 32, kWeights, weights, EPILOGUE, EPILOGUE_NAME) \
   LOWBIT_GEMM(FORMAT, NAME, 64, kWeights, weights, EPILOGUE, EPILOGUE_NAME) \
   LOWBIT_GEMM(FORMAT, NAME, 128, kWeights, weights, EPILOGUE, EPILOGUE_NAME) \
+  LOWBIT_GEMM(FORMAT, NAME, 192, kWeights, weights, EPILOGUE, EPILOGUE_NAME) \
   LOWBIT_GEMM(FORMAT, NAME, 256, kWeights, weights, EPILOGUE, EPILOGUE_NAME)

@@ -16,6 +16,7 @@ from openinfer_kernels.cuda.lowbit.lowbit_partition import (
     Room,
     Size,
     partition_product,
+    partitions,
 )
 from openinfer_kernels.cuda.lowbit.lowbit_tiles import TiledWeight
 from openinfer_kernels.ops import Array
@@ -37,7 +38,7 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tiles", "y")),
         *((name, ctypes.c_int) for name in ("m", "n", "tile_rows", "chunks", "tile_bytes")),
         *((name, ctypes.c_int) for name in ("groups", "float16_scales", "scale_rows", "zeros")),
-        *((name, ctypes.c_int) for name in ("multicast_ctas", "token_tiles", "wide_tiles", "token_group")),
+        *((name, ctypes.c_int) for name in ("multicast_ctas", "splits", "token_tiles", "wide_tiles", "token_group")),
         ("whole_tiles", ctypes.c_int),
     )
 
@@ -73,7 +74,14 @@ class LowbitGemm:
             self._some.setdefault(size.tokens, self._kernels[key])
 
     def multiply(
-        self, x: Array, weight: TiledWeight, out: Array, *, epilogue: Epilogue, scales_sums: bool | None = None
+        self,
+        x: Array,
+        weight: TiledWeight,
+        out: Array,
+        *,
+        epilogue: Epilogue,
+        scales_sums: bool | None = None,
+        partition: Partition | None = None,
     ) -> None:
         """Writes `x [T, k] @ weight.T` into `out [T, n]`, for `SWIGLU` its gated halves into `out [T, n / 2]`.
 
@@ -81,10 +89,11 @@ class LowbitGemm:
 
         Its kernels were loaded. Arrays are contiguous and begin at multiples of 16 bytes; T at least 1. `SWIGLU` takes
         halves of multiples of 64 rows. `scales_sums` says whether codes are multiplied rather than weights; None: where
-        that is faster.
+        that is faster. `partition` is one of `partitions_of`; None: that of least cost.
         """
         num_tokens, k = x.shape
-        size, token_tiles, row_tiles, blocks, splits, multicast_ctas, whole_tiles = self._partition(num_tokens, weight)
+        chosen = self.partition_of(num_tokens, weight) if partition is None else partition
+        size = chosen.size
         may_scale_sums = weight.sums_may_be_scaled and size.tokens <= MOST_TOKENS_OF_SUMS
         scales_sums = may_scale_sums if scales_sums is None else scales_sums
         problem = _Problem(
@@ -97,20 +106,26 @@ class LowbitGemm:
             int(weight.float16_scales),
             weight.scale_rows,
             weight.zeros,
-            multicast_ctas,
-            token_tiles,
-            -(-row_tiles // multicast_ctas),
+            chosen.multicast_ctas,
+            chosen.splits,
+            chosen.token_tiles,
+            chosen.wide_tiles,
             _TOKEN_GROUP,
-            whole_tiles,
+            chosen.whole_tiles,
         )
         # The map ends at the last token and column, and the copy engine fills up with zeros.
-        box = (_BOX_COLUMNS, size.tokens // multicast_ctas)
+        box = (_BOX_COLUMNS, size.tokens // chosen.multicast_ctas)
         x_map = self._maps.of(TensorBox(address(x), (k, num_tokens), (k * _BF16_BYTES,), box))
         kernel = self._kernels[weight.kernels, epilogue, scales_sums, size.tokens]
-        cluster = splits * multicast_ctas
-        kernel((blocks, 1, 1), (size.threads, 1, 1), [x_map, problem], overlap=True, cluster=cluster)
+        cluster = max(chosen.splits, chosen.multicast_ctas)
+        kernel((chosen.blocks, 1, 1), (size.threads, 1, 1), [x_map, problem], overlap=True, cluster=cluster)
 
-    def _partition(self, num_tokens: int, weight: TiledWeight) -> Partition:
+    def partitions_of(self, num_tokens: int, weight: TiledWeight) -> Sequence[Partition]:
+        """All ways to divide a product that are considered, for measurements."""
+        return partitions(num_tokens, weight.codes.shape[0], weight.num_chunks, self._room)
+
+    def partition_of(self, num_tokens: int, weight: TiledWeight) -> Partition:
+        """The one of least cost."""
         key = num_tokens, weight.codes.shape[0], weight.num_chunks
         if key not in self._partitions:
             # Prompts have any length: without an end the table would grow as long as the process lives.

@@ -1,0 +1,140 @@
+// What low-bit products use of `csrc/common/hopper.cuh`, for a host compiler: blocks of a cluster run together. An address
+// in the shared memory of a cluster is the block's rank and the offset there.
+#pragma once
+#include "clusters.hpp"
+
+namespace hopper {
+
+constexpr int kRankBits = 24;
+
+inline uint32_t shared_address(const void* pointer) {
+  return uint32_t(static_cast<const uint8_t*>(pointer) - emulated::shared_memory());
+}
+inline uint32_t address_in(const void* pointer, uint32_t rank) { return rank << kRankBits | shared_address(pointer); }
+inline uint8_t* place_of(uint32_t address) {
+  return emulated::memory_of(address >> kRankBits) + (address & ((1 << kRankBits) - 1));
+}
+
+// An mbarrier in its 8 bytes.
+struct Phase {
+  int16_t pending, arrivals;
+  uint32_t parity : 1;
+  int32_t bytes : 31;
+
+  void end_if_complete() {
+    if (pending < 0) abort();  // more came than were announced
+    if (pending == 0 && bytes == 0) pending = arrivals, parity ^= 1;
+  }
+};
+static_assert(sizeof(Phase) == 8);
+
+inline Phase& phase_of(void* barrier) { return *static_cast<Phase*>(barrier); }
+inline void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+  phase_of(barrier) = {int16_t(arrivals), int16_t(arrivals), 0, 0};
+}
+inline void barrier_init_fence() {}
+inline void arrive(void* barrier, int bytes) {
+  Phase& phase = phase_of(barrier);
+  phase.pending--;
+  phase.bytes += bytes;
+  phase.end_if_complete();
+}
+inline void barrier_expect(uint64_t* barrier, uint32_t bytes) { arrive(barrier, int(bytes)); }
+inline void barrier_arrive(uint64_t* barrier) { arrive(barrier, 0); }
+inline void barrier_arrive_in(uint32_t barrier) { arrive(place_of(barrier), 0); }
+inline void barrier_arrive_nearby(uint32_t barrier) { arrive(place_of(barrier), 0); }
+inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  while (phase_of(barrier).parity == parity) emulated::let_others_run();
+}
+inline void barrier_wait_cluster(uint64_t* barrier, uint32_t parity) { barrier_wait(barrier, parity); }
+inline void complete(void* barrier, int bytes) {
+  Phase& phase = phase_of(barrier);
+  phase.bytes -= bytes;
+  phase.end_if_complete();
+}
+
+inline uint32_t cluster_rank() { return emulated::cluster_thread->rank; }
+inline uint32_t cluster_size() { return emulated::blocks_of_cluster; }
+inline void cluster_arrive() { emulated::arrive_in_cluster(); }
+inline void cluster_wait() {
+  while (emulated::cluster_thread->round == emulated::cluster_rounds) emulated::let_others_run();
+}
+inline void cluster_meet() { cluster_arrive(), cluster_wait(); }
+inline void cluster_sync() { cluster_meet(); }
+inline void store_in(uint32_t address, float value) { memcpy(place_of(address), &value, 4); }
+inline float4 load_in(uint32_t address) {
+  float4 value;
+  memcpy(&value, place_of(address), 16);
+  return value;
+}
+
+// Where a byte lies in tiles that are swizzled by 128 bytes.
+inline uint32_t swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
+
+inline uint64_t evict_first_policy() { return 0; }
+inline uint64_t evict_normal_policy() { return 0; }
+inline uint64_t evict_last_policy() { return 0; }
+
+// A map is the address of a matrix of BF16, its columns, its rows, and the rows of a box of 64 columns. Zeros beyond it.
+inline void load_box_into(void* target, const CUtensorMap* map, uint64_t* barrier, int x, int y, uint16_t targets,
+                          uint64_t) {
+  const auto* values = reinterpret_cast<const uint16_t*>(map->opaque[0]);
+  const int64_t columns = map->opaque[1], rows = map->opaque[2], box_rows = map->opaque[3];
+  for (int rank = 0; rank < emulated::blocks_of_cluster; rank++) {
+    if (!(targets >> rank & 1)) continue;
+    for (int row = 0; row < box_rows; row++)
+      for (int column = 0; column < 64; column++) {
+        const bool is_inside = y + row < rows && x + column < columns;
+        const uint16_t value = is_inside ? values[(y + row) * columns + x + column] : 0;
+        const uint32_t at = swizzled(shared_address(target) + row * 128 + column * 2);
+        memcpy(emulated::memory_of(rank) + at, &value, 2);
+      }
+    complete(place_of(address_in(barrier, rank)), int(box_rows) * 128);
+  }
+}
+inline void load_box(void* target, const CUtensorMap* map, uint64_t* barrier, int x, int y, uint64_t policy) {
+  load_box_into(target, map, barrier, x, y, 1 << cluster_rank(), policy);
+}
+
+inline void launch_dependents() {}
+inline void wait_for_previous_kernel() {}
+template <int kCount>
+inline void take_registers() {}
+template <int kCount>
+inline void leave_registers() {}
+
+inline uint64_t tile_descriptor(const void* tile) { return shared_address(tile) >> 4; }
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+// A warp's products are made by its lanes one after the other: none may go on and free what another still reads.
+template <int kPending>
+inline void wgmma_wait() {
+  __syncwarp();
+}
+
+// d[64 x N] = a[64 x 16] b[N x 16]^T of a warp's 16 rows, as `csrc/lowbit/wgmma_registers.cuh` describes the operands.
+template <int N>
+inline void wgmma_of_registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int adds) {
+  const emulated::Words words = emulated::shown(a);
+  const int lane = emulated::lane();
+  float rows[2][16];
+  for (int half = 0; half < 2; half++)
+    for (int k = 0; k < 16; k++)
+      rows[half][k] = emulated::half_of(words[lane / 4 * 4 + k % 8 / 2][half + 2 * (k / 8)], k);
+  for (int token = 0; token < N / 4; token++) {
+    const int of_b = token / 2 * 8 + 2 * (lane % 4) + token % 2;
+    float values[16];
+    for (int part = 0; part < 2; part++) {
+      uint16_t eight[8];
+      memcpy(eight, emulated::shared_memory() + swizzled(uint32_t(b << 4) + of_b * 128 + part * 16), 16);
+      for (int k = 0; k < 8; k++) values[8 * part + k] = emulated::from_bfloat16(eight[k]);
+    }
+    for (int half = 0; half < 2; half++) {
+      float& sum = d[token / 2 * 4 + half * 2 + token % 2];
+      if (!adds) sum = 0;
+      for (int k = 0; k < 16; k++) sum += rows[half][k] * values[k];
+    }
+  }
+}
+
+}  // namespace hopper
