@@ -128,7 +128,7 @@ def test_more_ranks_than_gpus_and_ranks_in_threads_are_refused(model_dir: Path) 
     many = model_dir.parent / "many"
     many.mkdir()
     (many / "config.json").write_text(json.dumps(CONFIG | {"num_attention_heads": 64, "num_key_value_heads": 64}))
-    with pytest.raises(Refused, match="tensor_parallel_size is 64, .*GPUs that the process can see.*each rank needs one"):
+    with pytest.raises(Refused, match=r"tensor_parallel_size is 64, .*each rank needs one"):
         resolve(FAMILY.definition, many, EngineOptions(tensor_parallel_size=64, **given))
     with pytest.raises(Refused, match="needs a process of its own"):
         resolve(FAMILY.definition, many, EngineOptions(tensor_parallel_size=2, rank_host="thread", **given))
