@@ -60,6 +60,13 @@ def test_least_tokens_is_unknown_where_text_may_shrink(fallback_tokenizer, token
     assert Tokenizer(swallowing, num_token_ids=300).least_tokens(" " * 10**6) == 0
 
 
+def test_id_that_the_tokenizer_lacks_has_no_bytes(ours, tokenizer, fallback_tokenizer):
+    """A model with more ids than its tokenizer gives them probabilities, too, and may rank them highest."""
+    for each in (ours, Tokenizer(fallback_tokenizer, num_token_ids=300)):
+        for token_id in (tokenizer.get_vocab_size(), 10**6):
+            assert each.token_bytes(token_id) == b""
+
+
 def test_token_bytes_name_special_tokens(ours, tokenizer, fallback_tokenizer):
     assert ours.token_bytes(tokenizer.token_to_id("<|im_end|>")) == b"<|im_end|>"
     assert b"".join(ours.token_bytes(i) for i in tokenizer.encode("東京").ids) == "東京".encode()

@@ -170,12 +170,15 @@ class Tokenizer:
         return self._tokenizer.token_to_id(text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of one token by itself, special tokens by their name; for log-probabilities."""
+        """Bytes of one token by itself, special tokens by their name; for log-probabilities.
+
+        No bytes for an id that the tokenizer lacks: models have more ids than that, so that their number divides well.
+        """
         special = self._special_ids.get(token_id)
         if special is not None:
             return special.encode()
         if self.table is not None:
-            return self.table.raw[token_id]
+            return self.table.raw[token_id] if token_id < len(self.table.raw) else b""
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 
