@@ -16,8 +16,6 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from openinfer_core.process.processors import lower_priority
-
 T = TypeVar("T")
 Item = TypeVar("Item")
 
@@ -102,20 +100,16 @@ class FairQueue:
         name: of the threads.
         num_threads: so many at most.
         clock: seconds that work takes.
-        niceness: levels of priority by which its threads come after others, where the system knows such of threads.
 
     Attributes:
         used_s: seconds that all work has taken.
     """
 
-    def __init__(
-        self, name: str, *, num_threads: int = 1, clock: Callable[[], float] = time.monotonic, niceness: int = 0
-    ) -> None:
+    def __init__(self, name: str, *, num_threads: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self.used_s = 0.0
         self._name = name
         self.num_threads = num_threads
         self._clock = clock
-        self._niceness = niceness
         self._changed = threading.Condition()
         self._turns: FairTurns[_Call] = FairTurns()
         self._is_closed = False
@@ -165,7 +159,6 @@ class FairQueue:
             self._turns.withdraw(share, ticket)
 
     def _run(self) -> None:
-        lower_priority(self._niceness)
         while self._do_next():
             pass
 

@@ -14,8 +14,8 @@ from openinfer_server.limits.worker_table import WorkerTable
 from openinfer_server.observability.metrics_snapshot import BudgetUse
 from openinfer_server.options import ServerOptions
 
-# More would only keep the interpreter from the event loop; so would a lower priority, since what has the interpreter
-# and no processor is waited for.
+# More would only keep the interpreter from the event loop; so would a lower priority of these or of encoding threads,
+# since what has the interpreter and no processor is waited for.
 READING_THREADS = 2
 _UNBOUNDED = 2**62  # of a server that is not ours, or does not listen yet
 

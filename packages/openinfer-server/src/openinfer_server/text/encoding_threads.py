@@ -42,7 +42,6 @@ HUGE_CHARACTERS = 2**20
 CHARACTERS_PER_CONTEXT_TOKEN = 8  # prose has 4 to 5
 CHARACTERS_PER_THREAD = 2**24  # as many as the longest prompt that a body makes; some 16 s of a processor's work
 LOOK_UPS_PER_ENCODING = 64
-NICENESS = 5  # more, and the interpreter is waited for where such a thread makes its list of ids
 _PROCESSORS_PER_LONG_THREAD = 4
 _MAX_LONG_THREADS = 4
 
@@ -80,9 +79,9 @@ class EncodingThreads:
         self.max_characters = HUGE_CHARACTERS
         limit = CHARACTERS_PER_THREAD * num_long
         self.characters = SharedBudget("encode_characters", limit, unit="characters of text to encode", per_worker=True)
-        self.texts = FairQueue("openinfer-encode", num_threads=2 * num_long, niceness=NICENESS)
-        self.long_texts = FairQueue("openinfer-encode-long", num_threads=num_long, niceness=NICENESS)
-        self.huge_texts = FairQueue("openinfer-encode-huge", niceness=NICENESS)
+        self.texts = FairQueue("openinfer-encode", num_threads=2 * num_long)
+        self.long_texts = FairQueue("openinfer-encode-long", num_threads=num_long)
+        self.huge_texts = FairQueue("openinfer-encode-huge")
 
     def cover(self, max_model_tokens: int) -> None:
         """Takes what a context of so many tokens may hold."""

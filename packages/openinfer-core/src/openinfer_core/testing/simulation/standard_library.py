@@ -29,7 +29,6 @@ def install(world: World) -> None:
     _install_time(world)
     _install_entropy(world)
     os.cpu_count = lambda: NUM_PROCESSORS
-    os.setpriority = _keep_priority
     if hasattr(os, "sched_getaffinity"):
         setattr(os, "sched_getaffinity", _all_processors)  # noqa: B010 - of some systems
     _install_threads(world)
@@ -39,10 +38,6 @@ def install(world: World) -> None:
 def _all_processors(pid: int, /) -> set[int]:
     del pid
     return set(range(NUM_PROCESSORS))
-
-
-def _keep_priority(which: int, who: int, priority: int, /) -> None:
-    """A world's threads are all of one thread, whose priority is the test's."""
 
 
 # --- clocks -------------------------------------------------------------------------------------------------
