@@ -90,6 +90,7 @@ def make_loop() -> Iterator[MakeLoop]:
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One for each graph that was captured."""
+    pytest.importorskip("cupy", reason="graphs are CUDA's")
     from openinfer_kernels.cuda.common.graphs import Stream
 
     found: list[None] = []
@@ -276,9 +277,9 @@ def test_update_that_does_not_fit_changes_nothing(make_loop: MakeLoop, tmp_path:
 
 
 def test_memory_that_others_took_leaves_the_engine_asleep(make_loop: MakeLoop, tmp_path: Path) -> None:
+    loop = make_loop(write(tmp_path / "model", "qwen3"), num_blocks=1 << 15)  # skips without a GPU
     from openinfer_kernels.cuda.common.libraries import cupy
 
-    loop = make_loop(write(tmp_path / "model", "qwen3"), num_blocks=1 << 15)
     expected = run(loop)
     loop.control(Sleep())
     free, _ = cupy.cuda.runtime.memGetInfo()
