@@ -49,7 +49,7 @@ def test_kit_makes_the_scheduler_preempt_match_and_waste() -> None:
     assert sum(s.preemptions for s in stats) > 20
     assert sum(s.cached_tokens for s in stats) > 200
     assert sum(s.wasted_rows for s in stats) > 20
-    assert sum(s.policy_faults for s in stats) > 8 + 20  # of keys and hooks, and of victims
+    assert sum(s.policy_faults for s in stats) > 8 + 50  # of keys and hooks, and of victims
     assert sum(s.spec_decode_num_drafts for s in stats) > 2000
     assert sum(s.spec_decode_num_accepted_tokens for s in stats) > 2000
     made.clear()

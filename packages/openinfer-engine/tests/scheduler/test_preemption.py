@@ -63,8 +63,8 @@ def test_the_preempted_resume_oldest_first_and_before_anybody_is_admitted(
     make_driver: Any, make_request: Any, max_in_flight: int
 ) -> None:
     driver = make_driver(num_blocks=8, max_num_seqs=4, max_in_flight=max_in_flight)
-    for index in range(24):  # short ones between long ones, so that the lengths that are expected are too low
-        driver.submit(make_request(index, (index,) * 5, max_tokens=1 if index % 4 else 20))
+    for index in range(12):
+        driver.submit(make_request(index, (index,) * 5, max_tokens=20))
     running: list[int] = []
     preempted: list[int] = []
     num_preemptions = num_admitted = 0
@@ -82,8 +82,8 @@ def test_the_preempted_resume_oldest_first_and_before_anybody_is_admitted(
             driver.apply()
         running = [i for i in running if driver.accounts[i].terminal is None]
         preempted = [i for i in preempted if driver.accounts[i].terminal is None]
-    assert num_admitted == 24
-    assert num_preemptions > 2
+    assert num_admitted == 12
+    assert num_preemptions > 5
     driver.run()
 
 

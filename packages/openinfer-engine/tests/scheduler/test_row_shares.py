@@ -1,14 +1,13 @@
 """Slots and KV blocks are divided between tenants: one alone may have all, and gives way when another comes."""
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from openinfer_core.queue_policies import FairShare, FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicyConfig
-from openinfer_engine.scheduler.row_shares import LEAST_PROGRESS_TOKENS, RowShares
+from openinfer_engine.scheduler.row_shares import LEAST_PROGRESS_TOKENS
 
 A_WAIT = 40  # steps: what a newcomer waits, at most; requests of the flood take longer
 
@@ -58,31 +57,6 @@ def test_a_newcomer_gets_slots_of_one_that_has_them_all(
         driver.step()
     assert driver.scheduler.stats().preemptions == preemptions
     driver.run()
-
-
-def test_a_newcomer_waits_for_no_progress_of_requests_that_never_gave_way(make_driver: Any, make_request: Any) -> None:
-    """Long prompts that have generated nothing hold all slots; what has given way once goes on before it does again."""
-    driver = make_driver(policy=fair(), max_num_seqs=4, max_step_tokens=512, max_model_tokens=256, num_blocks=512)
-    flood(driver, make_request, num=8, prompt_tokens=120, max_tokens=100)
-    driver.step()
-    driver.submit(make_request(100, (250,) * 8, tenant="b", max_tokens=4))
-    steps_until_running(driver, 100, most=4)
-    while 100 in driver.running_ids:
-        driver.step()
-    driver.run()
-    assert driver.scheduler.stats().share_preemptions <= 2
-
-
-def test_what_has_given_way_goes_on_before_it_does_so_again() -> None:
-    def may(*, generated_tokens: int, gave_way: bool) -> bool:
-        known_tokens = 640 + generated_tokens
-        sequence: Any = SimpleNamespace(given_tokens=640, known_tokens=known_tokens, gave_way=gave_way)
-        return RowShares.may_give_way(sequence)
-
-    enough = LEAST_PROGRESS_TOKENS + 640 // 64
-    assert may(generated_tokens=0, gave_way=False)
-    assert not may(generated_tokens=enough - 1, gave_way=True)
-    assert may(generated_tokens=enough, gave_way=True)
 
 
 def test_shares_are_by_weight(make_driver: Any, make_request: Any) -> None:

@@ -190,7 +190,6 @@ class OutputProcessor:
         self.events.append(Scheduled(sequence.request_id, sequence.cached_tokens, queued_s))
 
     def _finish(self, sequence: Sequence, reason: FinishReason, *, stop_token_id: int | None = None) -> None:
-        self._queue.note_generated(sequence.completion_tokens)
         self._end(sequence)
         self.events.append(finished(sequence, reason, stop_token_id=stop_token_id))
 

@@ -7,9 +7,9 @@ no other waits that holds less than its share. From then on
 - the youngest request of the one that is furthest beyond gives way to the one that waits, if that stays within its
   share: so what gave way is not beyond its share afterwards, nor is who came in, and neither gives way to the other.
 
-Who has given way before has generated some tokens since it resumed before it does so again, so that each goes on, and
-the oldest of all that run never does. A request that is next waits as many steps for prefixes that other tenants keep,
-and takes them then: while anything runs, no one gives those up.
+Who gives way has generated some tokens since it began or resumed, so that each goes on, and the oldest of all that run
+never does. A request that is next waits as many steps for prefixes that other tenants keep, and takes them then: while
+anything runs, no one gives those up.
 
 What a tenant held within its share in the last steps, and holds no more, is kept for a while (`RECENT_STEPS`) from
 those that hold their share: a client's next request, which comes a moment after the one before has ended, would find
@@ -25,7 +25,7 @@ from openinfer_engine.scheduler.sequence import Sequence
 from openinfer_kv_cache import BlockPool
 
 LEAST_PROGRESS_TOKENS = 16
-"""Tokens that a request has generated since it resumed before it gives way to another tenant's once more,"""
+"""Tokens that a request has generated since it began or resumed before it gives way to another tenant's,"""
 PROGRESS_PER_GIVEN_TOKEN = 1 / 64
 """and more of them, the more there would be to compute again."""
 
@@ -133,10 +133,8 @@ class RowShares:
         return _youngest_of(worst, running) if worst is not None and is_beyond else []
 
     @staticmethod
-    def may_give_way(sequence: Sequence) -> bool:
-        """Whether it has generated enough to give way to one that waits; the first time, it need not have."""
-        if not sequence.gave_way:
-            return True
+    def has_gone_on(sequence: Sequence) -> bool:
+        """Whether it has generated enough to give way to one that waits."""
         return sequence.known_tokens - sequence.given_tokens >= least_progress_tokens(sequence.given_tokens)
 
     def stays_within(self, sequence: Sequence, waiting: Iterable[str], *, num_blocks: int) -> bool:

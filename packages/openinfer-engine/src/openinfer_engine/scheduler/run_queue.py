@@ -24,8 +24,6 @@ One that waits may be passed by later ones, within one bound (`order/bypass.py`)
 - one that takes long to compute is passed by one of its tenant that is cached (`order/cached_first.py`), where the
   policy lets it (`lets_cached_pass`).
 
-So that what is admitted is not preempted soon, blocks stay free for what has run so far to grow (`growth.py`).
-
 A preempted sequence that is held (its next mask is not computed yet) is passed over until it is not. The time is
 bounded, so the same holds from then on.
 
@@ -51,7 +49,6 @@ from openinfer_engine.scheduler.adapter_slots import AdapterSlots
 from openinfer_engine.scheduler.admission import BlockAllocation, BlockAllocator
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.followers import MAX_FOLLOWERS, Followers
-from openinfer_engine.scheduler.growth import Growth
 from openinfer_engine.scheduler.loads import Loads
 from openinfer_engine.scheduler.order.bypass import Bypass
 from openinfer_engine.scheduler.order.cached_first import LEAST_GAIN_TOKENS, SCAN, CachedFirst
@@ -133,10 +130,6 @@ class RunQueue:
             snapshots=self.snapshots,
             hurry=self._hurry_saves,
         )
-        self._growth = Growth(
-            block_size_tokens=config.block_size_tokens,
-            num_lasting=sum(window is None for window in config.table_windows),
-        )
         self.shares = RowShares(self.kv.pool, num_slots=config.max_num_seqs, weight=self.waiting.weight)
         self._divides = self.waiting.shares is not None
         self._promised: Sequence | None = None  # others gave way for it
@@ -201,7 +194,7 @@ class RunQueue:
                 sequence,
                 running=self.running,
                 loading=self._loading,
-                spare_blocks=self._spare_blocks(sequence),
+                spare_blocks=self._spare_blocks(),
                 kept_blocks=kept_blocks,
             )
             if allocation is None:
@@ -247,22 +240,12 @@ class RunQueue:
         followers = self.followers
         return [each for each in followers.sequences if self.bypass.is_overdue(each) and followers.is_waiting(each)]
 
-    def _spare_blocks(self, sequence: Sequence) -> int:
-        """Blocks that stay free where a sequence is admitted, for what runs to grow."""
-        active = [*self.running, *self._loading]
-        if not active:
-            return 0
-        # One block per table at least: a newcomer that took the last ones would be preempted at their next block.
-        least, pool = self.num_tables * len(active), self.kv.pool
-        most = least + self._growth.most_blocks(len(active) + 1)
-        if self.num_tables * pool.blocks_for(sequence.known_tokens) + most <= pool.available_blocks:
-            return most
-        windowed = (self.num_tables - self._growth.num_lasting) * len(active)
-        return max(least, windowed + self._growth.blocks([*active, sequence]))
+    def _spare_blocks(self) -> int:
+        """Blocks that stay free where a sequence is admitted, for what runs to grow.
 
-    def note_generated(self, num_tokens: int) -> None:
-        """A sequence has ended by itself, with so many tokens."""
-        self._growth.note(num_tokens)
+        One per table: a newcomer that took the last ones would be preempted at their next block.
+        """
+        return self.num_tables * (len(self.running) + len(self._loading))
 
     def _take_ready(self) -> tuple[Sequence, int] | None:
         while self.loads is not None and (ready := self.loads.take_ready()) is not None:
@@ -446,7 +429,7 @@ class RunQueue:
             return
         has_slot, coming_blocks = bool(self.free_slots), 0
         while not (has_slot and self._would_fit(sequence, coming_blocks)):
-            ready = (each for each in self.shares.victims(self.running, wanting) if self.shares.may_give_way(each))
+            ready = (each for each in self.shares.victims(self.running, wanting) if self.shares.has_gone_on(each))
             victim = next(ready, None)
             if victim is None:
                 return
@@ -465,7 +448,7 @@ class RunQueue:
         return bool(self.preempted or len(self.waiting) or len(self.followers))
 
     def _would_fit(self, sequence: Sequence, coming_blocks: int) -> bool:
-        spare_blocks = self._spare_blocks(sequence)
+        spare_blocks = self._spare_blocks()
         return self._allocator.would_fit(sequence, spare_blocks=spare_blocks, coming_blocks=coming_blocks)
 
     def _own_blocks(self, sequence: Sequence) -> int:
@@ -474,7 +457,6 @@ class RunQueue:
 
     def _preempt_for_share(self, sequence: Sequence) -> None:
         self._counters.share_preemptions += 1
-        sequence.gave_way = True
         self.has_passed_over = True
         self._preempt(sequence)
 

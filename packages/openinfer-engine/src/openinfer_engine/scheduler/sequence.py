@@ -99,7 +99,6 @@ class Sequence:
         "drafts_in_flight",
         "estimated_s",
         "final_tokens",
-        "gave_way",
         "given_tokens",
         "has_policy_fault",
         "has_run",
@@ -143,7 +142,6 @@ class Sequence:
         self.admission = -1  # number in order of first admission: its age
         self.slot = NO_SLOT
         self.rows_in_flight = 0
-        self.gave_way = False  # to another tenant's, at least once
         self.prompt_tokens = len(request.prompt_token_ids)
         self.known_tokens = self.prompt_tokens  # ids that `kv` holds: the prompt's and those of applied steps
         self.limit_tokens = count_limit_tokens(request, max_model_tokens)
