@@ -81,17 +81,6 @@ def test_attacks_alone_hold_up_no_other_tenant() -> None:
     assert 0 < report["slowest_victim_s"] < VICTIM_S
 
 
-# Virtual hours until a seed failed, and a little more. In each a victim took 2.0 to 2.2 s, after a prompt that waited
-# for other tenants' prefixes for as long as anything ran.
-FAILED_BEFORE = {7: 0.22, 9: 0.07, 11: 0.27}
-
-
-@pytest.mark.parametrize("seed", FAILED_BEFORE)
-def test_a_seed_that_failed_is_clean(seed: int) -> None:
-    code, output = simulate(seed, {"hours": FAILED_BEFORE[seed]})
-    assert code == 0, output
-
-
 PROCESS_FAULTS = [
     "GPU death",
     "engine death",

@@ -130,33 +130,6 @@ def test_a_flood_leaves_another_tenant_its_prefix(
     driver.run()
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_a_large_prompt_does_not_wait_for_as_long_as_anything_runs(
-    make_driver: Any, make_request: Any, max_in_flight: int
-) -> None:
-    """What others keep of their prefixes and its own need are more than the pool, and a stream of another goes on."""
-    driver = make_driver(
-        max_in_flight=max_in_flight,
-        policy=fair(),
-        max_num_seqs=8,
-        max_step_tokens=64,
-        max_model_tokens=256,
-        num_blocks=64,
-    )
-    driver.submit(make_request(1, tuple(range(1, 97)), tenant="b", max_tokens=1, cache_salt="b"))
-    driver.run()
-    assert driver.scheduler.stats().blocks_used == 0
-    driver.submit(make_request(2, (5,) * 4, tenant="a", max_tokens=200, cache_salt="a"))
-    driver.step()
-    driver.submit(make_request(3, (9,) * 176, tenant="c", max_tokens=12, cache_salt="c"))  # 44 blocks; its share is 21
-    steps_until_running(driver, 3, most=A_WAIT)
-    while 3 in driver.running_ids:  # nor does it give way for a prefix that it has just taken
-        driver.step()
-    assert 3 not in driver.scheduler.unfinished_ids
-    assert 2 in driver.running_ids
-    driver.run()
-
-
 def test_without_a_policy_that_shares_the_order_of_keys_is_kept(make_driver: Any, make_request: Any) -> None:
     policy = FirstComeFirstServed(QueuePolicyConfig())
     driver = make_driver(policy=policy, max_num_seqs=2, max_model_tokens=64, num_blocks=64)

@@ -11,7 +11,6 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from openinfer_core.errors import ContractViolation
-from openinfer_engine.scheduler.row_shares import least_progress_tokens
 from openinfer_engine.scheduler.sequence import Sequence
 from openinfer_engine.scheduler.states.load import StateLoad
 from openinfer_engine.scheduler.states.prefixes import StatePrefixes, StatePrefixHit
@@ -64,28 +63,9 @@ class BlockAllocator:
 
         None, with nothing changed, if blocks are short, or others compute or load what it needs first.
         """
-        protected_blocks = self._protected_blocks(sequence, spare_blocks)
-        spare_blocks += kept_blocks
-        has_waited = self._has_waited(sequence, spare_blocks + protected_blocks)
-        if has_waited:
-            allocation = self._allocate(sequence, spare_blocks, running, loading)
-        else:
-            allocation = self._allocate(sequence, spare_blocks + protected_blocks, running, loading)
-        if allocation is not None:
-            sequence.prefix_waits, sequence.takes_prefixes = 0, has_waited and protected_blocks > 0
-        elif protected_blocks and sequence.kv.would_fit(
-            sequence.known_tokens,
-            spare_blocks=spare_blocks,
-            windowed_tokens=self._windowed_tokens(sequence, is_alone=not (running or loading)),
-        ):
-            sequence.prefix_waits += 1
-        return allocation
-
-    def _allocate(
-        self, sequence: Sequence, spare_blocks: int, running: ListLike[Sequence], loading: ListLike[Sequence]
-    ) -> BlockAllocation | None:
         kv = sequence.kv
         windowed_tokens = self._windowed_tokens(sequence, is_alone=not (running or loading))
+        spare_blocks += self._protected_blocks(sequence, spare_blocks) + kept_blocks
         if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks, windowed_tokens=windowed_tokens):
             self._hurry()
             return None
@@ -104,10 +84,7 @@ class BlockAllocator:
     def would_fit(self, sequence: Sequence, *, spare_blocks: int, coming_blocks: int) -> bool:
         """Whether `allocate` would find room, with so many blocks more."""
         windowed_tokens = self._windowed_tokens(sequence, is_alone=not spare_blocks)
-        protected_blocks = self._protected_blocks(sequence, spare_blocks)
-        if not self._has_waited(sequence, spare_blocks + protected_blocks):
-            spare_blocks += protected_blocks
-        spare_blocks -= coming_blocks
+        spare_blocks += self._protected_blocks(sequence, spare_blocks) - coming_blocks
         return sequence.kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks, windowed_tokens=windowed_tokens)
 
     def _protected_blocks(self, sequence: Sequence, spare_blocks: int) -> int:
@@ -115,16 +92,6 @@ class BlockAllocator:
         if not spare_blocks or self._pool.free_blocks >= self._blocks_for(sequence.known_tokens, None) + spare_blocks:
             return 0
         return self._pool.protected_blocks(sequence.request.tenant)
-
-    def _has_waited(self, sequence: Sequence, spare_blocks: int) -> bool:
-        """Whether it was next for long enough to take prefixes that others keep: the longer, the more it takes.
-
-        `spare_blocks` are with those of these prefixes.
-        """
-        pool = self._pool
-        taken_blocks = self._blocks_for(sequence.known_tokens, None) + spare_blocks - pool.available_blocks
-        taken_tokens = max(0, taken_blocks) * pool.block_size_tokens // self._num_tables
-        return sequence.prefix_waits >= least_progress_tokens(taken_tokens)
 
     def _windowed_tokens(self, sequence: Sequence, *, is_alone: bool) -> int | None:
         """Tokens that tables with a window get room for, before the sequence begins; None: for all."""

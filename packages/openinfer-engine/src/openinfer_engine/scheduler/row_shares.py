@@ -8,8 +8,7 @@ no other waits that holds less than its share. From then on
   share: so what gave way is not beyond its share afterwards, nor is who came in, and neither gives way to the other.
 
 Who gives way has generated some tokens since it began or resumed, so that each goes on, and the oldest of all that run
-never does. A request that is next waits as many steps for prefixes that other tenants keep, and takes them then: while
-anything runs, no one gives those up.
+never does.
 
 What a tenant held within its share in the last steps, and holds no more, is kept for a while (`RECENT_STEPS`) from
 those that hold their share: a client's next request, which comes a moment after the one before has ended, would find
@@ -54,11 +53,6 @@ class _Peaks:
 
     def of(self, tenant: str) -> int:
         return max(self._now.get(tenant, 0), self._before.get(tenant, 0))
-
-
-def least_progress_tokens(given_tokens: int) -> float:
-    """What is generated first where so many tokens would have to be computed again afterwards."""
-    return LEAST_PROGRESS_TOKENS + PROGRESS_PER_GIVEN_TOKEN * given_tokens
 
 
 class RowShares:
@@ -135,7 +129,8 @@ class RowShares:
     @staticmethod
     def has_gone_on(sequence: Sequence) -> bool:
         """Whether it has generated enough to give way to one that waits."""
-        return sequence.known_tokens - sequence.given_tokens >= least_progress_tokens(sequence.given_tokens)
+        least = LEAST_PROGRESS_TOKENS + PROGRESS_PER_GIVEN_TOKEN * sequence.given_tokens
+        return sequence.known_tokens - sequence.given_tokens >= least
 
     def stays_within(self, sequence: Sequence, waiting: Iterable[str], *, num_blocks: int) -> bool:
         """Whether its tenant would hold no more than its share with it."""

@@ -537,14 +537,13 @@ class RunQueue:
     def _victim_for_prefixes(self, sequence: Sequence, planned: ListLike[Sequence]) -> Sequence | None:
         """Who gives way before a running sequence takes blocks of prefixes that other tenants keep; None: it may."""
         pool = self.kv.pool
-        if not self._divides or sequence.takes_prefixes or pool.free_blocks >= self.num_tables:
+        if not self._divides or pool.free_blocks >= self.num_tables:
             return None
         if pool.available_blocks - pool.protected_blocks(sequence.request.tenant) >= self.num_tables:
             return None
         has_row = set(planned)
         victims = self.shares.victims_for_prefixes(self.running)
-        # One that was let in at the cost of prefixes would be let in so again, and compute all of its prompt again.
-        return next((each for each in victims if each not in has_row and not each.takes_prefixes), None)
+        return next((each for each in victims if each not in has_row), None)
 
     def extend_windows(self, sequence: Sequence, windows: Windows, *, num_tokens: int) -> None:
         """Room for a sequence's next given ids in tables with a window, as far as there are blocks beyond the reserve.

@@ -108,7 +108,6 @@ class Sequence:
         "kv",
         "limit_tokens",
         "load",
-        "prefix_waits",
         "prompt_logprobs_sent",
         "prompt_tokens",
         "recent_accepted",
@@ -124,7 +123,6 @@ class Sequence:
         "snapshot_positions",
         "state",
         "stop_token_ids",
-        "takes_prefixes",
         "target_tokens",
         "uncached_tokens",
     )
@@ -161,8 +159,6 @@ class Sequence:
         self.load: TableLoad | StateLoad | None = None
         # whether tiers were asked for what it would compute: once, and again after a preemption
         self.asked_tiers = False
-        self.prefix_waits = 0  # plans in which it was next, and only prefixes that other tenants keep were in its way
-        self.takes_prefixes = False  # whether it has waited long enough for them, and was let in at their cost
         self.adapter_slot = NO_SLOT  # from its first admission on, until it has ended
         self.has_policy_fault = False  # whether the queue policy raised on it; then its first row fails
         self.is_masked = request.sampling.is_masked  # whether it waits for each token before the next row is planned
