@@ -24,6 +24,7 @@ from openinfer_engine.weights.quantised import StoredMatrix
 from openinfer_kernels import Array, HostArray, LinearWeight, Ops, QuantisedWeight, WeightPart
 from openinfer_kernels.adapted import AdaptedWeights, AdapterWeights
 from openinfer_kernels.weights.adapter_columns import most_columns
+from openinfer_kernels.weights.bfloat16 import rounded_bits
 
 RANK_MULTIPLE = 8
 """Ranks of slots are multiples of this: 16 bytes in BF16, which kernels load at once."""
@@ -205,11 +206,11 @@ class AdapterArena:
 
     def share_of(self, adapter: Adapter) -> AdapterShare:
         """This rank's share; called from any thread."""
-        adapted = [not adapter.pairs.keys().isdisjoint(product.keys) for product in self._products]
-        memory = self._ops.host_weights(
-            sum(each.num_slot_values for each, is_there in zip(self._products, adapted, strict=True) if is_there)
-        )
-        sizes = [each.num_slot_values * is_there for each, is_there in zip(self._products, adapted, strict=True)]
+        sizes = [
+            0 if adapter.pairs.keys().isdisjoint(product.keys) else product.num_slot_values
+            for product in self._products
+        ]
+        memory = self._ops.host_weights(sum(sizes))
         ends = np.cumsum(sizes).tolist()
 
         def filled(index: int) -> tuple[HostArray, HostArray] | None:
@@ -235,16 +236,10 @@ def _write(stored: HostArray, target: HostArray, *, scale: float = 1.0) -> None:
     if scale == 1.0 and stored.dtype == np.uint16 and target.dtype.itemsize == stored.dtype.itemsize:
         target.view(np.uint16)[...] = stored  # BF16's bits
     elif target.dtype.itemsize == np.dtype(np.uint16).itemsize:  # BF16, without the slower casts of its own package
-        target.view(np.uint16)[...] = _rounded_bits(_float32(stored) * np.float32(scale))
+        target.view(np.uint16)[...] = rounded_bits(_float32(stored) * np.float32(scale))
     else:
         # The scale becomes part of B before it is rounded to the compute dtype: one rounding, and none per step.
         target[...] = _float32(stored) * np.float32(scale)
-
-
-def _rounded_bits(values: HostArray) -> HostArray:
-    """BF16 of finite float32, to the nearest, ties to even; what is too large is infinite, as a cast makes it."""
-    bits = values.view(np.uint32)
-    return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
 
 
 def _float32(stored: HostArray) -> HostArray:

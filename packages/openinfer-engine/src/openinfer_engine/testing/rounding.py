@@ -20,6 +20,7 @@ from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.cpu.gemm.linear import linear
 from openinfer_kernels.cpu.moe.experts import experts
 from openinfer_kernels.providers import PROVIDABLE
+from openinfer_kernels.weights.bfloat16 import rounded
 
 PromptLogprobs: TypeAlias = NDArray[np.float64]
 """`[tokens]`"""
@@ -83,12 +84,6 @@ class QueriesOneOff(RoundedOps):
         if weight is None:
             batch = replace(batch, positions=batch.positions + 1)
         return rounded(CpuOps().norm_rope_tail(x, weight, eps=eps, rope=rope, batch=batch))
-
-
-def rounded(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """To the nearest BF16, ties to even, in float32."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

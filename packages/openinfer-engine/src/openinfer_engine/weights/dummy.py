@@ -19,6 +19,7 @@ from openinfer_engine.weights.checkpoint import shard_for_rank, share_of_rank
 from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
 from openinfer_engine.weights.stored_tensor import GroupIds, RandomBytes, RandomIds, Repeated, StoredTensor, TensorSpec
 from openinfer_kernels import HostArray, RandomCodes, RandomWeight
+from openinfer_kernels.weights.bfloat16 import rounded_bits
 from openinfer_kernels.weights.code_values import E4M3_VALUES
 
 _E8M0_BIAS = 127
@@ -80,7 +81,7 @@ class DummyWeights:
         """This rank's piece, in uint16 as BF16 bits: equal to the same piece of the whole tensor."""
         shape = _shape_of(name, self._shapes)
         mean, deviation = _spread_of(name, shape)
-        period = _bfloat16_bits(self._normal * np.float32(deviation) + np.float32(mean))
+        period = rounded_bits(self._normal * np.float32(deviation) + np.float32(mean))
         start = _place(name, self._seed) % _PERIOD
         whole = np.resize(np.roll(period, -start), math.prod(shape)).reshape(shape)
         return shard_for_rank(whole, name, shard, rank=self._rank, size=self._size)
@@ -118,12 +119,6 @@ def _stored_of(name: str, shapes: Mapping[str, TensorSpec]) -> StoredTensor:
 def _place(name: str, seed: int) -> int:
     """64 bits that tell tensors and seeds apart."""
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little")
-
-
-def _bfloat16_bits(values: HostArray) -> HostArray:
-    """Finite float32 numbers rounded to BF16, to the nearest, ties to even; as uint16."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def dummy_array(spec: StoredTensor, *, seed: int) -> HostArray:

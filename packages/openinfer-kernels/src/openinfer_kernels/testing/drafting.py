@@ -8,6 +8,7 @@ import numpy as np
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.ops import AttentionBatch, HostArray, Ops, PagedCache
 from openinfer_kernels.ops.drafting import HiddenMemory
+from openinfer_kernels.weights.bfloat16 import rounded
 
 _SLOTS, _BLOCK, _BLOCKS, _LAYERS, _DEPTH = 9, 4, 60, 5, 3
 _COLUMNS = 16
@@ -28,7 +29,7 @@ def check_drafting(ops: Ops, *, hidden_size: int = 96, steps: int = 30, seed: in
     compared = 0
     for _ in range(steps):
         slots, batch = _step(rng)
-        hidden = _rounded(rng.normal(size=(len(batch.positions), hidden_size)))
+        hidden = rounded(rng.normal(size=(len(batch.positions), hidden_size)).astype(np.float32))
         begun = rng.integers(0, _SLOTS, 2)
         for slot in begun.tolist():
             for memory, operators in ((own, ops), (right, CpuOps())):
@@ -44,7 +45,7 @@ def check_drafting(ops: Ops, *, hidden_size: int = 96, steps: int = 30, seed: in
         rows = np.flatnonzero(slots >= 0)
         chosen, ends = slots[rows], right.ends[slots[rows]]
         lengths = (ends + 2 - rng.integers(0, _DEPTH, len(rows))).astype(np.int32)
-        given = _rounded(rng.normal(size=(len(rows), hidden_size))) if rng.random() < 0.3 else None
+        given = rounded(rng.normal(size=(len(rows), hidden_size)).astype(np.float32)) if rng.random() < 0.3 else None
         settled = CpuOps.settle_hidden(right, chosen, lengths, hidden=given)
         found = ops.settle_hidden(
             own, ops.upload(chosen), ops.upload(lengths), hidden=None if given is None else ops.upload_weight(given)
@@ -104,7 +105,7 @@ def _uploaded(ops: Ops, batch: AttentionBatch) -> AttentionBatch:
 
 
 def _check_columns(ops: Ops, rng: np.random.Generator, hidden: HostArray) -> None:
-    other = _rounded(rng.normal(size=(len(hidden), 24)))
+    other = rounded(rng.normal(size=(len(hidden), 24)).astype(np.float32))
     joined = ops.join_columns(ops.upload_weight(hidden), ops.upload(other))
     _same(ops, joined, CpuOps.join_columns(hidden, other))
 
@@ -126,12 +127,6 @@ def _check_ids(ops: Ops, rng: np.random.Generator) -> None:
     logits[0, 0] = np.nan
     is_id = ops.download(ops.draft_ids(ops.upload(logits), own, 0)) >= 0
     assert is_id.all(), "a row that is not finite has no id"
-
-
-def _rounded(values: Any) -> HostArray:
-    """To what BF16 has."""
-    bits = np.asarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def _same(ops: Ops, found: Any, expected: HostArray) -> None:

@@ -19,6 +19,7 @@ from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.memory import Memory
 from openinfer_kernels.ops import Array, QuantisedWeight
+from openinfer_kernels.weights.bfloat16 import rounded_bits
 from openinfer_kernels.weights.gpu_kernels import tiles_kernels
 from openinfer_kernels.weights.quantised import Code, QuantisedPart, ScaleType, WeightFormat
 from openinfer_kernels.weights.scale_blocks import float32_scales, of_blocks
@@ -213,8 +214,7 @@ def _stored_middles(parts: tuple[QuantisedPart, ...], block: tuple[int, int]) ->
     """The minimum plus eight scales: what a code of 8 stands for, the nearest BF16 of it."""
     minimums = np.concatenate([of_blocks(part, np.asarray(part.minimums), block) for part in parts])
     scales = np.concatenate([float32_scales(part, block) for part in parts])
-    bits = (minimums.astype(np.float32) + _MIDDLE_OF_INT4 * scales).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return rounded_bits(np.asarray(minimums.astype(np.float32) + _MIDDLE_OF_INT4 * scales, np.float32))
 
 
 def _upper_halves(values: NDArray[np.float32]) -> NDArray[np.uint16]:
