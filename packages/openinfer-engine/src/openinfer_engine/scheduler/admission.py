@@ -54,17 +54,17 @@ class BlockAllocator:
         *,
         running: ListLike[Sequence],
         loading: ListLike[Sequence],
-        spare_blocks: int,
         kept_blocks: int = 0,
     ) -> BlockAllocation | None:
-        """Takes blocks for every id a sequence knows, if `spare_blocks` stay free: none, where nothing runs or loads.
+        """Takes blocks for every id a sequence knows; each that runs or loads keeps one per table in reserve.
 
-        `kept_blocks` more are left for other tenants.
+        `kept_blocks` more are left for others.
 
         None, with nothing changed, if blocks are short, or others compute or load what it needs first.
         """
-        kv = sequence.kv
-        windowed_tokens = self._windowed_tokens(sequence, is_alone=not (running or loading))
+        # One block per table stays spare: a newcomer that took the last ones would be preempted at their next block.
+        kv, spare_blocks = sequence.kv, self._num_tables * (len(running) + len(loading))
+        windowed_tokens = self._windowed_tokens(sequence, is_alone=not spare_blocks)
         spare_blocks += self._protected_blocks(sequence, spare_blocks) + kept_blocks
         if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks, windowed_tokens=windowed_tokens):
             self._hurry()
@@ -81,8 +81,9 @@ class BlockAllocator:
             raise ContractViolation(f"blocks for request {sequence.request_id} were there and could not be reserved")
         return allocation
 
-    def would_fit(self, sequence: Sequence, *, spare_blocks: int, coming_blocks: int) -> bool:
-        """Whether `allocate` would find room, with so many blocks more."""
+    def would_fit(self, sequence: Sequence, *, num_active: int, coming_blocks: int) -> bool:
+        """Whether `allocate` would find room beside `num_active` others, with so many blocks more."""
+        spare_blocks = self._num_tables * num_active
         windowed_tokens = self._windowed_tokens(sequence, is_alone=not spare_blocks)
         spare_blocks += self._protected_blocks(sequence, spare_blocks) - coming_blocks
         return sequence.kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks, windowed_tokens=windowed_tokens)

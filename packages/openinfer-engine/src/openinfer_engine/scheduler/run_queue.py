@@ -36,7 +36,7 @@ of a chunk as a decode row gets its own, by age and with preemption, more only a
 """
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.followers import MAX_FOLLOWERS, Followers
 from openinfer_engine.scheduler.loads import Loads
 from openinfer_engine.scheduler.order.bypass import Bypass
-from openinfer_engine.scheduler.order.cached_first import LEAST_GAIN_TOKENS, SCAN, CachedFirst
+from openinfer_engine.scheduler.order.cached_first import SCAN, CachedFirst
 from openinfer_engine.scheduler.retention import Retention
 from openinfer_engine.scheduler.row_shares import RowShares
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
@@ -191,11 +191,7 @@ class RunQueue:
                 return None
             kept_blocks += self.num_tables * sum(map(self.followers.own_blocks, kept))
             allocation = self._allocator.allocate(
-                sequence,
-                running=self.running,
-                loading=self._loading,
-                spare_blocks=self._spare_blocks(),
-                kept_blocks=kept_blocks,
+                sequence, running=self.running, loading=self._loading, kept_blocks=kept_blocks
             )
             if allocation is None:
                 return None
@@ -207,8 +203,11 @@ class RunQueue:
     def _kept_from(self, sequence: Sequence) -> tuple[int, int]:
         if not self._divides:
             return 0, 0
-        num_blocks = self.num_tables * self.kv.pool.blocks_for(sequence.known_tokens)
-        return self.shares.kept_from(sequence, num_blocks=num_blocks)
+        return self.shares.kept_from(sequence, num_blocks=self._blocks_of(sequence))
+
+    def _blocks_of(self, sequence: Sequence) -> int:
+        """That all ids which a sequence knows take, in all tables."""
+        return self.num_tables * self.kv.pool.blocks_for(sequence.known_tokens)
 
     def _head(self) -> Sequence | None:
         """The next one that does not follow another."""
@@ -239,13 +238,6 @@ class RunQueue:
             return ()
         followers = self.followers
         return [each for each in followers.sequences if self.bypass.is_overdue(each) and followers.is_waiting(each)]
-
-    def _spare_blocks(self) -> int:
-        """Blocks that stay free where a sequence is admitted, for what runs to grow.
-
-        One per table: a newcomer that took the last ones would be preempted at their next block.
-        """
-        return self.num_tables * (len(self.running) + len(self._loading))
 
     def _take_ready(self) -> tuple[Sequence, int] | None:
         while self.loads is not None and (ready := self.loads.take_ready()) is not None:
@@ -359,15 +351,17 @@ class RunQueue:
         """The next in order, or one that goes before it since its prompt is cached."""
         if not (self.waiting.lets_cached_pass and self.matches_prefixes and self.free_slots) or len(self.waiting) < 2:
             return chosen
-        if self._cached_first.uncached_tokens(chosen) < LEAST_GAIN_TOKENS:
-            return chosen
-        tenant = None if self.waiting.shares is None else chosen.request.tenant
-        others = (each for each in self.waiting.first(SCAN, tenant=tenant) if each is not chosen)
-        cached, passed = self._cached_first.choose((chosen, *others))
+        cached, passed = self._cached_first.choose(self._of_its_tenant(chosen))
         if cached is None or not self._may_enter(cached):
             return chosen
         self._bypassed += passed
         return cached
+
+    def _of_its_tenant(self, chosen: Sequence) -> Iterator[Sequence]:
+        """The next in order, and those of its tenant that come after it."""
+        yield chosen
+        tenant = None if self.waiting.shares is None else chosen.request.tenant
+        yield from (each for each in self.waiting.first(SCAN, tenant=tenant) if each is not chosen)
 
     def _bypass(self, chosen: Sequence, full: AbstractSet[str]) -> Sequence | None:
         """The first that may pass `chosen`, whose adapter has no slot; in the order of its tenant, then of others.
@@ -424,7 +418,7 @@ class RunQueue:
         if sequence is None or self.shares.rows.keys() <= {sequence.request.tenant}:
             return
         wanting = self._wanting()
-        num_blocks = self.num_tables * self.kv.pool.blocks_for(sequence.known_tokens)
+        num_blocks = self._blocks_of(sequence)
         if not self.shares.stays_within(sequence, wanting, num_blocks=num_blocks):
             return
         has_slot, coming_blocks = bool(self.free_slots), 0
@@ -448,8 +442,8 @@ class RunQueue:
         return bool(self.preempted or len(self.waiting) or len(self.followers))
 
     def _would_fit(self, sequence: Sequence, coming_blocks: int) -> bool:
-        spare_blocks = self._spare_blocks()
-        return self._allocator.would_fit(sequence, spare_blocks=spare_blocks, coming_blocks=coming_blocks)
+        num_active = len(self.running) + len(self._loading)
+        return self._allocator.would_fit(sequence, num_active=num_active, coming_blocks=coming_blocks)
 
     def _own_blocks(self, sequence: Sequence) -> int:
         pool = self.kv.pool
