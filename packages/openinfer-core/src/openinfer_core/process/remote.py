@@ -71,7 +71,8 @@ def spawn_engine(
         connection = child.connect()
         try:
             try:
-                info = _greet(connection, token)
+                _show_token(connection, token)
+                info = _welcome(connection)
             except EngineClosed as error:
                 raise EngineClosed(f"{error} ({child.how_it_ended()})") from error
             access = EngineAccess(address=child.address, token=token)
@@ -111,10 +112,10 @@ def open_link(access: EngineAccess) -> socket.socket:
     """
     connection = connect_to(access.address)
     try:
-        connection.sendall(encode_frame(Hello(access.token)))
-    except OSError as error:
+        _show_token(connection, access.token)
+    except EngineClosed:
         connection.close()
-        raise EngineClosed(f"the engine process is gone: {error}") from error
+        raise
     return connection
 
 
@@ -132,12 +133,11 @@ def join_connection(connection: socket.socket) -> "JoinedEngine":
         raise
 
 
-def _greet(connection: socket.socket, token: str) -> EngineInfo:
+def _show_token(connection: socket.socket, token: str) -> None:
     try:
         connection.sendall(encode_frame(Hello(token)))
     except OSError as error:
         raise EngineClosed(f"the engine process is gone: {error}") from error
-    return _welcome(connection)
 
 
 def _welcome(connection: socket.socket) -> EngineInfo:
