@@ -6,8 +6,6 @@ What has begun cannot be stopped, so texts of three sizes have threads of their 
     up to 2^20              what contexts hold
     longer                  one thread: an encoding takes up to 200 bytes for each character while it is made
 
-These threads come after those that stream tokens: a processor that is wanted by both is mostly the others'.
-
 A text whose beginning is known waits as long as what is new of it (`run_rest`).
 
 Texts of more than 2^20 characters are taken only by models whose context may hold them, at 8 characters a token.
