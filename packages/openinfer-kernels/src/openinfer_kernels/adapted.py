@@ -16,6 +16,7 @@ from openinfer_kernels.ops.quantised import LinearWeight, QuantisedWeight
 
 if TYPE_CHECKING:
     from openinfer_kernels.ops import Ops
+    from openinfer_kernels.ops.lora import FusedAdapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +72,9 @@ class _AdaptedOps:
         slots, adapters = batch.adapter_slots, self._weights.find(weight)
         if slots is None or adapters is None:
             return self._own.linear(x, weight, batch, bias)
-        fused = self._own.fused_adapters
-        if (
-            fused is not None
-            and adapters.columns is not None
-            and bias is None
-            and not isinstance(weight, QuantisedWeight)
-        ):
-            return fused.linear(x, weight, adapters.a, adapters.columns, slots, starts=adapters.starts)
+        if bias is None and (found := self._fused(weight, adapters)) is not None:
+            fused, plain, columns = found
+            return fused.linear(x, plain, adapters.a, columns, slots, starts=adapters.starts)
         # Before the product, which on a GPU fetches its weights while this runs.
         shrunk = self._own.lora_shrink(x, adapters.a, slots)
         y = self._own.linear(x, weight, batch, bias)
@@ -90,12 +86,19 @@ class _AdaptedOps:
         slots, adapters = batch.adapter_slots, self._weights.find(gate_up)
         if slots is None or adapters is None:
             return self._own.linear_swiglu(x, gate_up, batch)
-        fused = self._own.fused_adapters
-        if fused is not None and adapters.columns is not None and not isinstance(gate_up, QuantisedWeight):
-            return fused.linear_swiglu(x, gate_up, adapters.a, adapters.columns, slots, starts=adapters.starts)
+        if (found := self._fused(gate_up, adapters)) is not None:
+            fused, plain, columns = found
+            return fused.linear_swiglu(x, plain, adapters.a, columns, slots, starts=adapters.starts)
         shrunk = self._own.lora_shrink(x, adapters.a, slots)
         y = self._own.linear(x, gate_up, batch)
         return self._own.lora_expand_swiglu(y, shrunk, adapters.b, slots, starts=adapters.starts)
+
+    def _fused(self, weight: LinearWeight, adapters: AdapterWeights) -> "tuple[FusedAdapters, Array, Array] | None":
+        """What multiplies with adapters in one launch, the weight as it takes it, and the adapters' columns."""
+        fused = self._own.fused_adapters
+        if fused is None or adapters.columns is None or isinstance(weight, QuantisedWeight):
+            return None
+        return fused, weight, adapters.columns
 
     def linear_geglu(self, x: Array, gate_up: LinearWeight, batch: AttentionBatch) -> Array:
         if batch.adapter_slots is None or self._weights.find(gate_up) is None:
