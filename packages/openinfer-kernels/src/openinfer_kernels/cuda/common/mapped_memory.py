@@ -165,11 +165,9 @@ class MappedMemory:
         return self._weights, self._kv, self._scratch
 
 
-@contextmanager
-def temporaries() -> Generator[None]:
+def temporaries() -> AbstractContextManager[None]:
     """Within it the calling thread's arrays come from CuPy's own pool, also while weights are loaded."""
-    with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
-        yield
+    return _allocating(cupy.get_default_memory_pool().malloc)
 
 
 def _allocator(places: PlacesArrays) -> Callable[[int], Any]:
