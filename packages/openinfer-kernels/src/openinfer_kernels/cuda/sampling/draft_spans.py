@@ -77,11 +77,11 @@ class DraftSpans:
         arguments = [
             self._given,
             self._tables,
-            _int(self._tables.shape[1]),
+            ctypes.c_int(self._tables.shape[1]),
             slots,
             lengths,
             tables,
-            _int(columns),
+            ctypes.c_int(columns),
             starts,
         ]
         self._kernels["spans"]((count, _COPIES, 1), (_THREADS, 1, 1), arguments)
@@ -95,7 +95,7 @@ class DraftSpans:
         positions, ends = cupy.empty(tokens, np.int32), cupy.empty(rows, np.int32)
         cache_slots = cupy.empty(tokens, np.int64)
         row_tables = cupy.empty((tokens, columns), np.int32) if whole else tables
-        numbers = [_int(each) for each in (columns, self._blocks.block_tokens, first, count, int(whole))]
+        numbers = [ctypes.c_int(each) for each in (columns, self._blocks.block_tokens, first, count, int(whole))]
         arguments = [starts, tables, *numbers, positions, ends, cache_slots, row_tables]
         self._kernels["place"]((tokens, 1, 1), (_THREADS, 1, 1), arguments)
         return AttentionBatch(
@@ -114,7 +114,3 @@ class DraftSpans:
             starts = np.arange(rows + 1, dtype=np.int32) * np.int32(count)
             self._query_starts[rows, count] = cupy.asarray(starts)
         return self._query_starts[rows, count]
-
-
-def _int(value: int) -> ctypes.c_int:
-    return ctypes.c_int(value)

@@ -108,7 +108,7 @@ class DraftedSlotState(SlotState):
                 of its changes of single logits until then.
         """
         count = records.shape[0]
-        arguments = [self._draft_arrays(), self._num_biased[self._num_slots :], records, _int(count)]
+        arguments = [self._draft_arrays(), self._num_biased[self._num_slots :], records, ctypes.c_int(count)]
         self._run("start_slots", count, arguments)
 
     def set_early_bias(self, slot: int, token_ids: Array, values: Array) -> None:
@@ -123,11 +123,15 @@ class DraftedSlotState(SlotState):
             num_planned: `[r]` int32 ids at the end of each row that are drafts of its slot; the host has sent 0.
         """
         count, padded = num_planned.shape[0], len(inputs.batch.context_lens)
-        self._run("place_rows", count, [inputs.record, _int(padded), num_planned, self._draft_arrays(), _int(count)])
+        self._run(
+            "place_rows",
+            count,
+            [inputs.record, ctypes.c_int(padded), num_planned, self._draft_arrays(), ctypes.c_int(count)],
+        )
 
     def place_decode(self, inputs: DecodeInputs, count: int) -> None:
         """Corrects the positions of the first `count` of `inputs.rows`, rows of one token without drafts."""
-        arguments = [inputs.rows, _int(inputs.rows.shape[1]), self._draft_arrays(), _int(count)]
+        arguments = [inputs.rows, ctypes.c_int(inputs.rows.shape[1]), self._draft_arrays(), ctypes.c_int(count)]
         self._run("place_decode", count, arguments)
 
     def advance(self, inputs: DecodeInputs, sampled_ids: Array, count: int) -> Spans:
@@ -135,7 +139,7 @@ class DraftedSlotState(SlotState):
         spans = Spans.make(cupy.empty((SPAN_LINES, count), np.int32), positions=1)
         arguments = [
             inputs.rows,
-            _int(inputs.rows.shape[1]),
+            ctypes.c_int(inputs.rows.shape[1]),
             sampled_ids,
             self._slot_arrays(),
             self._draft_arrays(),
@@ -143,7 +147,7 @@ class DraftedSlotState(SlotState):
             spans.new_counts,
             spans.last_ids,
             spans.lengths,
-            _int(count),
+            ctypes.c_int(count),
         ]
         self._run("advance", count, arguments)
         return spans
@@ -162,12 +166,12 @@ class DraftedSlotState(SlotState):
         arguments = [
             spans.pointers(),
             chosen,
-            _int(position),
+            ctypes.c_int(position),
             self._slot_arrays(),
             inputs.batch.positions,
             sampled.pointers(),
             sampled.slots,
-            _int(count),
+            ctypes.c_int(count),
         ]
         self._run("open_position", count, arguments)
         return sampled
@@ -178,11 +182,11 @@ class DraftedSlotState(SlotState):
         arguments = [
             spans.pointers(),
             chosen,
-            _int(position),
+            ctypes.c_int(position),
             sampled_ids,
             inputs.token_ids,
             self._draft_arrays(),
-            _int(count),
+            ctypes.c_int(count),
         ]
         self._run("accept", count, arguments)
 
@@ -207,7 +211,7 @@ class DraftedSlotState(SlotState):
             `[S]` int32, how many each has now.
         """
         kept = cupy.empty(len(spans.alive), np.int32)
-        arguments = [spans.pointers(), drafts, _int(num_token_ids), self._draft_arrays(), kept]
+        arguments = [spans.pointers(), drafts, ctypes.c_int(num_token_ids), self._draft_arrays(), kept]
         self._run("keep", len(spans.alive), arguments)
         return kept
 
@@ -215,10 +219,10 @@ class DraftedSlotState(SlotState):
         arguments = [
             sampled.slots,
             sampled.columns["positions"],
-            _int(sampled.slots.shape[0]),
+            ctypes.c_int(sampled.slots.shape[0]),
             self._slot_arrays(),
             self._stop_allowed_from,
-            _int(self._num_slots),
+            ctypes.c_int(self._num_slots),
             self._penalised_rows,
             self._biased_rows,
         ]
@@ -230,7 +234,3 @@ class DraftedSlotState(SlotState):
     def _draft_arrays(self) -> _DraftArrays:
         arrays = (self._lengths, self._stop_allowed_from, self._num_drafts, self._drafts)
         return _DraftArrays(*map(address, arrays), self._max_drafts)
-
-
-def _int(value: int) -> ctypes.c_int:
-    return ctypes.c_int(value)

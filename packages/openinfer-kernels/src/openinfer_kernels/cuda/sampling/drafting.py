@@ -81,7 +81,7 @@ class Drafting:
             rounded = self._memory.rounded(part) if part.dtype == _FLOAT32 else part
             require(rounded, bfloat16, ndim=2, what="the columns")
             row_bytes = width * bfloat16.itemsize
-            self._run("join", len(part), [rounded, target, ctypes.c_int64(whole.strides[0]), _int(row_bytes)])
+            self._run("join", len(part), [rounded, target, ctypes.c_int64(whole.strides[0]), ctypes.c_int(row_bytes)])
         return whole
 
     def draft_ids(self, logits: Array, drafts: Array, column: int, *, token_ids: Array | None = None) -> Array:
@@ -107,7 +107,7 @@ class Drafting:
 
     def _put(self, ids: Array, matrix: Array, column: int, token_ids: Array | None) -> None:
         count, width = matrix.shape
-        arguments = [ids, token_ids, matrix.reshape(-1)[column:], _int(width), _int(count)]
+        arguments = [ids, token_ids, matrix.reshape(-1)[column:], ctypes.c_int(width), ctypes.c_int(count)]
         if count:
             self._kernels["ids"]((-(-count // _THREADS), 1, 1), (_THREADS, 1, 1), arguments)
 
@@ -175,7 +175,3 @@ def _step(memory: HiddenMemory, slots: Array, batch: AttentionBatch) -> _Step:
     if not len(slots) == len(batch.query_starts) - 1 == len(table):
         raise ArrayMismatchError(f"{len(slots)} slots of {len(batch.query_starts) - 1} rows, {len(table)} with blocks")
     return _Step(*map(address, (slots, batch.query_starts, batch.positions, table)), len(slots), table.shape[1])
-
-
-def _int(value: int) -> ctypes.c_int:
-    return ctypes.c_int(value)

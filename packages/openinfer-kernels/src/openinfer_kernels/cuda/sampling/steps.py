@@ -74,13 +74,19 @@ class SlotState:
     def append_blocks(self, entries: Array) -> None:
         """Writes entries `[n, 4]` int32 (table, slot, column, block) into the block tables."""
         count, sizes = entries.shape[0], self._sizes
-        arguments = [self._tables, entries, _int(count), _int(sizes.max_num_seqs), _int(sizes.max_blocks)]
+        arguments = [
+            self._tables,
+            entries,
+            ctypes.c_int(count),
+            ctypes.c_int(sizes.max_num_seqs),
+            ctypes.c_int(sizes.max_blocks),
+        ]
         self._launch("append_blocks", count, arguments)
 
     def start(self, records: Array) -> None:
         """Takes over `[n]` slot records, each `SLOT_RECORD.itemsize` bytes: uint8."""
         count = records.size // SLOT_RECORD.itemsize
-        self._launch("start_slots", count, [self._slot_arrays(), records, _int(count)])
+        self._launch("start_slots", count, [self._slot_arrays(), records, ctypes.c_int(count)])
 
     def set_bias(self, slot: int, token_ids: Array, values: Array) -> None:
         """Sets the changes of single logits, `[n]` each, of which a slot's record says the number."""
@@ -94,7 +100,7 @@ class SlotState:
         for array in (seen, counts):
             cupy.cuda.runtime.memsetAsync(address(array), 0, array.nbytes, _stream())
         longest = max(prompt.size, output.size)
-        arguments = [seen, counts, prompt, _int(prompt.size), output, _int(output.size)]
+        arguments = [seen, counts, prompt, ctypes.c_int(prompt.size), output, ctypes.c_int(output.size)]
         self._launch("count_tokens", longest, arguments)
 
     # --- a step -----------------------------------------------------------------------------------------
@@ -121,14 +127,14 @@ class SlotState:
             self._slot_arrays(),
             inputs.model_inputs(),
             inputs.batch.query_starts,
-            _int(num_tokens),
+            ctypes.c_int(num_tokens),
         ]
         self._kernels["prepare_chunks"]((num_rows + 1, self._sizes.num_tables, 1), (_THREADS, 1, 1), arguments)
 
     def prepare_sampling(self, sampled: SampledRows, positions: Array) -> None:
         """Fills how rows are sampled from their slots and `positions [R]` int32 of their tokens."""
         count = sampled.slots.shape[0]
-        arguments = [sampled.slots, positions, self._slot_arrays(), sampled.pointers(), _int(count)]
+        arguments = [sampled.slots, positions, self._slot_arrays(), sampled.pointers(), ctypes.c_int(count)]
         self._launch("prepare_sampling", count, arguments)
 
     def changes(self, sampled: SampledRows) -> tuple[Bias, Penalties]:
@@ -154,16 +160,16 @@ class SlotState:
             ctypes.c_int64(self._sizes.num_columns),
             sampled_slots,
             token_ids,
-            _int(count),
+            ctypes.c_int(count),
         ]
         self._launch("keep_sampled", count, arguments)
 
     def _name_rows(self, sampled: SampledRows) -> None:
         arguments = [
             sampled.slots,
-            _int(sampled.slots.shape[0]),
+            ctypes.c_int(sampled.slots.shape[0]),
             self._slot_arrays(),
-            _int(self._sizes.max_num_seqs),
+            ctypes.c_int(self._sizes.max_num_seqs),
             self._penalised_rows,
             self._biased_rows,
         ]
@@ -202,10 +208,6 @@ def make_record(slot: int, **fields: Any) -> HostArray:
     for name, value in {"slot": slot, **fields}.items():
         record[name] = value
     return record
-
-
-def _int(value: int) -> ctypes.c_int:
-    return ctypes.c_int(value)
 
 
 def _stream() -> int:
