@@ -10,20 +10,4 @@
     run<Sizes<TOKENS, COLUMNS>, EPILOGUE, true>(w_map, x_map, y, m, n, k, multicast_ctas, group, &adapters);       \
   }
 
-GEMM(kStore, store, 64, 96)
-GEMM(kStore, store, 64, 112)
-GEMM(kStore, store, 128, 96)
-GEMM(kStore, store, 128, 112)
-GEMM(kStore, store, 192, 96)
-GEMM(kStore, store, 192, 112)
-GEMM(kStore, store, 256, 160)
-GEMM(kSwiglu, swiglu, 64, 96)
-GEMM(kSwiglu, swiglu, 64, 160)
-GEMM(kSwiglu, swiglu, 64, 192)
-GEMM(kSwiglu, swiglu, 128, 96)
-GEMM(kSwiglu, swiglu, 128, 160)
-GEMM(kSwiglu, swiglu, 128, 192)
-GEMM(kSwiglu, swiglu, 192, 96)
-GEMM(kSwiglu, swiglu, 192, 160)
-GEMM(kSwiglu, swiglu, 192, 192)
-GEMM(kSwiglu, swiglu, 256, 160)
+OF_STORE_AND_SWIGLU(GEMM)
