@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_model import CONFIG
 from safetensors.numpy import save_file
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
@@ -25,23 +26,6 @@ from openinfer_engine.testing.quantised_family import projections
 from openinfer_qwen3.family import Qwen3Definition
 
 pytestmark = pytest.mark.gpu
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 512,
-    "intermediate_size": 768,
-    "max_position_embeddings": 512,
-    "model_type": "qwen3",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "vocab_size": 1024,
-}
 RANKS = {"one": 1, "eight": 8, "sixteen": 16, "forty": 40}
 LEAST_EFFECT = 0.05
 """Mean difference of log-probabilities below which an adapter might be ignored unseen."""
