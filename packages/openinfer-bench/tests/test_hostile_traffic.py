@@ -87,7 +87,10 @@ def test_attacks_get_foreseen_answers_while_good_requests_are_answered(attacked)
     assert answered == GOOD
     for name in NAMES:
         # Together they want more than 64 connections: one that has not sent its head yet may be closed to make room.
-        assert set(outcomes[name]) <= ATTACKS[name].outcomes | {"closed"}, (name, outcomes[name])
+        foreseen = ATTACKS[name].outcomes | {"closed"}
+        if ATTACKS[name].before_tls:
+            foreseen = {"400", "closed"}  # this server has no certificate: a handshake is no HTTP
+        assert set(outcomes[name]) <= foreseen, (name, outcomes[name])
         assert sum(outcomes[name].values()) == ATTEMPTS.get(name, 3)
     wait_until(lambda: not attacked.connections, "an end of the connections")
     assert attacked.exit_code is None

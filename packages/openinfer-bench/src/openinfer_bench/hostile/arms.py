@@ -6,16 +6,14 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import urllib.request
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from openinfer_bench.hostile.attacks import ATTACKS, HONEST, Counts
+from openinfer_bench.hostile.background import BackgroundThread
 from openinfer_bench.hostile.guard_killer import GuardKiller
 from openinfer_bench.hostile.victims import Seen, ask_all, percentile
 from openinfer_bench.http_client import Address, unverified
@@ -245,7 +243,7 @@ def _attacking(name: str, address: Address, concurrency: int) -> Generator[Count
                 counts.admitted_s, counts.took_s = found["admitted_s"], found["took_s"]
 
 
-class PeakMemory:
+class PeakMemory(BackgroundThread):
     """Samples the memory of a server's processes in a thread. A context manager.
 
     Attributes:
@@ -254,23 +252,12 @@ class PeakMemory:
     """
 
     def __init__(self, pid: int) -> None:
+        super().__init__("openinfer-memory")
         self.mib = 0.0
         self.has_ended = False
         self._pid = pid
-        self._left = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="openinfer-memory", daemon=True)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._left.set()
-        self._thread.join()
-
-    def _look(self) -> None:
+    def _run(self) -> None:
         failed = 0  # in a row; a process of the tree that ends meanwhile is one
         is_last = False
         while not is_last and not self.has_ended:  # at the begin and the end, too: an arm may be shorter than a pause

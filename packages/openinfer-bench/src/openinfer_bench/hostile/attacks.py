@@ -91,7 +91,7 @@ _LONG = bodies.completion(max_tokens=1000, stream=True)
 ATTACKS: Mapping[str, Attack] = {
     "idle": _attack(idle, "closed 408 hang", "1,100 silent connections without a key", 1100, is_stranger=True),
     "unfinished-tls": _attack(
-        unfinished_handshake, "closed 400 408 hang", "handshakes that never end", 400, is_stranger=True, before_tls=True
+        unfinished_handshake, "closed 408 hang", "handshakes that never end", 400, is_stranger=True, before_tls=True
     ),
     "slow-heads": _attack(slow_head, "408 closed 503", "heads that never end", 400, is_stranger=True),
     "slow-bodies": _attack(slow_body, "408 429 503 closed", "bodies of 8 MB that never end", 400),

@@ -2,11 +2,9 @@
 
 import os
 import signal
-import threading
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from openinfer_bench.hostile.background import BackgroundThread
 from openinfer_bench.processes import descendants
 
 _EVERY_S = 2.0  # an engine asks once more, in a fresh process, which is left time to answer
@@ -15,7 +13,7 @@ _PROGRAM = b"guard_process.py"
 _RUNS = "R"
 
 
-class GuardKiller:
+class GuardKiller(BackgroundThread):
     """Kills a server's guard process while it works on a grammar, every two seconds. A context manager.
 
     Attributes:
@@ -23,20 +21,9 @@ class GuardKiller:
     """
 
     def __init__(self, pid: int) -> None:
+        super().__init__("openinfer-guard-killer")
         self.num_killed = 0
         self._pid = pid
-        self._left = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="openinfer-guard-killer", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._left.set()
-        self._thread.join()
 
     def _run(self) -> None:
         pause_s = _LOOK_EVERY_S
