@@ -1,11 +1,13 @@
 """Runs every test that needs a GPU, of all packages, on a machine with one; says what ran, and what was skipped.
 
-    python3 tools/device/check_gpu.py [PYTEST ARGUMENT ...]
+    python3 tools/device/check_gpu.py [--processes N] [PYTEST ARGUMENT ...]
 
+With `--processes` N run at once (pytest-xdist), but for the tests marked `whole_gpu`, which follow alone.
 Uses that machine's own Python, CuPy, cuda-bindings, ml_dtypes, hypothesis and pytest; nothing has to be installed (see
 `source_packages.py`). Nothing may be skipped for want of a GPU: that is a failure here.
 """
 
+import argparse
 import subprocess
 import sys
 import time
@@ -33,11 +35,18 @@ def main() -> int:
     if subprocess.run([sys.executable, "-c", FACTS], env=variables, cwd=ROOT, check=False).returncode:
         print("check_gpu: FAILED: the CUDA operators cannot be made")
         return 1
+    parser = argparse.ArgumentParser(description="Runs every test that needs a GPU.")
+    parser.add_argument("--processes", type=int, default=1)
+    options, given = parser.parse_known_args()
     began = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", *marked(), "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *sys.argv[1:]], env=variables, cwd=ROOT, check=False)
-    print(f"check_gpu: {'passed' if done.returncode == 0 else 'FAILED'} in {time.perf_counter() - began:.0f} s")
-    return done.returncode
+    command = [sys.executable, "-m", "pytest", *marked(), "-q", "-p", "no:cacheprovider", *given]
+    # xdist refuses to run next to pytest-benchmark's timings
+    spread = ["-p", "no:benchmark", "-n", str(options.processes), "--dist", "loadfile"] if options.processes > 1 else []
+    runs = [[*command, *spread, "-m", "gpu and not whole_gpu"], [*command, "-m", "gpu and whole_gpu"]]
+    codes = [subprocess.run(run, env=variables, cwd=ROOT, check=False).returncode for run in runs]
+    passed = not any(codes)
+    print(f"check_gpu: {'passed' if passed else 'FAILED'} in {time.perf_counter() - began:.0f} s")
+    return 0 if passed else 1
 
 
 def marked() -> list[str]:

@@ -151,6 +151,7 @@ def test_answers_after_a_sleep_are_those_before(
     loop.scheduler.check_integrity()
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize("keeps_weights", LEVELS)
 def test_memory_is_given_back_and_taken_again(make_loop: MakeLoop, tmp_path: Path, *, keeps_weights: bool) -> None:
     num_blocks, numbers_of_block = 1 << 15, 3 * 2 * 2 * 16 * 128
@@ -260,6 +261,7 @@ def test_update_that_does_not_fit_changes_nothing(make_loop: MakeLoop, tmp_path:
     assert run(loop) == expected
 
 
+@pytest.mark.whole_gpu
 def test_memory_that_others_took_leaves_the_engine_asleep(make_loop: MakeLoop, tmp_path: Path) -> None:
     loop = make_loop(write(tmp_path / "model", "qwen3"), num_blocks=1 << 15)  # skips without a GPU
     from openinfer_kernels.cuda.common.libraries import cupy

@@ -33,6 +33,7 @@ def used_mib(device: Any) -> int:
     return device.used_bytes() >> 20
 
 
+@pytest.mark.whole_gpu
 def test_captured_graph_reads_kept_weights_after_its_memory_was_away(device: Any, memory: Any) -> None:
     from openinfer_kernels.cuda.common.graphs import Stream
     from openinfer_kernels.cuda.common.libraries import cupy
@@ -105,6 +106,7 @@ def test_weights_that_were_not_kept_are_made_again_in_their_places(device: Any, 
         load(np.ones(1001, np.float32))
 
 
+@pytest.mark.whole_gpu
 def test_closed_memory_leaves_the_device_as_it_was(device: Any) -> None:
     from openinfer_kernels.cuda.common.libraries import cupy
     from openinfer_kernels.cuda.common.mapped_memory import MappedMemory
@@ -125,6 +127,7 @@ def test_closed_memory_leaves_the_device_as_it_was(device: Any) -> None:
     assert used_mib(device) <= before + 8
 
 
+@pytest.mark.whole_gpu
 def test_memory_that_others_took_is_not_taken_in_part(device: Any, memory: Any) -> None:
     from openinfer_kernels.cuda.common.libraries import cupy
 
