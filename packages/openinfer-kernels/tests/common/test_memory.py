@@ -5,6 +5,7 @@ import pytest
 
 from openinfer_kernels import RandomWeight, WeightDtypeError
 from openinfer_kernels.cpu import CpuOps
+from openinfer_kernels.weights.quantised import Code, QuantisedPart, ScaleType, WeightFormat
 
 
 def bfloat16_value(bits: int) -> float:
@@ -144,6 +145,26 @@ def test_loading_does_not_write_where_kernels_of_the_stream_have_yet_to_read(ops
             assert weight.data.ptr == place
     np.testing.assert_array_equal(kept.get(), values)
     assert not host(weight).any()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_weights_converted_at_once_by_several_threads_stay_their_own(ops, host, dtype):
+    """A format without a kernel is written by the thread that loads, while others convert what it has queued."""
+    rng = np.random.default_rng(0)
+    nvfp4 = WeightFormat(code=Code.E2M1, group_rows=1, group_columns=16, scales=ScaleType.E4M3, global_scale=True)
+    codes = rng.integers(0, 256, size=(16, 32)).astype(np.uint8)
+    scales = rng.integers(0x20, 0x50, size=(16, 4)).astype(np.uint8)
+    parts = [QuantisedPart(format=nvfp4, codes=codes, scales=scales, global_scale=0.5**n) for n in range(4)]
+    expected = [host(ops.upload_dequantised(part)) for part in parts]
+    given = [np.full((64, 64), n, dtype) for n in range(64)]
+    for _ in range(8):
+        with ops.loading():
+            loaded = []
+            for n, values in enumerate(given):
+                loaded.append((ops.upload_weight(*[values] * 4), ops.upload_dequantised(parts[n % 4])))
+        for n, (plain, quantised) in enumerate(loaded):
+            np.testing.assert_array_equal(host(plain), n)
+            np.testing.assert_array_equal(host(quantised), expected[n % 4])
 
 
 def test_loading_tells_what_came_and_raises_what_failed(ops):

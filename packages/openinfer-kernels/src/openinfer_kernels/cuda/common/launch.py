@@ -5,6 +5,7 @@ needs programmatic dependent launch: the next kernel starts and prefetches its w
 """
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 class Kernel:
-    """One kernel of a loaded module; not for two threads at once."""
+    """One kernel of a loaded module; any thread may launch it, on a stream of its own."""
 
     def __init__(self, function: Any, *, shared_bytes: int, may_overlap: bool) -> None:
         self._function = function
@@ -46,6 +47,9 @@ class Kernel:
         self._may_overlap = may_overlap
         self._configs: dict[tuple[bool, int], Any] = {}
         self._arguments: _Arguments | None = None
+        # Arguments and configuration are filled anew by each launch; threads that load weights launch what the thread
+        # that made them launches.
+        self._launching = threading.Lock()
 
     def __call__(
         self,
@@ -68,21 +72,24 @@ class Kernel:
                 is an ordinary launch.
             cluster: blocks that run side by side and reach each other's shared memory; divides the grid's first size.
         """
-        if self._arguments is None:
-            self._arguments = _Arguments(arguments)
-        self._arguments.fill(arguments)
-        config = self._config(overlap, cluster)
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = block
-        config.hStream = cupy.cuda.get_current_stream().ptr
-        check(driver.cuLaunchKernelEx(config, self._function, self._arguments.address, 0))
+        stream = cupy.cuda.get_current_stream().ptr
+        with self._launching:
+            if self._arguments is None:
+                self._arguments = _Arguments(arguments)
+            self._arguments.fill(arguments)
+            config = self._config(overlap, cluster)
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            config.blockDimX, config.blockDimY, config.blockDimZ = block
+            config.hStream = stream
+            check(driver.cuLaunchKernelEx(config, self._function, self._arguments.address, 0))
 
     def most_clusters(self, cluster: int, *, threads: int) -> int:
         """Clusters of at least two blocks that the device runs at a time: fewer than its multiprocessors would hold."""
-        config = self._config(overlap=False, cluster=cluster)
-        config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        return check(driver.cuOccupancyMaxActiveClusters(self._function, config))
+        with self._launching:
+            config = self._config(overlap=False, cluster=cluster)
+            config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+            return check(driver.cuOccupancyMaxActiveClusters(self._function, config))
 
     def _config(self, overlap: bool, cluster: int) -> Any:  # noqa: FBT001 - part of a key
         """A launch's configuration but for its sizes and stream: attributes take long to set."""

@@ -34,7 +34,7 @@ _TO_DEVICE = 1
 Progress = Callable[[int], None]
 """Called with the bytes that were copied since the last call, from any thread."""
 Convert = Callable[[Array, Array], None]
-"""Brings what is on the device into the array that it is for, on the current stream."""
+"""Brings what is on the device into the array that it is for, on the current stream; called by several threads."""
 Check = Callable[[HostArray], None]
 """Looks at what goes to the device, while a cache of the CPU has it; raises what ends the load."""
 
@@ -55,7 +55,6 @@ class Uploads:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="openinfer-upload", initializer=device.use)
         self._lanes: list[_Lane] = []
         self._own = threading.local()
-        self._lock = threading.Lock()
         self._pending: list[Future[None]] = []
 
     def add(self, host: HostArray, out: Array, convert: Convert | None = None, check: Check | None = None) -> None:
@@ -121,8 +120,7 @@ class Uploads:
         else:
             on_device = cupy.empty(host.shape, host.dtype)
             _send(staged, on_device, lane.stream)
-            with self._lock:  # a kernel's arguments are one thread's at a time
-                (convert or self._convert)(on_device, out)
+            (convert or self._convert)(on_device, out)
         # The buffer may be filled again once the stream has come to here.
         buffer.taken.record(lane.stream)
 

@@ -9,7 +9,6 @@ formats without a kernel     tiles, dequantised at each product; or BF16, dequan
 
 import ctypes
 import math
-import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -237,8 +236,6 @@ class Quantised:
 class _Arrange:
     """Puts codes that have come to the device into the kernels' order; in place as well; from any thread."""
 
-    _launching = threading.Lock()  # threads that load and the one that made them have the same kernels
-
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
 
@@ -246,8 +243,7 @@ class _Arrange:
         blocks = words.nbytes // _BLOCK_BYTES
         if blocks:
             grid = (-(-blocks // _THREADS), 1, 1)
-            with self._launching:
-                self._kernel(grid, (_THREADS, 1, 1), [words, out, ctypes.c_int64(words.size)])
+            self._kernel(grid, (_THREADS, 1, 1), [words, out, ctypes.c_int64(words.size)])
 
 
 def _check_of(part: QuantisedPart) -> Check | None:

@@ -6,7 +6,6 @@ belongs, and another one the scales and zero points.
 
 import ctypes
 import math
-import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -169,8 +168,6 @@ class Place:
     the other from the first byte on. Nothing is written to where a view points.
     """
 
-    _launching = threading.Lock()  # threads that load and the one that made them have the same kernels
-
     def __init__(self, kernel: Kernel, weight: TiledWeight, first_row: int, unit_bytes: int) -> None:
         self._kernel = kernel
         self._weight = weight
@@ -190,8 +187,7 @@ class Place:
         arguments = [words, tiles, ctypes.c_int64(first), ctypes.c_int64(words.nbytes), *map(ctypes.c_int, sizes)]
         if words.size:
             grid = (-(-words.nbytes // (self._unit_bytes * _THREADS)), 1, 1)
-            with self._launching:
-                self._kernel(grid, (_THREADS, 1, 1), arguments)
+            self._kernel(grid, (_THREADS, 1, 1), arguments)
 
 
 def _stored_scales(part: QuantisedPart, block: tuple[int, int], layout: _Layout) -> NDArray[Any]:
