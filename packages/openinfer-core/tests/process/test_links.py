@@ -1,5 +1,7 @@
 """The engine's side of its links: each client gets its own events, and one that misbehaves loses only its link."""
 
+import os
+import resource
 import socket
 import struct
 import threading
@@ -23,6 +25,7 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
+from openinfer_core.process.accepting import ACCEPT_PAUSE_S
 from openinfer_core.process.engine_process import LinkKind, listening
 from openinfer_core.process.host import LoopRunner
 from openinfer_core.process.links import HELLO_DEADLINE_S, MAX_HELLO_BYTES, LinkServer
@@ -330,6 +333,35 @@ def test_stranger_who_says_nothing_is_dropped_after_the_deadline(
         good.send(Submit(make_request(1)))
         good.read_until(lambda events: ends(events) == 1)
     assert "has not said Hello" in caplog.text
+
+
+def test_client_that_finds_no_descriptor_is_accepted_when_there_is_one_again(
+    make_request: MakeRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (
+        listening(LinkKind.UNIX) as (listener, _),
+        Server(listener, SimulatedOptions()) as server,
+        server.client().greet() as good,
+        socket.socket(listener.family, socket.SOCK_STREAM) as late,
+    ):
+        late.settimeout(30)
+        lowest_free = os.dup(late.fileno())
+        os.close(lowest_free)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+            late.connect(listener.getsockname())
+            for _ in range(3):  # each wakes the thread that accepts
+                good.stats()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert caplog.text.count("a client has to wait") == 1
+        server.now_s += ACCEPT_PAUSE_S
+        good.stats()
+        late.sendall(encode_frame(Hello(TOKEN)))
+        assert late.recv(1)
+        good.send(Submit(make_request(1)))
+        good.read_until(lambda events: ends(events) == 1)
 
 
 def test_stranger_who_sends_too_much_before_hello_is_dropped(server: Server, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Generator
 
 from openinfer_core import EngineClosed, Refused
+from openinfer_core.process.accepting import ACCEPT_PAUSE_S, EXHAUSTED
 from openinfer_core.process.mutual_proof import NotAdmitted
 from openinfer_ray.handshake import admit_server, keep_alive
 
@@ -65,6 +66,7 @@ class Relay:
         """Ends all connections. Idempotent."""
         with self._changed:
             self._is_closed = True
+            self._changed.notify_all()
             for connection in self._connections:
                 _shut(connection)
         # Wakes the thread that accepts, which closing alone would not.
@@ -76,10 +78,16 @@ class Relay:
             self._room.acquire()
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
+            except OSError as error:
                 self._room.release()
-                return
+                if error.errno not in EXHAUSTED or self._closes_in_a_pause():
+                    return  # closed
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="openinfer-relayed", daemon=True).start()
+
+    def _closes_in_a_pause(self) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_closed, ACCEPT_PAUSE_S)
 
     def _serve(self, connection: socket.socket) -> None:
         try:

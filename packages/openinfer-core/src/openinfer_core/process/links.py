@@ -23,6 +23,7 @@ import msgspec
 
 from openinfer_core.errors import ContractViolation
 from openinfer_core.events import TokenEvent
+from openinfer_core.process.accepting import ACCEPT_PAUSE_S, EXHAUSTED
 from openinfer_core.process.host import ControlCall, LoopRunner
 from openinfer_core.process.routes import Routes
 from openinfer_core.process.wire import (
@@ -149,6 +150,7 @@ class LinkServer:
         self._received = memoryview(bytearray(_READ_BYTES))
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
+        self._rests_until_s: float | None = None
         self._closing = threading.Event()
         self._reason: str | None = None
         self._thread = threading.Thread(target=self._serve, name="openinfer-links", daemon=True)
@@ -193,8 +195,12 @@ class LinkServer:
 
     def _turn(self) -> None:
         strangers = [link for link in self._links if not link.welcome]
-        for key, mask in self._selector.select(timeout=HELLO_DEADLINE_S if strangers else None):
+        timeout_s = HELLO_DEADLINE_S if strangers else None
+        for key, mask in self._selector.select(timeout_s if self._rests_until_s is None else ACCEPT_PAUSE_S):
             self._handle(cast("socket.socket", key.fileobj), cast("Link | None", key.data), mask)
+        if self._rests_until_s is not None and self._clock() >= self._rests_until_s:
+            self._rests_until_s = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
         self._drop_late(strangers)
         for link in [link for link in self._links if link.lost]:
             self._drop(link)
@@ -216,8 +222,12 @@ class LinkServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
-            return  # the client left before it was accepted
+        except OSError as error:
+            if error.errno in EXHAUSTED:  # the listener stays readable: without a rest this thread would spin
+                logger.error("a client has to wait for %g s: %s", ACCEPT_PAUSE_S, error.strerror)
+                self._selector.unregister(self._listener)
+                self._rests_until_s = self._clock() + ACCEPT_PAUSE_S
+            return  # or the client left before it was accepted
         if len(self._links) >= MAX_LINKS:
             logger.error("a client is turned away: %d links are open", len(self._links))
             connection.close()

@@ -17,6 +17,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 from openinfer_core import Refused
+from openinfer_core.process.accepting import ACCEPT_PAUSE_S, EXHAUSTED
 from openinfer_core.process.mutual_proof import NotAdmitted, read_token
 from openinfer_engine.ranks.contract import RankLink, RankSpec
 from openinfer_engine.ranks.handshake import Node, admit
@@ -198,6 +199,7 @@ class _Door:
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
+            self._changed.notify_all()
         self._accepting.join()
         self._handshakes.shutdown()
 
@@ -208,10 +210,16 @@ class _Door:
                     continue
                 try:
                     connection, peer = self._listener.accept()
-                except OSError:
+                except OSError as error:
                     self._room.release()
+                    if error.errno in EXHAUSTED:
+                        self._rest()
                     continue
                 self._handshakes.submit(self._let_in, connection, str(peer[0]))
+
+    def _rest(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed, ACCEPT_PAUSE_S)
 
     def _let_in(self, connection: socket.socket, peer: str) -> None:
         with contextlib.ExitStack() as undo:

@@ -9,12 +9,12 @@ first; and when descriptors are short all the same, accepting pauses and one lin
 """
 
 import asyncio
-import errno
 import logging
 import socket
 import ssl
 from collections.abc import Callable
 
+from openinfer_core.process.accepting import EXHAUSTED
 from openinfer_server.http.connections import ConnectionTable, Slot
 from openinfer_server.limits.descriptors import CLOSING
 from openinfer_server.limits.shared_budget import owner_of
@@ -25,7 +25,6 @@ logger = logging.getLogger("openinfer.server")
 _ACCEPTS_PER_TURN = 4
 _PAUSE_S = 0.1
 _LOG_PERIOD_S = 60.0
-_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 MakeProtocol = Callable[[Slot], asyncio.Protocol]
 
@@ -113,7 +112,7 @@ class Acceptor:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in _EXHAUSTED:
+                if error.errno in EXHAUSTED:
                     self._rest(error)
                     return
                 continue  # the client has left, or a firewall forbids it
