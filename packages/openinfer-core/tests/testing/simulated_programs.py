@@ -5,6 +5,7 @@ import os
 import queue
 import secrets
 import selectors
+import signal
 import socket
 import subprocess
 import threading
@@ -184,6 +185,24 @@ def clocks(world: World) -> dict[str, float]:
     slept_s = time.monotonic() - began_s
     world.wall_offset_s += 3600
     return {"slept_s": slept_s, "wall_step_s": round(time.time() - wall_s - slept_s, 3)}
+
+
+def spinning(world: World) -> None:
+    ours, theirs = socket.socketpair()
+    selector = selectors.DefaultSelector()
+    selector.register(ours, selectors.EVENT_READ)
+    theirs.send(b"never read")
+    while world.now_s < 1:
+        selector.select()
+
+
+def handlers(world: World) -> dict[str, Any]:
+    """What signals do that no handler is set for, and after one was set and put back."""
+    answers = {"term": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL}
+    answers["interrupt"] = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, before)
+    return answers | {"again": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "end": world.process.has_ended}
 
 
 def deadlock(world: World) -> None:

@@ -67,6 +67,14 @@ def test_tasks_that_wait_for_each_other_are_told() -> None:
     assert "--- waits-for-b" in output
 
 
+def test_a_thread_that_spins_is_told() -> None:
+    assert "Stuck: a thread asks again and again what is ready (VirtualSocket)" in run("spinning", fails=True)
+
+
+def test_signals_without_a_handler_do_what_the_system_does() -> None:
+    assert run("handlers") == {"term": True, "interrupt": True, "again": True, "end": False}
+
+
 def test_an_exception_of_a_thread_ends_the_thread_alone() -> None:
     assert run("failing_thread") == {"alive": False, "goes_on": True}
 

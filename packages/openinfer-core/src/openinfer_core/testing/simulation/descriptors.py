@@ -10,7 +10,10 @@ from typing import Any, NamedTuple, Self
 
 from openinfer_core.testing.simulation.network import Medium
 from openinfer_core.testing.simulation.sockets import LINK_BYTES, LINK_DELAY_S, Address, Network, SocketEnd
-from openinfer_core.testing.simulation.world import World
+from openinfer_core.testing.simulation.world import Stuck, World
+
+_MOST_LOOKS = 10_000
+"""Of a selector, at one moment: a thread that spins never lets time go on."""
 
 
 class _Kind(NamedTuple):
@@ -206,6 +209,8 @@ class VirtualSelector:
 
     def __init__(self) -> None:
         self._keys: dict[Any, selectors.SelectorKey] = {}
+        self._looked_s = -1.0
+        self._looks = 0  # since time went on
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         key = selectors.SelectorKey(fileobj, fileobj.fileno(), events, data)
@@ -235,7 +240,16 @@ class VirtualSelector:
             ready = self._ready()
         for end in ends:
             end.watchers.remove(wake)
+        self._require_progress()
         return ready
+
+    def _require_progress(self) -> None:
+        now_s = self.network.world.now_s
+        self._looks = self._looks + 1 if now_s == self._looked_s else 0
+        self._looked_s = now_s
+        if self._looks > _MOST_LOOKS:
+            ready = ", ".join(type(key.fileobj).__name__ for key, _ in self._ready())
+            raise Stuck(f"a thread asks again and again what is ready ({ready}), and does nothing about it")
 
     def _ends(self) -> Iterator[SocketEnd]:
         for registered in self._keys:

@@ -234,8 +234,12 @@ def install_processes(world: World, network: Network) -> Processes:
             real_exit(code)
         world.end_own(code)
 
+    def handler_of(number: int) -> Any:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        return world.process.handlers.get(number, default)
+
     def handle(number: int, handler: Any) -> Any:
-        before = world.process.handlers.get(number, signal.default_int_handler)
+        before = handler_of(number)
         world.process.handlers[number] = handler
         return before
 
@@ -254,5 +258,5 @@ def install_processes(world: World, network: Network) -> Processes:
     asyncio.create_subprocess_exec = create_subprocess_exec  # type: ignore[assignment]
     os._exit = end  # type: ignore[assignment]
     signal.signal = handle  # type: ignore[assignment]
-    signal.getsignal = lambda number: world.process.handlers.get(number, signal.default_int_handler)  # type: ignore[assignment]
+    signal.getsignal = handler_of  # type: ignore[assignment]
     return processes
