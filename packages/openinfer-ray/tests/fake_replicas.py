@@ -21,11 +21,12 @@ TOKEN = b"a secret of sixteen bytes or more"
 class FakeReplica(AbstractContextManager["FakeReplica"]):
     """What `Replica` is, but for Ray: an engine's process and its relay."""
 
-    def __init__(self, name: str, options: SimulatedOptions) -> None:
+    def __init__(self, name: str, options: SimulatedOptions, *, listener: socket.socket | None = None) -> None:
         self.engine = spawn_simulated(options, link=LinkKind.UNIX)
         access = self.engine.access
         assert isinstance(access, EngineAccess)
-        self.relay = Relay(socket.create_server(("127.0.0.1", 0)), token=TOKEN, open_link=lambda: open_link(access))
+        listener = listener or socket.create_server(("127.0.0.1", 0))
+        self.relay = Relay(listener, token=TOKEN, open_link=lambda: open_link(access))
         self.relay.start()
         self._name = name
 

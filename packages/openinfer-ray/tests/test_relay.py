@@ -1,6 +1,8 @@
 """A replica's port: who reaches the engine through it, and how links end."""
 
 import asyncio
+import errno
+import os
 import socket
 import threading
 from operator import attrgetter
@@ -30,6 +32,26 @@ def test_another_token_is_refused_and_reaches_no_engine() -> None:
             join_replica(replica.address(), token=b"another secret of many bytes")
         assert replica.relay.num_links == 0
         asyncio.run(replica.join().close())  # the right one is served after that
+
+
+class ShortOfDescriptors(socket.socket):
+    """A listener whose first `accept` finds none left."""
+
+    num_asked = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+def test_a_replica_without_a_descriptor_takes_its_server_later() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        listener = ShortOfDescriptors(made.family, made.type, made.proto, fileno=made.detach())
+    with FakeReplica("a", SimulatedOptions(), listener=listener) as replica:
+        asyncio.run(replica.join().close())
+        assert listener.num_asked > 1
 
 
 def test_other_versions_are_refused_by_name() -> None:
