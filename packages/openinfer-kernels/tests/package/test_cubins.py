@@ -1,9 +1,11 @@
 """Keys, cache and compilers of CUDA sources; compiling all of them is slow and done once, by the compiler at hand."""
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -191,6 +193,36 @@ def test_require_cubins_compiles_once_and_only_what_is_missing(cache, capsys):
     found["norm"].unlink()
     require_cubins("sm_90a", compiler=lambda: compiler)
     assert compiler.compiled[len(stems) :] == [("norm", "sm_90a")]
+
+
+def test_of_two_that_start_at_once_one_compiles(cache, monkeypatch):
+    """The second one comes while the first compiles; each has a lock of its own, as two processes have."""
+    begun, second_came, go_on = threading.Event(), threading.Event(), threading.Event()
+    flock = fcntl.flock
+
+    class Slow(Recorder):
+        def compile(self, source: Source, architecture: str) -> bytes:
+            begun.set()
+            assert go_on.wait(60)
+            return super().compile(source, architecture)
+
+    def watched(descriptor: int, operation: int) -> None:
+        if begun.is_set():
+            second_came.set()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", watched)
+    compiler, others = Slow(), Recorder()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(require_cubins, "sm_90a", compiler=lambda: compiler)
+        assert begun.wait(60)
+        second = threads.submit(require_cubins, "sm_90a", compiler=lambda: others)
+        came = second_came.wait(60)
+        go_on.set()
+        assert came
+        assert second.result() == first.result()
+    assert len(compiler.compiled) == len(sources("sm_90a"))
+    assert not others.compiled
 
 
 def test_cached_cubin_that_was_spoilt_is_compiled_again(cache, caplog):

@@ -5,14 +5,16 @@ compiled anew, and two compilers that make different bytes never replace each ot
 forger, so a cache that others may write to is refused.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from openinfer_kernels.cubins.compilers import Compiler, find_compiler
@@ -37,6 +39,8 @@ def cache_dir() -> Path:
 def require_cubins(architecture: str, *, compiler: Callable[[], Compiler] = find_compiler) -> dict[str, Path]:
     """Stem -> cubin of every source for `architecture`; compiles what neither wheel nor cache has.
 
+    Of several processes that miss something one compiles, and the others wait for it: ranks and replicas start at once.
+
     Args:
         architecture: `sm_90a` and the like.
         compiler: finds one; not called where nothing is missing.
@@ -45,11 +49,14 @@ def require_cubins(architecture: str, *, compiler: Callable[[], Compiler] = find
         KernelBuildError: there is no compiler, it refused a source, or others may write to the cache.
     """
     found = find_cubins(architecture)
-    missing = [source for source in sources(architecture) if source.stem not in found]
-    if missing:
-        build_cubins(missing, architecture, target=_cubins_of_cache(), compiler=compiler())
-        found = find_cubins(architecture)
-    return found
+    if not _missing(found, architecture):
+        return found
+    target = _cubins_of_cache()
+    with _locked(target):
+        missing = _missing(find_cubins(architecture), architecture)
+        if missing:
+            build_cubins(missing, architecture, target=target, compiler=compiler())
+    return find_cubins(architecture)
 
 
 def find_cubins(architecture: str) -> dict[str, Path]:
@@ -76,6 +83,23 @@ def cubin_in(folder: Path, source: Source, architecture: str) -> Path | None:
             return path
         _log.warning("%s is not what was compiled, and is left alone: its bytes do not fit its name", path)
     return None
+
+
+def _missing(found: Mapping[str, Path], architecture: str) -> list[Source]:
+    return [source for source in sources(architecture) if source.stem not in found]
+
+
+@contextmanager
+def _locked(folder: Path) -> Generator[None]:
+    """Makes the folder, and lets one process in at a time; a process that ends has left."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o755)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks: each compiles for itself, to the same files
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _cubin_name(key: str, cubin: bytes) -> str:
