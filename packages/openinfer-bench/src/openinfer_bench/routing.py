@@ -20,7 +20,7 @@ from openinfer_bench.sessions.session import Grow, Session
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.provenance import provenance
 from openinfer_core.replicas import PrefixRouter
-from openinfer_core.replicas.prefix_router import prefix_digests
+from openinfer_core.replicas.held_prefixes import prefix_digests
 
 OPENINFER_CONTRACT = 1
 

@@ -9,19 +9,14 @@ would give it more than `1 + slack` times the mean. Work is counted in tokens to
 less as new comes, so no clock is needed: two runs of one sequence of requests agree.
 """
 
-import itertools
 import math
 import random
-import sys
-from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from dataclasses import dataclass
 
+from openinfer_core.replicas.held_prefixes import HeldPrefixes, prefix_digests
 from openinfer_core.request import GenerateRequest
 
-_DIGEST_BYTES = 16
 _MEMORY_TOKENS = 1 << 20  # of work per replica, after which work before it weighs 1/e
 
 
@@ -66,7 +61,7 @@ class PrefixRouter:
     def add(self, name: str, *, num_blocks: int) -> None:
         """A replica, which holds nothing yet; it begins with the mean of the loads, or all would go to it."""
         loads = [replica.load for replica in self._replicas.values()]
-        self._replicas[name] = _Replica(num_blocks, sum(loads) / len(loads) if loads else 0.0)
+        self._replicas[name] = _Replica(HeldPrefixes(num_blocks), sum(loads) / len(loads) if loads else 0.0)
 
     def remove(self, name: str) -> None:
         """Does nothing for one that is not there."""
@@ -81,7 +76,7 @@ class PrefixRouter:
         if not self._replicas:
             raise LookupError("there is no replica")
         digests = prefix_digests(request, block_size_tokens=self._block_size_tokens, key=self._key)
-        held = {name: replica.held_blocks(digests) for name, replica in self._replicas.items()}
+        held = {name: replica.held.count(digests) for name, replica in self._replicas.items()}
         costs = {name: self._cost(request, blocks) for name, blocks in held.items()}
         name = self._best(held, self._within_bound(costs))
         self._take(self._replicas[name], digests, costs[name])
@@ -109,42 +104,15 @@ class PrefixRouter:
 
     def _take(self, replica: "_Replica", digests: list[bytes], cost: int) -> None:
         replica.load += cost
-        replica.note(digests)
+        replica.held.note(digests)
         kept = math.exp(-cost / (self._memory_tokens * len(self._replicas)))
         for each in self._replicas.values():
             each.load *= kept
 
 
-def prefix_digests(request: GenerateRequest, *, block_size_tokens: int, key: bytes) -> list[bytes]:
-    """One per whole block of a prompt, each over all tokens up to its end; salts and adapters share none."""
-    tokens = array("I", request.prompt_token_ids)
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    parts = ((request.lora or "").encode(), (request.cache_salt or "").encode())
-    parent = blake2b(b"\0".join(part.hex().encode() for part in parts), digest_size=_DIGEST_BYTES, key=key)
-    chain, digests = parent.digest(), list[bytes]()
-    for begin in range(0, len(tokens) - block_size_tokens + 1, block_size_tokens):
-        block = tokens[begin : begin + block_size_tokens].tobytes()
-        chain = blake2b(chain + block, digest_size=_DIGEST_BYTES, key=key).digest()
-        digests.append(chain)
-    return digests
-
-
 @dataclass(slots=True)
 class _Replica:
-    """What a replica is believed to hold, the least recently used first."""
+    """A replica, as the router knows it."""
 
-    num_blocks: int
+    held: HeldPrefixes
     load: float
-    held: OrderedDict[bytes, None] = field(default_factory=OrderedDict[bytes, None])
-
-    def held_blocks(self, digests: Sequence[bytes]) -> int:
-        return sum(1 for _ in itertools.takewhile(self.held.__contains__, digests))
-
-    def note(self, digests: Sequence[bytes]) -> None:
-        # Last blocks first: of a chain the end is forgotten before its beginning, without which it is of no use.
-        for digest in reversed(digests):
-            self.held[digest] = None
-            self.held.move_to_end(digest)
-        while len(self.held) > self.num_blocks:
-            self.held.popitem(last=False)

@@ -14,7 +14,7 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,6 +23,7 @@ from openinfer_core.errors import ContractViolation, EngineClosed, InvalidReques
 from openinfer_core.events import Failed, FailureKind, Finished, Scheduled, TokenEvent, Tokens
 from openinfer_core.process.mailbox import Mailbox
 from openinfer_core.replicas.prefix_router import PrefixRouter
+from openinfer_core.replicas.totals import info_of_all, stats_of_all
 from openinfer_core.request import GenerateRequest, RequestId
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ logger = logging.getLogger("openinfer.engine")
 
 # what all replicas must have alike: a request is checked, and its answer read, by these
 _ALIKE = ("family", "max_model_tokens", "num_token_ids", "eos_token_ids", "block_size_tokens", "capabilities")
-_SUMMED = ("num_blocks", "max_num_seqs", "max_waiting")
 _NO_REPLICA = "no replica can take the request at the moment"
 
 
@@ -52,7 +52,8 @@ class RoutedEngine:
         if not replicas:
             raise ValueError("at least one replica is needed")
         first = next(iter(replicas.values())).info
-        self._info = _info_of(first, [engine.info for engine in replicas.values()])
+        info = info_of_all([engine.info for engine in replicas.values()])
+        self._info = msgspec.structs.replace(info, composition=info.composition | {"replicas": str(len(replicas))})
         self._router = router or PrefixRouter(block_size_tokens=first.block_size_tokens, key=key)
         self._replicas: dict[str, EngineHandle] = {}
         self._flights: dict[RequestId, _Flight] = {}
@@ -128,7 +129,10 @@ class RoutedEngine:
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineClosed):
                 raise answer
-        return _sum_of([answer for answer in answers if isinstance(answer, EngineStats)])
+        told = [answer for answer in answers if isinstance(answer, EngineStats)]
+        if not told:
+            raise EngineClosed("no replica is left")
+        return stats_of_all(told)
 
     async def control(self, command: "ControlCommand") -> None:
         """Commands all replicas."""
@@ -229,34 +233,8 @@ class _Flight:
     was_sent_again: bool = False
 
 
-def _info_of(first: EngineInfo, infos: list[EngineInfo]) -> EngineInfo:
-    sums = {name: sum(getattr(info, name) for info in infos) for name in _SUMMED}
-    return msgspec.structs.replace(first, composition=first.composition | {"replicas": str(len(infos))}, **sums)
-
-
 def _require_alike(info: EngineInfo, other: EngineInfo, name: str) -> None:
     for field in _ALIKE:
         here, there = getattr(info, field), getattr(other, field)
         if here != there:
             raise Refused(f"replica {name} is not of this model: its {field} is {there!r}, and the others' {here!r}")
-
-
-def _sum_of(stats: list[EngineStats]) -> EngineStats:
-    """Numbers added up, lists joined; the age is that of the oldest step, grammars and slow call the first one's."""
-    if not stats:
-        raise EngineClosed("no replica is left")
-    totals: dict[str, Any] = {}
-    for field in msgspec.structs.fields(EngineStats):
-        values = [getattr(each, field.name) for each in stats]
-        if field.name == "step_age_s":
-            totals[field.name] = max(values)
-        elif field.name == "spec_decode_num_accepted_tokens_per_pos":
-            longest = max(map(len, values))
-            totals[field.name] = tuple(sum(each[at] for each in values if at < len(each)) for at in range(longest))
-        elif isinstance(values[0], tuple):
-            totals[field.name] = tuple(item for each in values for item in each)
-        elif isinstance(values[0], int | float):
-            totals[field.name] = sum(values)
-        else:
-            totals[field.name] = next((each for each in values if each is not None), None)
-    return EngineStats(**totals)
