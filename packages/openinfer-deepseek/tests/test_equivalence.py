@@ -51,3 +51,15 @@ def test_ranks_together_give_the_same_answers(traffic: Traffic, ranks: int) -> N
 
 def test_batch_invariant_operators_give_the_same_bits_alone_and_together(traffic: Traffic) -> None:
     traffic.check_batch_invariant()
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_data_parallel_ranks_give_the_same_answers(traffic: Traffic, ranks: int) -> None:
+    """Each with requests and a pool of its own: chunks, cached prefixes, and ranks without rows when others end."""
+    _, stats = traffic.serve(seed=1, data_parallel_size=ranks, max_step_tokens=24, num_blocks=18)
+    assert stats.cached_tokens >= 1
+
+
+def test_preempted_requests_resume_on_their_data_parallel_rank(traffic: Traffic) -> None:
+    _, stats = traffic.serve(seed=2, data_parallel_size=2, num_blocks=18)
+    assert stats.preemptions >= 2

@@ -37,6 +37,13 @@ def test_launched_engine_says_the_token_that_the_reference_finds_likeliest(
     assert answer.finished.reason is FinishReason.LENGTH
 
 
+def test_data_parallel_ranks_say_it_too(family: ModelFamily) -> None:
+    options = EngineOptions(engine_host=LoopHost.THREAD, data_parallel_size=4, num_blocks=32, max_num_seqs=4)
+    with np.load(FIXTURES / "int4" / "logits.npz", allow_pickle=False) as recorded:
+        prompt, logits = recorded["token_ids"].tolist(), recorded["logits"]
+    assert ask_launched(family, FIXTURES / "int4", options, prompt).token_ids == [int(logits[-1].argmax())]
+
+
 @pytest.mark.parametrize("name", ["fp8", "int4"])
 def test_dummy_weights_need_a_config_and_nothing_else(family: ModelFamily, name: str, tmp_path: Path) -> None:
     shutil.copy(FIXTURES / name / "config.json", tmp_path)

@@ -18,6 +18,7 @@ from openinfer_bench.served import served
 from openinfer_core import GenerateRequest, InvalidRequest, Plugin, Refused, RequestId, SamplingParams, find_plugin
 from openinfer_core.events import Finished, Tokens
 from openinfer_engine import EngineOptions, EnginePlan, LoadFormat, StepLoop, build_loop, resolve
+from openinfer_engine.data_parallel.launch import build_data_parallel_loop
 from openinfer_engine.kv_tiers import ChosenTiers
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.testing.answers import run_alone, run_at_once
@@ -188,6 +189,40 @@ def test_each_tier_gives_back_what_the_pool_no_longer_has(model: str, tmp_path: 
     assert first[1] > 0
     assert stats.tier_tokens > 0
     assert (stats.blocks_used, stats.kv_tier_faults) == (0, 0)
+
+
+def test_each_data_parallel_rank_has_tiers_of_its_own() -> None:
+    """Six prompts over two ranks, whose pools hold two each: the first of each rank comes back from its own tier."""
+    draw = random.Random(0)
+    prompts = [tuple(draw.randrange(100) for _ in range(160)) for _ in range(6)]
+    asked = [
+        GenerateRequest(
+            request_id=RequestId(request_id),
+            prompt_token_ids=prompts[place],
+            sampling=SamplingParams(max_tokens=4, temperature=0.0),
+        )
+        for request_id, place in enumerate((0, 1, 2, 3, 4, 5, 0, 1))
+    ]
+    definition = find_plugin("openinfer.models", "deepseek_v2").load().definition
+    options: dict[str, Any] = {**POOL, "load_format": LoadFormat.DUMMY, "data_parallel_size": 2}
+
+    def ask(**tiers: Any) -> tuple[list[list[int]], list[tuple[int, ...]]]:
+        loop = build_data_parallel_loop(
+            resolve(definition, FIXTURES / "deepseek_v2", EngineOptions(**options, **tiers))
+        )
+        try:
+            answers = [run_at_once(loop, [request])[request.request_id].token_ids for request in asked]
+            loaded = [tuple(tier.loaded_blocks for tier in each.stats().kv_tiers) for each in loop.loops]
+            assert (loop.stats().blocks_used, loop.stats().kv_tier_faults) == (0, 0)
+            assert len(loop.stats().kv_tiers) == len(tiers.get("kv_tier", ()))
+            return answers, loaded
+        finally:
+            loop.close()
+
+    without, _ = ask()
+    said, loaded = ask(kv_tier=["host=4MiB"], kv_load_timeout_ms=60_000)
+    assert said == without
+    assert all(blocks > 0 for rank in loaded for blocks in rank), loaded
 
 
 def test_tokens_are_the_same_while_everything_goes_wrong(model: str, without_tiers: dict[int, Any]) -> None:

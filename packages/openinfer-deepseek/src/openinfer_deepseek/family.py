@@ -44,6 +44,7 @@ class LatentDefinition(ModelDefinition[model.DeepseekConfig]):
     module = model
     config_type = model.DeepseekConfig
     rank_sizes = ("num_attention_heads", "n_routed_experts", "intermediate_size", "shared_size")
+    dealt_sizes = ("n_routed_experts",)
 
     def ignorable_tensors(self, config: model.DeepseekConfig) -> Collection[str]:
         """Also layers that draft tokens."""

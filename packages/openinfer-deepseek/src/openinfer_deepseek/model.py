@@ -15,7 +15,8 @@ scores without it, renormalised and scaled. References: `transformers.models.dee
 
 Across ranks the layers are cut as in Shoeybi et al. 2019, "Megatron-LM", section 3: each rank has whole heads, whole
 routed experts, and a shard of the width of every other MLP, and sums its share of the outputs with the other ranks.
-Each has all latents. Each embeds all ids, and computes the logits of its shard of the vocabulary.
+Each has all latents. Each embeds all ids, and computes the logits of its shard of the vocabulary. With data-parallel
+attention a rank has all of that for rows of its own, and shares the routed experts alone (`expert_group.py`).
 
 Letters: `T` tokens of a step, `h` hidden size, `H` heads, `rq` dimensions of the queries' bottleneck, `r` latent
 dimensions, `dr` rotated ones, `dn` and `dv` dimensions of a head's unrotated key and of its value, `F` width of the
@@ -24,13 +25,15 @@ MLP, `S` of the shared expert, `E` routed experts of width `M`, `V` vocabulary; 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.distributed.expert_group import ExpertGroup, expert_group
 from openinfer_engine.model import KvLayers, LogitsIndices, Shard, WeightSource
 from openinfer_engine.weights.experts import StoredMlp
 from openinfer_engine.weights.loader import WeightLoader
@@ -40,6 +43,7 @@ from openinfer_engine.weights.stored_tensor import Repeated, StoredTensor, Tenso
 from openinfer_kernels import (
     Array,
     AttentionBatch,
+    ExpertChoice,
     GroupScore,
     LinearWeight,
     Ops,
@@ -329,9 +333,9 @@ def load(
     loader, prefix = WeightLoader(weights, ops=ops, communicator=communicator), config.tensor_prefix
     head = None if config.tie_word_embeddings else f"{prefix}lm_head.weight"
     embed_tokens, lm_head = loader.vocabulary(f"{prefix}model.embed_tokens.weight", head)
+    group = expert_group(communicator, ops)
     layers = tuple(
-        _load_layer(StoredLayer.of(config, index), config, loader, communicator)
-        for index in range(config.num_hidden_layers)
+        _load_layer(StoredLayer.of(config, index), config, loader, group) for index in range(config.num_hidden_layers)
     )
     norm = loader.plain(f"{prefix}model.norm.weight")
     table = rope_table(config.rope, head_dim=config.qk_rope_head_dim, positions=max_model_tokens)
@@ -339,9 +343,7 @@ def load(
     return DeepseekModel(config, loaded, ops=ops, communicator=communicator)
 
 
-def _load_layer(
-    layer: StoredLayer, config: DeepseekConfig, loader: WeightLoader, communicator: Communicator
-) -> LayerWeights:
+def _load_layer(layer: StoredLayer, config: DeepseekConfig, loader: WeightLoader, group: ExpertGroup) -> LayerWeights:
     query_lora, queries = None, (layer.q_proj,)
     if layer.q_a_proj is not None:
         query_lora, queries = _load_query_lora(layer, layer.q_a_proj, loader), ()
@@ -357,7 +359,7 @@ def _load_layer(
             gate_up_proj=loader.linear(layer.mlp.gate, layer.mlp.up, shard=Shard.COLUMN_PARALLEL),
             down_proj=loader.linear(layer.mlp.down, shard=Shard.ROW_PARALLEL),
         ),
-        experts=_load_experts(layer, config, loader, communicator) if layer.experts else None,
+        experts=_load_experts(layer, config, loader, group) if layer.experts else None,
     )
 
 
@@ -370,11 +372,11 @@ def _load_query_lora(layer: StoredLayer, q_a_proj: StoredMatrix, loader: WeightL
 
 
 def _load_experts(
-    layer: StoredLayer, config: DeepseekConfig, loader: WeightLoader, communicator: Communicator
+    layer: StoredLayer, config: DeepseekConfig, loader: WeightLoader, group: ExpertGroup
 ) -> ExpertWeights:
     """This rank's experts: an equal share of them, one after the other."""
-    count = len(layer.experts) // communicator.size
-    experts = layer.experts[communicator.rank * count : (communicator.rank + 1) * count]
+    count = len(layer.experts) // group.size
+    experts = layer.experts[group.rank * count : (group.rank + 1) * count]
     gate_up = [matrix for expert in experts for matrix in (expert.gate, expert.up)]
     bias = f"{layer.prefix}.mlp.gate.e_score_correction_bias"
     return ExpertWeights(
@@ -396,6 +398,7 @@ class DeepseekModel:
         self._weights = weights
         self._ops = ops
         self._communicator = communicator
+        self._experts = expert_group(communicator, ops)
         self._scale = config.softmax_scale
         self._routing = config.routing
 
@@ -436,6 +439,15 @@ class DeepseekModel:
                 x = self._mixture(x, layer, layer.experts, batch)
             x = ops.add_rms_norm(x, residual, next_norm, eps=eps)
         return x
+
+    def join_step(self) -> None:
+        """Of a data-parallel rank without rows in a step: its experts compute those of the other ranks."""
+        ops, chosen = self._ops, self._routing.num_experts_per_token
+        nothing = self._weights.embed_tokens[:0]  # [0, h] in the compute dtype
+        choice = ExpertChoice(ids=ops.zeros((0, chosen), np.int32), weights=ops.zeros((0, chosen), np.float32))
+        for layer in self._weights.layers:
+            if layer.experts is not None:
+                self._routed(nothing, choice, layer.experts, shared=nothing)
 
     def logits(self, hidden: Array) -> Array:
         """`[n, V]` float32 for `hidden [n, h]`, on every rank."""
@@ -483,13 +495,23 @@ class DeepseekModel:
 
     def _mixture(self, x: Array, layer: LayerWeights, experts: ExpertWeights, batch: AttentionBatch) -> Array:
         """`[T, h]` float32 for the normed `x [T, h]`: what the experts of all ranks and the shared ones add."""
-        ops, first_expert = self._ops, self._communicator.rank * experts.gate_up_proj.shape[0]
+        ops = self._ops
         scores = ops.logits(x, experts.router)  # [T, all experts]
         choice = ops.top_experts(
             scores, routing=self._routing, cache_slots=batch.cache_slots[0], bias=experts.correction_bias
         )
-        shared = self._gated(x, layer.mlp, batch)  # [T, h]
-        summed = ops.experts(
-            x, choice, experts.gate_up_proj, experts.down_proj, first_expert=first_expert, shared=shared
-        )  # [T, h]
-        return self._communicator.all_reduce(summed)
+        return self._routed(x, choice, experts, shared=self._gated(x, layer.mlp, batch))
+
+    def _routed(self, x: Array, choice: ExpertChoice, experts: ExpertWeights, *, shared: Array) -> Array:
+        """`[T, h]` float32 for `x [T, h]`: what its experts, on whichever rank, and `shared [T, h]` add."""
+        group = self._experts
+        gathered = replace(choice, ids=group.gather(choice.ids, padding=-1), weights=group.gather(choice.weights))
+        summed = self._ops.experts(  # [R, h], of all ranks' rows
+            group.gather(x),
+            gathered,
+            experts.gate_up_proj,
+            experts.down_proj,
+            first_expert=group.rank * experts.gate_up_proj.shape[0],
+            shared=group.place(shared),
+        )
+        return group.combine(summed)

@@ -7,11 +7,11 @@ import msgspec
 
 from openinfer_core.contracts import one_release
 from openinfer_core.process.engine_process import run_engine_process
+from openinfer_core.process.host import EngineLoop
 from openinfer_core.process.timeline import Timeline
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.engine_spec import EngineSpec
-from openinfer_engine.launch import build_loop
-from openinfer_engine.loop import StepLoop
+from openinfer_engine.launch import build_engine_loop
 from openinfer_engine.worker.process_group import start_workers
 
 # how long a thread of this process keeps the interpreter from another one that wants it. The thread that launches a
@@ -20,12 +20,12 @@ from openinfer_engine.worker.process_group import start_workers
 SWITCH_INTERVAL_S = 2e-5
 
 
-def build(raw: msgspec.Raw) -> StepLoop:
+def build(raw: msgspec.Raw) -> EngineLoop:
     with one_release():
         return _build(raw)
 
 
-def _build(raw: msgspec.Raw) -> StepLoop:
+def _build(raw: msgspec.Raw) -> EngineLoop:
     spec, timeline = msgspec.json.decode(raw, type=EngineSpec), Timeline()
     definition, options = spec.read()
     processes = start_workers(spec, options)  # they import and open their devices while this goes on
@@ -37,7 +37,7 @@ def _build(raw: msgspec.Raw) -> StepLoop:
         if processes is not None:
             processes.close(deadline_s=0)
         raise
-    return build_loop(engine_plan, processes)
+    return build_engine_loop(engine_plan, processes)
 
 
 if __name__ == "__main__":

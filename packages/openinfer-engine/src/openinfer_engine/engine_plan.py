@@ -25,6 +25,7 @@ from openinfer_core.process.timeline import Timeline
 from openinfer_core.scheduling import Scheduler, SchedulerConfig
 from openinfer_engine.backends import Backend, open_backend
 from openinfer_engine.cpu.worker import WorkerLimits
+from openinfer_engine.data_parallel.choice import check_data_parallel
 from openinfer_engine.drafting import ChosenDrafter, choose_drafter
 from openinfer_engine.grammars.choice import choose_grammar_compiler, make_grammar_compiler
 from openinfer_engine.guard import GuardOptions, PlanCheck
@@ -192,6 +193,7 @@ class EnginePlan:
             "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
             "kv_cache_dtype": described_kv_dtype(self.layouts[0], self.backend.dtype),
             **({} if self.described_tables is None else {"kv_tables": self.described_tables}),
+            **self._data_parallel,
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
             **({} if self.drafter is None else {"drafter": self.drafter.origin}),
             **self._drafter_kv,
@@ -205,6 +207,11 @@ class EnginePlan:
             **({} if self.tiers is None else self.tiers.parts),
             **{f"operator {each.operator}": each.origin for each in self.kernel_providers},
         }
+
+    @property
+    def _data_parallel(self) -> dict[str, str]:
+        ranks = self.options.data_parallel_size
+        return {} if ranks == 1 else {"data_parallel": f"{ranks} ranks with whole attention, experts dealt out"}
 
     @property
     def _weight_format(self) -> dict[str, str]:
@@ -229,7 +236,7 @@ class EnginePlan:
     @property
     def memory_bytes(self) -> dict[str, int]:
         """The ledger: what all ranks take of their devices' memory, by purpose."""
-        ranks, options = self.options.tensor_parallel_size, self.options
+        ranks, options = self.options.num_ranks, self.options
         steps = {"max_step_tokens": options.max_step_tokens, "num_ranks": ranks}
         workspaces = self.backend.workspaces(self.worker_limits, **steps)
         return {
@@ -240,6 +247,15 @@ class EnginePlan:
             **self._drafter_memory,
             **{purpose: ranks * num_bytes for purpose, num_bytes in workspaces.items()},
         }
+
+    @property
+    def _rank_cache_tokens(self) -> int:
+        return kv_cache_tokens(self.layouts[0], self.num_blocks, self.worker_limits.max_model_tokens)
+
+    @property
+    def _data_parallel_limits(self) -> dict[str, int]:
+        ranks = self.options.data_parallel_size
+        return {} if ranks == 1 else {"data_parallel_size": ranks, "kv_tokens_per_rank": self._rank_cache_tokens}
 
     @property
     def _adapter_bytes(self) -> dict[str, int]:
@@ -308,7 +324,11 @@ class EnginePlan:
         return make_grammar_compiler(self.grammar_compiler, vocabulary)
 
     def open_tiers(self, *, rank: int = 0) -> OpenTiers | None:
-        return None if self.tiers is None else self.tiers.open(self.layouts[rank])
+        """Of a rank, the data-parallel one where there are such: these have one layout."""
+        if self.tiers is None:
+            return None
+        layout = self.layouts[0 if self.options.data_parallel_size > 1 else rank]
+        return self.tiers.open(layout, rank=rank)
 
     def make_scheduler(self, *, digest_key: bytes | None = None) -> Scheduler:
         """Blocks are named with `digest_key`, the key file's, or one that is drawn.
@@ -366,7 +386,8 @@ class EnginePlan:
                 **({} if self.clipped_context is None else {"model_context_tokens": self.model_context_tokens}),
                 "num_blocks": self.num_blocks,
                 "block_size_tokens": config.block_size_tokens,
-                "kv_cache_tokens": kv_cache_tokens(self.layouts[0], self.num_blocks, config.max_model_tokens),
+                "kv_cache_tokens": self.options.data_parallel_size * self._rank_cache_tokens,
+                **self._data_parallel_limits,
                 "kv_tokens_per_gib": kv_tokens_per_gib(self.layouts[0], config.max_model_tokens),
                 "max_num_seqs": config.max_num_seqs,
                 "max_step_tokens": config.max_step_tokens,
@@ -423,6 +444,7 @@ def resolve(
     limits = definition.limits(config)
     definition.check_device(options.device)
     definition.check_ranks(config, options.tensor_parallel_size)
+    check_data_parallel(definition, config, options)
     if options.load_format is LoadFormat.SAFETENSORS:
         with Checkpoint.open(model_dir, keeps_gguf=options.keeps_gguf) as checkpoint:
             config = check_stored(definition, config, checkpoint)
@@ -466,7 +488,12 @@ def resolve(
         slot_bytes=slot_bytes_of_rank(options, layouts[0]),
     )
     weights = weights_of_rank(
-        definition, config, backend, ranks=options.tensor_parallel_size, fp8_head=options.fp8_head
+        definition,
+        config,
+        backend,
+        ranks=options.tensor_parallel_size,
+        fp8_head=options.fp8_head,
+        data_parallel_size=options.data_parallel_size,
     )
     weights_bytes = weights.num_bytes
     ranks, itemsize_bytes = options.tensor_parallel_size, backend.dtype.itemsize_bytes

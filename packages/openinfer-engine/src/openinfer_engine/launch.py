@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 
 from openinfer_core import EngineHandle, FamilyPlan, Refused
+from openinfer_core.process.host import EngineLoop
 from openinfer_core.process.timeline import Timeline
 from openinfer_core.scheduling import PlacesAdapters, Scheduler
+from openinfer_engine.data_parallel.launch import build_data_parallel_loop
 from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.dry_run import dry_run
@@ -44,7 +46,7 @@ from openinfer_engine.lora.store import AdapterStore
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat, LoopHost
 from openinfer_engine.tracing.step_trace import Begin, StepTrace
-from openinfer_engine.tracing.trace import NoTrace, Trace, Tracer
+from openinfer_engine.tracing.trace import NoTrace, Tracer, open_trace
 from openinfer_engine.weights.loading import load_workers
 from openinfer_engine.worker.process_group import ProcessGroup, start_workers
 from openinfer_engine.worker.process_runner import ProcessRunner, load_with_processes
@@ -100,10 +102,17 @@ def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOpt
             if processes is not None:
                 processes.close(deadline_s=0)
             raise
-        return InProcessEngine(build_loop(engine_plan, processes))
+        return InProcessEngine(build_engine_loop(engine_plan, processes))
     from openinfer_core.process.remote import spawn_engine
 
     return spawn_engine(CHILD_MODULE, EngineSpec.of(definition, model_dir, options))
+
+
+def build_engine_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -> EngineLoop:
+    """Puts an engine together: one step loop, or one for each data-parallel rank. Raises as `build_loop`."""
+    if engine_plan.options.data_parallel_size > 1:
+        return build_data_parallel_loop(engine_plan)
+    return build_loop(engine_plan, processes)
 
 
 def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -> StepLoop:
@@ -122,7 +131,8 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
             engine_plan = engine_plan.with_num_blocks(smallest).placed(processes.placement)
         if engine_plan.clipped_context is not None:
             logger.warning("%s", engine_plan.clipped_context)
-        tracer = _make_tracer(engine_plan.options.trace)
+        path = engine_plan.options.trace
+        tracer = NoTrace() if path is None else open_trace(Path(path))
         tiers = engine_plan.open_tiers()
         if tiers is not None:
             undo.callback(tiers.tier.close)
@@ -289,13 +299,6 @@ def _composition_of(engine_plan: EnginePlan) -> dict[str, str]:
 def _start_processes(engine_plan: EnginePlan) -> ProcessGroup | None:
     spec = EngineSpec.of(engine_plan.definition, engine_plan.model_dir, engine_plan.options)
     return start_workers(spec, engine_plan.options)
-
-
-def _make_tracer(path: str | None) -> Tracer:
-    try:
-        return NoTrace() if path is None else Trace(Path(path))
-    except OSError as error:
-        raise Refused(f"--trace {path} cannot be written: {error.strerror}") from error
 
 
 def _begin_step_trace(engine_plan: EnginePlan) -> StepTrace | None:

@@ -51,6 +51,19 @@ _GRAMMAR_WAIT_S, _TIER_WAIT_S, _ADAPTER_WAIT_S = 0.005, 0.001, 0.005
 
 
 @dataclass(frozen=True, slots=True)
+class BegunStep:
+    """An iteration whose plan was launched and that has not waited for the step before it."""
+
+    events: list[TokenEvent]
+    failures: list[Failed]
+    before: "_InFlight | None"
+    is_idle: bool
+    """Whether there is nothing to run and nothing to wait for on the device."""
+    is_still: bool = False
+    """Whether the loop plans no steps at the moment."""
+
+
+@dataclass(frozen=True, slots=True)
 class _InFlight:
     planned: StepPlan  # by the scheduler; the runner has it with masks, and without drafts that these forbid
     pending: PendingStep
@@ -218,11 +231,18 @@ class StepLoop:
             PluginFault: the scheduler raised, planned what cannot be, or has unfinished requests and nothing to run.
             GroupBroken: a rank is gone.
         """
+        begun = self.begin_step()
+        if begun.is_idle:
+            self.rest()
+        return self.end_step(begun)
+
+    def begin_step(self) -> BegunStep:
+        """Plans and launches a step; `end_step` follows. Raises as `step`."""
         if self._runner.failure is not None:
             raise self._runner.failure
         events, self._unsaid = self._unsaid, []
         if not self._runs:
-            return events + self._stand_still()
+            return BegunStep(events + self._stand_still(), [], None, is_idle=False, is_still=True)
         with self._tracer.span(LOOP, "masks"):
             failures = self._masked.settle()
         events += self._ended(failures)
@@ -242,11 +262,14 @@ class StepLoop:
             masked, failures = self._masked.mask(plan)
             # Launched before the last step's result is read: the device has work while the host applies that.
             self._in_flight = _InFlight(plan, self._runner.launch(masked))
-        elif before is None:
-            self._rest()
-        if before is not None:
-            events += self._finish(before)
-        return self._follow(events, failures)
+        return BegunStep(events, failures, before, is_idle=plan is None and before is None)
+
+    def end_step(self, begun: BegunStep) -> list[TokenEvent]:
+        """Waits for the step before the one that was begun; returns all events. Raises as `step`."""
+        if begun.is_still:
+            return begun.events
+        finished = [] if begun.before is None else self._finish(begun.before)
+        return self._follow([*begun.events, *finished], begun.failures)
 
     def _take_looked_up(self) -> list[TokenEvent]:
         """What comes of requests for which the tiers have been asked."""
@@ -430,24 +453,31 @@ class StepLoop:
         if self._step_trace is not None:
             self._step_trace.close()
 
-    def _rest(self) -> None:
-        """There is nothing to plan and nothing in flight: blocks move, masks or grammars are due, or it is wedged."""
+    def rest(self, *, waits: bool = True) -> None:
+        """There is nothing to plan and nothing in flight: blocks move, masks or grammars are due, or it is wedged.
+
+        Args:
+            waits: for a few milliseconds, for what is due; else it only looks whether anything is.
+
+        Raises:
+            PluginFault: the scheduler has unfinished requests, and nothing is due.
+        """
         if self._port is not None and self._port.is_moving:
-            self._port.wait(_TIER_WAIT_S)
+            self._port.wait(waits * _TIER_WAIT_S)
             return
         if self._transfer is not None and self._transfer.is_busy:
-            self._transfer.wait(_TIER_WAIT_S)
+            self._transfer.wait(waits * _TIER_WAIT_S)
             return
         if self._masked.num_pending > 0:
-            self._masked.wait(_GRAMMAR_WAIT_S)
+            self._masked.wait(waits * _GRAMMAR_WAIT_S)
             return
         if self._adapters is not None and self._adapters.is_loading:
-            self._adapters.wait(_ADAPTER_WAIT_S)
+            self._adapters.wait(waits * _ADAPTER_WAIT_S)
             return
         if unfinished := self._guard.num_unfinished:
             raise self._guard.wedged(unfinished)
         if self._masked.num_compiling > 0:
-            self._masked.wait(_GRAMMAR_WAIT_S)
+            self._masked.wait(waits * _GRAMMAR_WAIT_S)
 
     def _add_compiled(self) -> list[TokenEvent]:
         events: list[TokenEvent] = []

@@ -24,13 +24,27 @@ PLANNED_RANKS = (1, 2, 4, 8)
 
 
 def weights_of_rank(
-    definition: ModelDefinition[Any], config: Any, backend: Backend, *, ranks: int, fp8_head: bool = False
+    definition: ModelDefinition[Any],
+    config: Any,
+    backend: Backend,
+    *,
+    ranks: int,
+    fp8_head: bool = False,
+    data_parallel_size: int = 1,
 ) -> RankWeights:
     """What one rank's weights take of this device, and which of them have a kernel there."""
     itemsize, specs = backend.dtype.itemsize_bytes, definition.tensors(config)
-    if ranks > 1 or fp8_head or any(isinstance(spec, StoredTensor) for spec in specs.values()):
+    is_shared = ranks > 1 or data_parallel_size > 1
+    if is_shared or fp8_head or any(isinstance(spec, StoredTensor) for spec in specs.values()):
         sizes = {"size": ranks, "itemsize_bytes": itemsize}
-        return rank_weights(definition, config, **sizes, way_of=backend.way_of_weight, fp8_head=fp8_head)
+        return rank_weights(
+            definition,
+            config,
+            **sizes,
+            way_of=backend.way_of_weight,
+            fp8_head=fp8_head,
+            data_parallel_size=data_parallel_size,
+        )
     num_bytes = sum(spec_bytes(spec, itemsize_bytes=itemsize) for spec in specs.values())
     return RankWeights(num_bytes, Counter())
 
@@ -96,7 +110,7 @@ def _num_blocks(
 ) -> int:
     if options.num_blocks is not None:
         return options.num_blocks
-    ranks = options.tensor_parallel_size
+    ranks = options.num_ranks
     budget_bytes = options.kv_cache_bytes
     if budget_bytes is None:
         workspaces = backend.workspaces(sizes, max_step_tokens=options.max_step_tokens, num_ranks=ranks)

@@ -115,6 +115,15 @@ class LastTokenModel(Protocol):
 
 
 @runtime_checkable
+class ModelOfDealtExperts(Protocol):
+    """A `Model` whose data-parallel ranks share nothing but experts (`distributed/expert_group.py`)."""
+
+    def join_step(self) -> None:
+        """Of a rank without rows in a step: computes its experts' part of the other ranks' rows."""
+        ...
+
+
+@runtime_checkable
 class TappedModel(Protocol):
     """A `Model` that hands over the inputs of some of its layers, for drafters that read them."""
 
@@ -174,6 +183,9 @@ class ModelDefinition(ABC, Generic[Config]):
     """What `parse` makes of a config: a Struct of the keys that shape the model, under their own names."""
     rank_sizes: ClassVar[tuple[str, ...]]
     """Numbers of the config that the ranks share equally, so that their number divides each; 0 is nothing to share."""
+    dealt_sizes: ClassVar[tuple[str, ...]] = ()
+    """Numbers of experts in the config that data-parallel ranks share equally; the model is a `ModelOfDealtExperts`.
+    None: `--data-parallel-size` is refused."""
     devices: ClassVar[frozenset[DeviceKind]] = frozenset(DeviceKind)
     """What its operators are there for; the engine refuses it on any other."""
     cache_formats: ClassVar[frozenset[CacheFormat]] = frozenset({CacheFormat.COMPUTE})
@@ -286,6 +298,17 @@ class ModelDefinition(ABC, Generic[Config]):
             raise Refused(
                 f"{ranks} ranks cannot share the model: {listed}; possible are {', '.join(map(str, possible))}"
             )
+
+    def check_data_parallel(self, config: Config, ranks: int) -> None:
+        """Raises `Refused` if the experts cannot be dealt out to so many ranks with attention of their own."""
+        if not self.dealt_sizes:
+            raise Refused(
+                f"data_parallel_size: the family {self.name} has no experts that data-parallel ranks share; for copies "
+                "of a model there is `openinfer ray serve --replicas`"
+            )
+        for name in self.dealt_sizes:
+            if (size := int(getattr(config, name))) % ranks:
+                raise Refused(f"data_parallel_size: {ranks} ranks cannot share experts equally: {name} is {size}")
 
     def load(
         self, config: Config, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_model_tokens: int

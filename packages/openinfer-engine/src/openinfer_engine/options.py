@@ -196,6 +196,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     of the memory, or are dequantised when they are loaded; auto is stored on a GPU and dequantised on a CPU."""
     tensor_parallel_size: int = 1
     """Ranks that share each layer."""
+    data_parallel_size: int = 1
+    """Ranks with whole attention, sequences, KV pool and tiers of their own, that share the experts of a mixture
+    (DeepSeek, Kimi); on a CPU so far. --max-num-seqs, --max-step-tokens, --num-blocks and --kv-tier are then of each.
+    See docs/reference/parallel.md."""
     rank_host: str | None = None
     """Where ranks other than the first run, NAME or NAME=SETTING: thread (of the engine's process, on a CPU), or a name
     in the group openinfer.rank_hosts: process (of this machine), or join=HOST:PORT,token-file=FILE,local=N, where the
@@ -240,6 +244,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.gguf_weights is GgufWeights.STORED
 
     @property
+    def num_ranks(self) -> int:
+        """Of the engine, each with a device of its own, or a part of one."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
     def num_rank_processes(self) -> int:
         """Ranks that have a process of their own."""
         if self.device is DeviceKind.CUDA or self.rank_host not in (None, THREAD_RANKS):
@@ -260,6 +269,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check("kv_handover_timeout_ms", self.kv_handover_timeout_ms, 1, 600_000)
         _check("starvation_timeout_s", self.starvation_timeout_s, 1, 86_400)
         _check("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
+        _check("data_parallel_size", self.data_parallel_size, 1, 64)
         _check("rank_timeout_s", self.rank_timeout_s, 1, 3600)
         self._check_adapters()
         if not 0.05 <= self.gpu_memory_fraction <= 1:

@@ -22,7 +22,7 @@ from openinfer_engine.kv_tiers.pool import HostPool
 from openinfer_engine.lifecycle.memory import give_back
 from openinfer_engine.lora.adapter_rows import AdapterRows
 from openinfer_engine.lora.rank_adapters import RankAdapters
-from openinfer_engine.model import KvLayers, Model
+from openinfer_engine.model import KvLayers, Model, ModelOfDealtExperts
 from openinfer_engine.tracing.trace import DEVICE, NoTrace, Tracer
 from openinfer_engine.worker.block_tables import BlockTables
 from openinfer_engine.worker.logprobs import HostLogprobs
@@ -153,6 +153,16 @@ class CpuWorker:
                 if self._states is not None:
                     self._states.keep(plan)
                 return done
+        except BaseException as error:
+            self._communicator.abort(error)
+            raise
+
+    def join_step(self) -> None:
+        """Of a data-parallel rank without rows in a step: its experts compute those of the other ranks."""
+        try:
+            if not isinstance(self._model, ModelOfDealtExperts):
+                raise ContractViolation(f"{type(self._model).__name__} has no join_step")
+            self._model.join_step()
         except BaseException as error:
             self._communicator.abort(error)
             raise

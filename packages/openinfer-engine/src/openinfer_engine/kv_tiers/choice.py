@@ -51,8 +51,8 @@ class ChosenTiers:
         ranks = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
         return {f"kv tier {place}": f"{setting}{ranks} ({plugin.origin})" for place, (setting, plugin) in shown}
 
-    def open(self, layout: KvLayout) -> OpenTiers:
-        """Opens them, for the rank of the layout, whose number stands in for `{rank}` in their settings.
+    def open(self, layout: KvLayout, *, rank: int | None = None) -> OpenTiers:
+        """Opens them for a rank, by default the layout's, whose number stands in for `{rank}` in their settings.
 
         Raises:
             PluginError: one failed to load, or makes no tier.
@@ -60,7 +60,7 @@ class ChosenTiers:
         """
         factory = cast("KvTierFactory", self.opener.load())
         with self._named(self.opener, layout):
-            tier = factory(layout, _for_rank(self.opener_setting, layout))
+            tier = factory(layout, _for_rank(self.opener_setting, layout.rank_index if rank is None else rank))
         self.opener.require(tier, KvTier)
         try:
             if self.shared is not None and not isinstance(tier, SharedTier):
@@ -80,9 +80,9 @@ class ChosenTiers:
             factory = plugin.callable_with(2)
             with self._named(plugin, layout):
                 if isinstance(factory, TierSettingCheck):
-                    factory.check_setting(layout, _for_rank(setting, layout))
+                    factory.check_setting(layout, _for_rank(setting, layout.rank_index))
                     continue
-                tier = factory(layout, _for_rank(setting, layout))
+                tier = factory(layout, _for_rank(setting, layout.rank_index))
             plugin.require(tier, KvTier)
             tier.close()
 
@@ -93,7 +93,7 @@ class ChosenTiers:
             yield
         except (OpenInferError, ValueError, OSError) as error:
             hint = f"; each rank keeps a share of its own: write {RANK} where its number is to stand"
-            is_shared = layout.num_ranks > 1 and RANK not in self.opener_setting
+            is_shared = self.num_ranks > 1 and RANK not in self.opener_setting
             settings = " --kv-tier ".join(self.settings)
             raise Refused(f"--kv-tier {settings} ({plugin.origin}): {error}{hint if is_shared else ''}") from error
         except Exception as error:
@@ -142,13 +142,13 @@ def choose_tiers(options: EngineOptions) -> ChosenTiers | None:
         opener=find_plugin(KV_TIERS, STACK) if is_stack else plugins[0],
         opener_setting=stacked if is_stack else options.kv_tier[0].partition("=")[2],
         key_file=options.kv_key_file,
-        num_ranks=options.tensor_parallel_size,
+        num_ranks=options.num_ranks,
         shared=options.kv_transfer,
     )
 
 
-def _for_rank(setting: str, layout: KvLayout) -> str:
-    return setting.replace(RANK, str(layout.rank_index))
+def _for_rank(setting: str, rank: int) -> str:
+    return setting.replace(RANK, str(rank))
 
 
 def require_snapshots(spec: KvSpec, num_snapshots: int) -> None:

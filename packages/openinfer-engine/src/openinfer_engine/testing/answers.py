@@ -18,7 +18,7 @@ from openinfer_core import (
     TokenLogprobs,
     Tokens,
 )
-from openinfer_engine.loop import StepLoop
+from openinfer_core.process.host import EngineLoop
 
 _ABORTED = range(1000, 1004)
 
@@ -55,7 +55,7 @@ class Answer:
                 raise AssertionError(event)
 
 
-def run_alone(loop: StepLoop, requests: Sequence[GenerateRequest]) -> dict[int, Answer]:
+def run_alone(loop: EngineLoop, requests: Sequence[GenerateRequest]) -> dict[int, Answer]:
     """Each request when the one before has ended."""
     answers: dict[int, Answer] = {}
     for request in requests:
@@ -63,7 +63,7 @@ def run_alone(loop: StepLoop, requests: Sequence[GenerateRequest]) -> dict[int, 
     return answers
 
 
-def run_at_once(loop: StepLoop, requests: Sequence[GenerateRequest]) -> dict[int, Answer]:
+def run_at_once(loop: EngineLoop, requests: Sequence[GenerateRequest]) -> dict[int, Answer]:
     """All requests are there before the first step."""
     answers: dict[int, Answer] = {request.request_id: Answer() for request in requests}
     for request in requests:
@@ -73,7 +73,7 @@ def run_at_once(loop: StepLoop, requests: Sequence[GenerateRequest]) -> dict[int
     return answers
 
 
-def run_together(loop: StepLoop, requests: Sequence[GenerateRequest], *, seed: int) -> dict[int, Answer]:
+def run_together(loop: EngineLoop, requests: Sequence[GenerateRequest], *, seed: int) -> dict[int, Answer]:
     """Requests arrive in random order between steps; some further ones come and are aborted somewhere."""
     rng = np.random.default_rng(seed)
     extra = [

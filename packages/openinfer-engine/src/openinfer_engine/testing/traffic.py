@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from openinfer_core import EngineStats, GenerateRequest, RequestId, SamplingParams, TokenLogprobs
+from openinfer_core.process.host import EngineLoop
 from openinfer_engine.engine_plan import resolve
-from openinfer_engine.launch import build_loop
-from openinfer_engine.loop import StepLoop
+from openinfer_engine.launch import build_engine_loop
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.testing.answers import Answer, run_alone, run_together
@@ -54,14 +54,14 @@ class Traffic:
         assert loop.stats().preemptions == 0, "a request alone was preempted"
         loop.close()
 
-    def make_loop(self, **options: Any) -> StepLoop:
+    def make_loop(self, **options: Any) -> EngineLoop:
         """An engine of the model, by fields of `EngineOptions`; 8 sequences, 256 tokens a step, 400 blocks of 8.
 
         Raises:
             Refused: these options are impossible for the model.
         """
         sizes: dict[str, Any] = {"max_num_seqs": 8, "max_step_tokens": 256, "block_size_tokens": 8, "num_blocks": 400}
-        return build_loop(resolve(self._definition, self._model_dir, EngineOptions(**sizes | options)))
+        return build_engine_loop(resolve(self._definition, self._model_dir, EngineOptions(**sizes | options)))
 
     def serve(self, *, seed: int = 0, **options: Any) -> tuple[dict[int, Answer], EngineStats]:
         """Answers when all come together under other circumstances, as `make_loop` makes them, and the engine's counts.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from openinfer_core import GenerateRequest, RequestId, Scheduled, TokenEvent, Tokens
+from openinfer_core import GenerateRequest, Refused, RequestId, Scheduled, TokenEvent, Tokens
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -192,6 +192,14 @@ class Trace:
             self._is_closed = True
             self._path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": self.events()}))
             logger.info("%d spans of the run are in %s", len(self._spans) + len(self._phases), self._path)
+
+
+def open_trace(path: Path) -> Trace:
+    """Raises `Refused`: the file cannot be written."""
+    try:
+        return Trace(path)
+    except OSError as error:
+        raise Refused(f"--trace {path} cannot be written: {error.strerror}") from error
 
 
 def _order(track: str) -> tuple[bool, str]:

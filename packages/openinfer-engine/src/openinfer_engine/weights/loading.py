@@ -11,6 +11,7 @@ from typing import TextIO, TypeAlias
 
 from openinfer_core import InvalidCheckpoint, read_config
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.distributed.expert_group import is_first
 from openinfer_engine.drafters.weights import drafter_weights
 from openinfer_engine.drafting import DrafterContext, SharedDrafter
 from openinfer_engine.engine_plan import EnginePlan
@@ -69,7 +70,7 @@ def _load_model(
     engine_plan: EnginePlan, checkpoint: Checkpoint | None, communicator: Communicator, progress: LoadProgress
 ) -> _Loaded:
     ops = engine_plan.backend.make_ops()
-    if communicator.rank == 0:
+    if is_first(communicator):
         engine_plan.mark("operators")
     arena = make_arena(engine_plan.options, ops, provided={each.operator for each in engine_plan.kernel_providers})
     model = _read_model(engine_plan, checkpoint, communicator, ops, progress, arena=arena)
@@ -123,11 +124,12 @@ def _make_worker(engine_plan: EnginePlan, loaded: _Loaded, communicator: Communi
         limits=engine_plan.worker_limits,
         drafter=drafter,
         adapters=adapters,
-        mark=engine_plan.mark if communicator.rank == 0 else _no_mark,
-        tracer=tracer if communicator.rank == 0 else NoTrace(),
+        mark=engine_plan.mark if is_first(communicator) else _no_mark,
+        tracer=tracer if is_first(communicator) else NoTrace(),
     )
     # Adapters are known by the weights that they change: with them a model is not read again.
-    if adapters is not None or not isinstance(worker, HoldsModel):
+    # Data-parallel ranks change no weights either: an order would have to reach all between the same two steps.
+    if adapters is not None or engine_plan.options.data_parallel_size > 1 or not isinstance(worker, HoldsModel):
         return worker
 
     def read(checkpoint: Checkpoint | None, folder: Path | None) -> tuple[Model, SharedDrafter | None]:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.distributed.expert_group import DataParallelCommunicator
 from openinfer_engine.model import ModelDefinition, Shard
 from openinfer_engine.weights.checkpoint import share_of_rank
 from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
@@ -68,11 +69,24 @@ def rank_weights(
     itemsize_bytes: int,
     way_of: WayOf = as_stored,
     fp8_head: bool = False,
+    data_parallel_size: int = 1,
 ) -> RankWeights:
-    """Rank 0's weights; `fp8_head`: with an output head that is quantised when it is loaded."""
+    """Rank 0's weights.
+
+    Args:
+        definition: of the family.
+        config: of the model.
+        size: ranks that share each layer.
+        itemsize_bytes: of the compute dtype.
+        way_of: how the device holds a quantised weight.
+        fp8_head: with an output head that is quantised when it is loaded.
+        data_parallel_size: ranks that share experts alone; then `size` is 1.
+    """
     specs = definition.tensors(config)
     counting = _CountingOps(itemsize_bytes, way_of, fp8_head)
     weights, communicator = _Shapes(specs, size), cast("Communicator", _Rank0(size))
+    if data_parallel_size > 1:
+        communicator = DataParallelCommunicator(cast("Communicator", _Rank0(data_parallel_size)))
     try:
         definition.load(
             config, weights, ops=cast("Ops", counting), communicator=communicator, max_model_tokens=_POSITIONS

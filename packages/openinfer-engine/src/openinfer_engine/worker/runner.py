@@ -105,7 +105,7 @@ class ThreadRunner:
         if len(ranks) != len(self._ranks):
             raise Refused("this device cannot change its weights while it runs")
         futures = [thread.submit(rank.obey, order) for thread, rank in zip(self._threads, ranks, strict=True)]
-        _raise_first(futures)
+        raise_first(futures)
 
     def _launch(self, index: int, plan: StepPlan) -> PendingStep:
         with self._tracer.span(f"rank {index}", "launch", step=plan.step):
@@ -124,11 +124,11 @@ class _PendingStep:
         self._futures = futures
 
     def result(self) -> StepResult:
-        _raise_first(self._futures)
+        raise_first(self._futures)
         return self._futures[0].result().result()
 
 
-def _raise_first(futures: "Sequence[Future[Any]]") -> None:
+def raise_first(futures: "Sequence[Future[Any]]") -> None:
     """Waits for all, and raises an error of one, the cause before what it broke."""
     errors = [error for error in (future.exception() for future in futures) if error is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, GroupBroken)):

@@ -12,6 +12,7 @@ OF_VLLM = {
     "--download-dir": "the Hugging Face cache is used; HF_HOME says where it is",
     "--dtype": "BF16 on a GPU, float32 on the CPU; quantised weights stay as they are stored",
     "--enable-auto-tool-choice": "it is not needed: tool calls of every known format are found (--tool-parser)",
+    "--enable-expert-parallel": "it is not needed: experts are always dealt out whole, over ranks of either kind",
     "--enable-lora": "it is not needed: --lora NAME=DIR, --lora-root or --max-loras serve adapters",
     "--enable-prefix-caching": "it is on by default; --prefix-cache false switches it off",
     "--enable-sleep-mode": "here it is --enable-sleep true, for a GPU; on a CPU every engine can sleep",
@@ -45,6 +46,7 @@ OF_VLLM = {
     "--trust-remote-code": "no code from model folders is run; a family is a package (docs/reference/add-a-model.md)",
     "--uvicorn-log-level": "here it is --log-level",
     "--weight-transfer-config": "weights come from a folder below --weights-root, or from shared memory",
+    "-dp": "here it is --data-parallel-size",
     "-pp": "a model is spread over GPUs by --tensor-parallel-size",
     "-tp": "here it is --tensor-parallel-size",
 }

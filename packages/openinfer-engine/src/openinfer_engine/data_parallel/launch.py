@@ -1,0 +1,94 @@
+"""Loading data-parallel ranks: threads of this process, each with a scheduler, a pool and tiers of its own."""
+
+import contextlib
+import logging
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from openinfer_core.scheduling import Scheduler
+from openinfer_engine.data_parallel.loop import DataParallelLoop
+from openinfer_engine.data_parallel.routing import RankRouter
+from openinfer_engine.data_parallel.runner import PlanRunner, StepRound
+from openinfer_engine.distributed.expert_group import DataParallelCommunicator
+from openinfer_engine.distributed.local_group import LocalGroup
+from openinfer_engine.engine_plan import EnginePlan
+from openinfer_engine.kv_tiers import OpenTiers, PoolTierPort, open_port, require_tiered
+from openinfer_engine.loop import StepLoop
+from openinfer_engine.tracing.trace import NoTrace, Tracer, open_trace
+from openinfer_engine.weights.loading import load_workers
+
+logger = logging.getLogger("openinfer.engine")
+
+_KEY_BYTES = 32
+_TIER_FACTOR, _MOST_HELD = 16, 1 << 18  # a remembered block takes 150 bytes, about
+
+
+def build_data_parallel_loop(engine_plan: EnginePlan) -> DataParallelLoop:
+    """Loads the weights of every rank and puts the engine together, without a host.
+
+    Raises:
+        Refused: a tier cannot be opened, or the file of a trace not be written.
+    """
+    options, num_ranks = engine_plan.options, engine_plan.options.data_parallel_size
+    if engine_plan.clipped_context is not None:
+        logger.warning("%s", engine_plan.clipped_context)
+    tracer = NoTrace() if options.trace is None else open_trace(Path(options.trace))
+    communicators = [DataParallelCommunicator(each) for each in LocalGroup(num_ranks).communicators]
+    with contextlib.ExitStack() as undo:
+        workers = load_workers(engine_plan, communicators, tracer)
+        for worker in workers:
+            undo.callback(worker.close)
+        step_round = StepRound(workers, communicators)
+        loops: list[StepLoop] = []
+        for rank, runner in enumerate(step_round.runners):
+            loops.append(_make_loop(engine_plan, runner, rank=rank, tracer=tracer))
+            undo.callback(loops[-1].close)
+        undo.pop_all()
+    engine_plan.mark("ranks")
+    logger.info("the engine started in %s", engine_plan.timeline)
+    router = RankRouter(
+        num_ranks,
+        num_blocks=_held_blocks(engine_plan),
+        block_size_tokens=options.block_size_tokens,
+        key=secrets.token_bytes(_KEY_BYTES),
+    )
+    return DataParallelLoop(loops, step_round=step_round, router=router)
+
+
+def _held_blocks(engine_plan: EnginePlan) -> int:
+    """What the router remembers of each rank: how much tiers hold, none of them tells."""
+    num_blocks = engine_plan.num_blocks
+    return num_blocks if engine_plan.tiers is None else max(num_blocks, min(_TIER_FACTOR * num_blocks, _MOST_HELD))
+
+
+def _make_loop(engine_plan: EnginePlan, runner: PlanRunner, *, rank: int, tracer: Tracer) -> StepLoop:
+    with contextlib.ExitStack() as undo:
+        tiers = engine_plan.open_tiers(rank=rank)
+        if tiers is not None:
+            undo.callback(tiers.tier.close)
+        scheduler = engine_plan.make_scheduler(digest_key=None if tiers is None else tiers.digest_key)
+        port = None if tiers is None else _join_tiers(engine_plan, tiers, scheduler, runner)
+        if port is not None:
+            undo.pop_all()  # the port closes them
+            undo.callback(port.close)
+        compiler = engine_plan.make_grammar_compiler()
+        undo.pop_all()
+    return StepLoop(
+        info=msgspec.structs.replace(engine_plan.info, start=engine_plan.timeline.phases),
+        scheduler=scheduler,
+        runner=runner,
+        guard=engine_plan.guard_options,
+        grammar_compiler=compiler,
+        port=port,
+        tracer=tracer,
+    )
+
+
+def _join_tiers(engine_plan: EnginePlan, tiers: OpenTiers, scheduler: Scheduler, runner: PlanRunner) -> PoolTierPort:
+    tiered = require_tiered(scheduler, name=engine_plan.scheduler.name, has_states=engine_plan.has_states)
+    load_timeout_s = engine_plan.options.kv_load_timeout_ms / 1000
+    port = open_port(tiers, pool=runner.pool_memory(), load_timeout_s=load_timeout_s)
+    tiered.use_tiers(port)
+    return port

@@ -1,0 +1,88 @@
+"""`RankRouter`: which data-parallel rank gets a request: one that has its prefix, unless it has much more to do.
+
+The least sum wins of the prompt tokens that a rank has yet to compute, a share for each request that it has open, and
+twice the request's tokens that it does not hold: to compute them makes a step of all ranks longer. What a rank holds is
+what was sent there (`HeldPrefixes`), so that a prefix counts from the moment at which it comes, not only once it is
+computed. Where sums are equal, as among idle ranks, the pool that was filled least is.
+"""
+
+from dataclasses import dataclass, field
+
+from openinfer_core import GenerateRequest, RequestId
+from openinfer_core.replicas.held_prefixes import HeldPrefixes, prefix_digests
+
+OPEN_REQUEST_TOKENS = 64
+"""What an open request counts as: each step computes a row of it, and how many will follow is not known."""
+UNCACHED_WEIGHT = 2
+"""Of a token that is computed on one rank although another one holds it, against one that waits."""
+
+
+class RankRouter:
+    """Not for several threads.
+
+    Args:
+        num_ranks: to choose from.
+        num_blocks: that each holds, in its pool and tiers.
+        block_size_tokens: of a block.
+        key: 16 to 64 secret bytes.
+    """
+
+    def __init__(self, num_ranks: int, *, num_blocks: int, block_size_tokens: int, key: bytes) -> None:
+        self._block_size_tokens = block_size_tokens
+        self._key = key
+        self._ranks = [_Load(HeldPrefixes(num_blocks)) for _ in range(num_ranks)]
+        self._open: dict[RequestId, int] = {}
+
+    def rank_of(self, request_id: RequestId) -> int | None:
+        """None for a request that is not open."""
+        return self._open.get(request_id)
+
+    def open_ids(self, rank: int) -> frozenset[RequestId]:
+        return frozenset(self._ranks[rank].pending)
+
+    def choose(self, request: GenerateRequest) -> int:
+        """The rank for a request, which counts as its work until `ended`."""
+        digests = prefix_digests(request, block_size_tokens=self._block_size_tokens, key=self._key)
+        costs = [self._cost(request, each.held.count(digests)) for each in self._ranks]
+        sums = [each.tokens + UNCACHED_WEIGHT * cost for each, cost in zip(self._ranks, costs, strict=True)]
+        rank = min(range(len(sums)), key=lambda each: (sums[each], self._ranks[each].sent_tokens, each))
+        chosen = self._ranks[rank]
+        chosen.sent_tokens += costs[rank]
+        chosen.pending[request.request_id] = costs[rank]
+        chosen.held.note(digests)
+        self._open[request.request_id] = rank
+        return rank
+
+    def shown(self, request_id: RequestId) -> None:
+        """The prompt of a request is computed: its first token is there."""
+        if (rank := self._open.get(request_id)) is not None:
+            self._ranks[rank].pending[request_id] = 0
+
+    def ended(self, request_id: RequestId) -> None:
+        """Does nothing for a request that is not open."""
+        if (rank := self._open.pop(request_id, None)) is not None:
+            del self._ranks[rank].pending[request_id]
+
+    def forget(self) -> None:
+        """No rank holds anything any longer: their caches were flushed."""
+        for each in self._ranks:
+            each.held.clear()
+
+    def _cost(self, request: GenerateRequest, held_blocks: int) -> int:
+        """Tokens to compute: a prompt's last token is always computed."""
+        return max(1, len(request.prompt_token_ids) - held_blocks * self._block_size_tokens)
+
+
+@dataclass(slots=True)
+class _Load:
+    """What one rank has."""
+
+    held: HeldPrefixes
+    sent_tokens: int = 0
+    """Uncached ones, of all requests that it was sent."""
+    pending: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
+    """Of each open request the prompt tokens that it has yet to compute, about."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.pending.values()) + OPEN_REQUEST_TOKENS * len(self.pending)

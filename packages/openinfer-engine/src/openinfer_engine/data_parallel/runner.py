@@ -1,0 +1,139 @@
+"""`StepRound`: one step of all data-parallel ranks, each with a plan of its own, or with none.
+
+    loop 0 ─► PlanRunner 0.launch(plan) ─┐
+    loop 1 ─► PlanRunner 1.launch(plan) ─┼─► StepRound.launch: how many tokens each rank has ─► one thread per rank
+    loop 2: nothing to run ──────────────┘                                                       rank 2 joins the step
+
+A rank's experts compute rows of all ranks, so each takes part in each step, and knows how many rows the others bring.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, runtime_checkable
+
+from openinfer_core.errors import ContractViolation
+from openinfer_core.scheduling import StepPlan, StepResult
+from openinfer_engine.distributed.expert_group import DataParallelCommunicator
+from openinfer_engine.kv_tiers.pool import PoolMemory
+from openinfer_engine.worker.runner import PendingStep, Worker, raise_first
+
+
+@runtime_checkable
+class JoinsSteps(Protocol):
+    """A `Worker` that takes part in steps in which its own rank has no rows."""
+
+    def join_step(self) -> None: ...
+
+
+class StepRound:
+    """The ranks of an engine and the step that is being put together. Not for several threads.
+
+    Args:
+        workers: of each rank.
+        communicators: theirs.
+
+    Raises:
+        ContractViolation: a worker does not take part in others' steps.
+    """
+
+    def __init__(self, workers: Sequence[Worker], communicators: Sequence[DataParallelCommunicator]) -> None:
+        self._ranks = [
+            _Rank(index, worker, communicator)
+            for index, (worker, communicator) in enumerate(zip(workers, communicators, strict=True))
+        ]
+        self._runners = [PlanRunner(rank) for rank in self._ranks]
+
+    @property
+    def runners(self) -> "Sequence[PlanRunner]":
+        """One for the step loop of each rank."""
+        return self._runners
+
+    def launch(self) -> bool:
+        """Begins the step whose plans the runners were given; False if none was."""
+        plans = [runner.take() for runner in self._runners]
+        if not any(plans):
+            return False
+        counts = [0 if each is None else each.plan.num_tokens for each in plans]
+        futures = [
+            rank.begin(None if each is None else each.plan, counts)
+            for rank, each in zip(self._ranks, plans, strict=True)
+        ]
+        for rank, each in enumerate(plans):
+            if each is not None:
+                each.began(futures, rank)
+        return True
+
+
+class PlanRunner:
+    """Implements `Runner` for the step loop of one data-parallel rank."""
+
+    def __init__(self, rank: "_Rank") -> None:
+        self._rank = rank
+        self._planned: _PlannedStep | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        return None  # a thread cannot die between steps: what fails is a step, whose result raises
+
+    def pool_memory(self) -> PoolMemory:
+        return self._rank.worker.pool_memory()
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Keeps the plan for the next step of all ranks."""
+        if self._planned is not None:
+            raise ContractViolation("a rank has one plan in a step")
+        self._planned = _PlannedStep(plan)
+        return self._planned
+
+    def take(self) -> "_PlannedStep | None":
+        planned, self._planned = self._planned, None
+        return planned
+
+    def close(self) -> None:
+        self._rank.close()
+
+
+class _PlannedStep:
+    """A plan of one rank, and then what came of it."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self._futures: Sequence[Future[PendingStep | None]] = ()
+        self._rank = 0
+
+    def began(self, futures: "Sequence[Future[PendingStep | None]]", rank: int) -> None:
+        self._futures, self._rank = futures, rank
+
+    def result(self) -> StepResult:
+        """Raises what any rank raised, the cause before what it broke."""
+        raise_first(self._futures)
+        done = self._futures[self._rank].result()
+        if done is None:
+            raise ContractViolation("a rank with a plan has no step")
+        return done.result()
+
+
+class _Rank:
+    """A data-parallel rank and its thread."""
+
+    def __init__(self, index: int, worker: Worker, communicator: DataParallelCommunicator) -> None:
+        if not isinstance(worker, JoinsSteps):
+            raise ContractViolation(f"{type(worker).__name__} has no join_step, and is no data-parallel rank")
+        self.worker = worker
+        self._joining: JoinsSteps = worker
+        self._communicator = communicator
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"openinfer-rank-{index}")
+
+    def begin(self, plan: StepPlan | None, counts: Sequence[int]) -> "Future[PendingStep | None]":
+        return self._thread.submit(self._run, plan, counts)
+
+    def _run(self, plan: StepPlan | None, counts: Sequence[int]) -> PendingStep | None:
+        self._communicator.begin_step(counts)
+        done = None if plan is None else self.worker.launch(plan)
+        if (plan is None or not plan.num_tokens) and any(counts):
+            self._joining.join_step()
+        return done
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self.worker.close()

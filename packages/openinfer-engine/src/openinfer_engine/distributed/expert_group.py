@@ -1,0 +1,163 @@
+"""How the ranks of an engine share the experts of a layer, whatever they do with its attention.
+
+    tensor parallel     every rank has the same rows: each computes its experts' part of them, and the parts are added
+    data parallel       every rank has rows of its own:  gather ─► its experts' part of all ranks' rows ─► combine
+
+`expert_group` gives a model one of the two, so that it need not ask which. Rows of data-parallel ranks are gathered
+whole and their sums scattered: each rank sends its rows to all others, whichever experts they chose. That moves more
+than an all-to-all of chosen rows where ranks are many (a row has `k` experts, so more than `k` ranks); its sums are the
+ones of tensor parallelism, in the order of ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
+from openinfer_kernels import Array, Ops
+
+
+class ExpertGroup(Protocol):
+    """One rank's end of the group that experts are dealt out to. All ranks call the same, in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, which has the `rank`-th of `size` equal shares of the experts."""
+        ...
+
+    @property
+    def size(self) -> int: ...
+
+    def gather(self, rows: Array, *, padding: int = 0) -> Array:
+        """`[R, ...]`, the rows of all ranks in order of ranks, for this rank's `rows [T, ...]`.
+
+        Each rank has as many places as the rank with most rows; those that it does not use are `padding`.
+        """
+        ...
+
+    def place(self, rows: Array) -> Array:
+        """`[R, ...]`, zeros but for this rank's `rows [T, ...]` at their places in what `gather` returns."""
+        ...
+
+    def combine(self, rows: Array) -> Array:
+        """This rank's `[T, ...]` of the sum over all ranks of `rows [R, ...]`, in the order of ranks."""
+        ...
+
+
+@runtime_checkable
+class DealsExperts(Protocol):
+    """A `Communicator` of a rank whose experts are shared with other ranks than its attention is."""
+
+    def expert_group(self, ops: Ops) -> ExpertGroup: ...
+
+
+def expert_group(communicator: Communicator, ops: Ops) -> ExpertGroup:
+    """The group in which a rank with this communicator shares experts."""
+    return communicator.expert_group(ops) if isinstance(communicator, DealsExperts) else SharedRows(communicator)
+
+
+def is_first(communicator: Communicator) -> bool:
+    """Whether this is the first of all ranks of an engine."""
+    if isinstance(communicator, DataParallelCommunicator):
+        return communicator.data_parallel_rank == 0
+    return communicator.rank == 0
+
+
+class SharedRows:
+    """Of ranks that have all rows, each."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    @property
+    def rank(self) -> int:
+        return self._communicator.rank
+
+    @property
+    def size(self) -> int:
+        return self._communicator.size
+
+    def gather(self, rows: Array, *, padding: int = 0) -> Array:
+        del padding
+        return rows
+
+    def place(self, rows: Array) -> Array:
+        return rows
+
+    def combine(self, rows: Array) -> Array:
+        return self._communicator.all_reduce(rows)
+
+
+class DataParallelCommunicator(SoloCommunicator):
+    """Of a data-parallel rank: alone with its attention, one of several with its experts.
+
+    Args:
+        others: this rank's end of the group of all data-parallel ranks, which is aborted and closed with it.
+    """
+
+    def __init__(self, others: Communicator) -> None:
+        self._others = others
+        self._counts: Sequence[int] = (0,) * others.size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self._others.rank
+
+    def begin_step(self, counts: Sequence[int]) -> None:
+        """What is gathered from now on are the rows of a step in which the ranks have `counts` tokens.
+
+        Raises:
+            ValueError: there is not one count for each rank.
+        """
+        if len(counts) != self._others.size:
+            raise ValueError(f"{len(counts)} counts are not those of {self._others.size} ranks")
+        self._counts = tuple(counts)
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """Tokens of each rank in this step."""
+        return self._counts
+
+    def expert_group(self, ops: Ops) -> ExpertGroup:
+        return GatheredRows(self, self._others, ops)
+
+    def abort(self, error: BaseException) -> None:
+        self._others.abort(error)
+
+    def close(self) -> None:
+        self._others.close()
+
+
+class GatheredRows:
+    """Of ranks that have rows of their own."""
+
+    def __init__(self, step: DataParallelCommunicator, others: Communicator, ops: Ops) -> None:
+        self._step = step
+        self._others = others
+        self._ops = ops
+
+    @property
+    def rank(self) -> int:
+        return self._others.rank
+
+    @property
+    def size(self) -> int:
+        return self._others.size
+
+    def gather(self, rows: Array, *, padding: int = 0) -> Array:
+        own = self._ops.zeros((self._places, *rows.shape[1:]), rows.dtype)
+        own[: len(rows)] = rows
+        own[len(rows) :] = padding
+        return self._others.all_gather(own, axis=0)
+
+    def place(self, rows: Array) -> Array:
+        placed = self._ops.zeros((self.size * self._places, *rows.shape[1:]), rows.dtype)
+        begin = self.rank * self._places
+        placed[begin : begin + len(rows)] = rows
+        return placed
+
+    def combine(self, rows: Array) -> Array:
+        return self._others.reduce_scatter(rows, axis=0)[: self._step.counts[self.rank]]
+
+    @property
+    def _places(self) -> int:
+        return max(self._step.counts)
