@@ -1,0 +1,117 @@
+"""An engine whose two ranks are on two nodes, as far as NCCL knows, against one whose ranks are on one: bits and times.
+
+    python3 tools/device/nodes.py MODEL OUT.json [--device cpu]
+
+MODEL needs a config.json alone: weights are random. Each way is an engine in a process of its own: one whose ranks are
+its own (NVLink, and our kernel for few rows), and one that a rank joins over TCP (`openinfer rank`) under another
+`NCCL_HOSTID`, with sockets on loopback as the only way between the two. NCCL's log says which way it took.
+"""
+
+import argparse
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from tensor_parallel import answers
+
+from openinfer_bench.offline import measure_offline
+from openinfer_core import claim, list_plugins, read_config
+from openinfer_core.plugins import MODELS
+from openinfer_core.provenance import provenance
+from openinfer_engine import build_loop, resolve
+from openinfer_engine.engine_spec import EngineSpec
+from openinfer_engine.worker.process_group import start_workers
+
+WAYS = ("one-node", "two-nodes")
+SIZES = ((1, 1024), (8, 1024))
+LIMIT_S = 60
+JOIN = "import sys; from openinfer_engine.ranks.command import run; sys.exit(run(sys.argv[1:]))"
+TRANSPORT = re.compile(r"via (NET/Socket|NET/IB|P2P|SHM)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--way", choices=WAYS)
+    parser.add_argument("--options", type=json.loads, default={}, help="further options of the engine, as JSON")
+    arguments = parser.parse_args()
+    if arguments.way is not None:
+        one_way(arguments)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = {way: run(way, arguments, Path(folder)) for way in WAYS}
+        said = [np.load(Path(folder) / f"{way}.npy") for way in WAYS]
+    delta = np.abs(said[0] - said[1])
+    is_equal = bool(np.array_equal(*said))
+    report = {"is_equal": is_equal, "positions": len(delta), "largest_difference": float(delta.max()), "ways": found}
+    text = json.dumps({**msgspec.to_builtins(provenance(commit=os.environ.get("COMMIT"))), **report}, indent=2)
+    arguments.out.write_text(text + "\n")
+    print(f"log-probabilities of {len(delta)} positions, bits equal: {is_equal}, at most {delta.max():.2e} apart")
+    for way, each in found.items():
+        print(way, json.dumps({name: value for name, value in each.items() if name != "device"}))
+
+
+def run(way: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    environment = os.environ | {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder / f"{way}-%p.log")}
+    environment |= node(0) if way == "two-nodes" else {}
+    command = [sys.executable, __file__, str(arguments.model), str(folder / way), "--device", arguments.device]
+    command += ["--way", way, "--options", json.dumps(arguments.options)]
+    subprocess.run(command, env=environment, check=True, timeout=LIMIT_S)
+    found = json.loads((folder / f"{way}.json").read_text())
+    logs = [log.read_text(errors="replace") for log in folder.glob(f"{way}-*.log")]
+    ways = [name for log in logs for name in TRANSPORT.findall(log)]
+    return {**found, "channels": {name: ways.count(name) for name in sorted(set(ways))}}
+
+
+def node(index: int) -> dict[str, str]:
+    """The environment of a rank that NCCL takes for one of another machine, with sockets alone."""
+    return {"NCCL_HOSTID": f"node-{index}", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
+
+
+def one_way(arguments: argparse.Namespace) -> None:
+    model_dir, joined = arguments.model, None
+    family: Any = claim(read_config(model_dir), list_plugins(MODELS))[0]
+    given = {"load_format": "dummy", "prefix_cache": False, "grammar_compiler": "none", **arguments.options}
+    given |= {"device": arguments.device, "tensor_parallel_size": 2, "rank_host": "process"}
+    if arguments.way == "two-nodes":
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+        token = arguments.out.with_suffix(".token")
+        token.touch(0o600)
+        token.write_text(secrets.token_hex(32))
+        given["rank_host"] = f"join={address},token-file={token},local=1"
+        asked = ["--join", address, "--token-file", str(token), "--node", "another", "--gpu", "1"]
+        command = [sys.executable, "-c", JOIN, *asked, "--model", str(model_dir)]
+        joined = subprocess.Popen(command, env=os.environ | node(1))
+    options = msgspec.convert(given, family.options_type)
+    begin_s = time.perf_counter()
+    processes = start_workers(EngineSpec.of(family.definition, model_dir, options), options)
+    placement = None if processes is None else processes.placement
+    loop = build_loop(resolve(family.definition, model_dir, options, placement=placement), processes)
+    found: dict[str, Any] = {"start_s": time.perf_counter() - begin_s, "rows": []}
+    first, second = answers(loop), answers(loop)
+    found["is_repeatable"] = bool(np.array_equal(first, second))
+    for batch, prompt in SIZES if arguments.device == "cuda" else ():
+        timed = measure_offline(loop, max_step_tokens=2048, batch=batch, prompt_tokens=prompt, output_tokens=33)
+        found["rows"].append({"rows": batch, "prompt": prompt, "tpot_ms": timed.tpot_ms, "prefill_s": timed.prefill_s})
+    loop.close()
+    if joined is not None:
+        found["rank_exit_code"] = joined.wait(20)
+    np.save(arguments.out.with_suffix(".npy"), first)
+    arguments.out.with_suffix(".json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
