@@ -1,7 +1,7 @@
 """Sleep, wake and weight updates of one engine on a GPU: memory asleep, times, and whether its tokens stay the same.
 
     python3 tools/device/sleep.py MODEL [--off] [--load-format FORMAT] [--times 3] [--size 1x1024 ...]
-        [--commit NAME] [--json FILE]
+        [--repeats 2] [--commit NAME] [--json FILE]
 
 MODEL is a folder with a `config.json`, and, with the format safetensors, weights (`checkpoint.py` writes random ones).
 `--off` starts the engine without --enable-sleep and times its steps alone, to see what the option costs. Memory is that
@@ -83,6 +83,7 @@ def main() -> int:
     parser.add_argument("--load-format", type=LoadFormat, default=LoadFormat.SAFETENSORS)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--size", nargs="*", default=["1x1024"], help="BATCHxPROMPT of the steps that are timed")
+    parser.add_argument("--repeats", type=int, default=2, help="of each size")
     parser.add_argument("--commit")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -103,7 +104,7 @@ def main() -> int:
     start_s = time.perf_counter() - begin_s
     measured = Measured(loop, idle_bytes=idle_bytes)
     measured.add("start", start_s=start_s, awake_gib=(used_bytes() - idle_bytes) / GIB)
-    times(measured, "steps before", arguments.size)
+    times(measured, "steps before", arguments.size, repeats=arguments.repeats)
     if not arguments.off:
         for level in (1, 2):
             for _ in range(arguments.times):
@@ -111,7 +112,7 @@ def main() -> int:
         if arguments.load_format is LoadFormat.SAFETENSORS:
             for _ in range(arguments.times):
                 measured.update(arguments.model.resolve().name)
-        times(measured, "steps after", arguments.size)
+        times(measured, "steps after", arguments.size, repeats=arguments.repeats)
     loop.close()
     if arguments.json is not None:
         set_up = {"model": str(arguments.model.name), "enable_sleep": options.enable_sleep, "ledger": plan.memory_bytes}
@@ -120,7 +121,7 @@ def main() -> int:
     return 0 if all(row.get("equal", True) for row in measured.rows) else 1
 
 
-def times(measured: Measured, name: str, sizes: list[str]) -> None:
+def times(measured: Measured, name: str, sizes: list[str], *, repeats: int) -> None:
     for batch, prompt_tokens in (map(int, size.split("x")) for size in sizes):
         found = measure_offline(
             measured.loop,
@@ -128,7 +129,7 @@ def times(measured: Measured, name: str, sizes: list[str]) -> None:
             batch=batch,
             prompt_tokens=prompt_tokens,
             output_tokens=64,
-            repeats=2,
+            repeats=repeats,
         )
         measured.add(f"{name}, {batch} x {prompt_tokens}", tpot_ms=found.tpot_ms, prefill_s=found.prefill_s)
 
