@@ -220,6 +220,36 @@ def test_answers_after_an_update_are_those_of_a_fresh_engine(
     assert tokens(loop) == fresh
 
 
+def test_logprobs_while_generating_are_the_prompt_logprobs_of_the_same_tokens(
+    make_loop: MakeLoop, tmp_path: Path, family: str
+) -> None:
+    write(tmp_path / "new", family, seed=1)
+    loop = make_loop(write(tmp_path / "old", family), batch_invariant=True)
+    for _ in range(2):  # with the weights that it began with, and after an update
+        asked = [
+            GenerateRequest(
+                request_id=RequestId(number),
+                prompt_token_ids=tuple(range(number, 29 * number)),
+                sampling=SamplingParams(max_tokens=33, temperature=1.0, seed=number, logprobs=0),
+            )
+            for number in range(1, 9)
+        ]
+        answers = run_at_once(loop, asked)
+        scoring = [
+            GenerateRequest(
+                request_id=request.request_id,
+                prompt_token_ids=(*request.prompt_token_ids, *answers[request.request_id].token_ids),
+                sampling=SamplingParams(max_tokens=1, prompt_logprobs=0),
+            )
+            for request in asked
+        ]
+        scored = run_at_once(loop, scoring)
+        for key, answer in answers.items():
+            said = [each.logprob for each in answer.logprobs]
+            assert [each.logprob for each in scored[key].prompt_logprobs[-len(said) :]] == said
+        loop.control(UpdateWeights(path="new"))
+
+
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 def test_quantised_weights_are_updated_and_read_again(make_loop: MakeLoop, tmp_path: Path, scheme: str) -> None:
     folders = []

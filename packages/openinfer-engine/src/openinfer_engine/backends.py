@@ -103,6 +103,10 @@ class Backend(Protocol):
         """Within it, arrays that the calling thread makes are weights; the engine reads all of them within."""
         ...
 
+    def adapters_memory(self) -> AbstractContextManager[None]:
+        """Within it, arrays that the calling thread makes are adapter slots: like KV they are zero after a sleep."""
+        ...
+
     def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
         """Random weights, made where that is quickest."""
         ...

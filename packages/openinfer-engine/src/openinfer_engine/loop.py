@@ -145,10 +145,10 @@ class StepLoop:
     def busy(self) -> bool:
         """Whether there is work: requests, a step in flight, blocks on their way from or to tiers, or a dead rank."""
         is_moving = self._port is not None and self._port.is_moving
+        is_loading = self._adapters is not None and self._adapters.is_loading
         if not self._runs:
             is_kept = self._transfer is not None and self._transfer.is_handing_over
-            return bool(self._unsaid) or is_moving or is_kept or self._runner.failure is not None
-        is_loading = self._adapters is not None and self._adapters.is_loading
+            return bool(self._unsaid) or is_moving or is_kept or is_loading or self._runner.failure is not None
         return (
             self._guard.num_unfinished > 0
             or bool(self._unsaid)
@@ -352,12 +352,19 @@ class StepLoop:
             self._step_trace.flushed()
 
     def _stand_still(self) -> list[TokenEvent]:
-        """Of a loop that plans no steps: copies between pool and tiers end all the same, and what waits for them."""
+        """Of a loop that plans no steps: copies between pool and tiers end all the same, and what waits for them.
+
+        Adapters are read, too: that needs host memory alone.
+        """
         if self._port is not None:
             self._port.settle()
             if self._port.is_moving:
                 self._port.wait(_TIER_WAIT_S)
-        events = self._withheld([])
+        lost: list[TokenEvent] = []
+        if self._adapters is not None and self._adapters.is_loading:
+            self._adapters.wait(_ADAPTER_WAIT_S)
+            lost = self._settle_adapters(self._adapters)
+        events = self._withheld(lost)
         self._tracer.told(events)
         return events
 

@@ -13,7 +13,7 @@ import numpy as np
 from drafted_worker_on_host import CONFIGS, PLUGINS, VOCAB, PaddedModel
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams, find_plugin
-from openinfer_core.control import LoadAdapter, UnloadAdapter
+from openinfer_core.control import FlushCache, LoadAdapter, UnloadAdapter
 from openinfer_engine.cpu.backend import CpuBackend
 from openinfer_engine.cpu.worker import make_states
 from openinfer_engine.cuda.worker import CudaWorker
@@ -46,12 +46,35 @@ class WatchedModel(PaddedModel):
         return super().forward(token_ids, batch=batch, kv_cache=kv_cache)
 
 
+class SleepingMemory:
+    """In the place of `MappedMemory`: what a sleep leaves of KV and adapter slots."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._arrays = arrays
+
+    def scratch_pool(self) -> None:
+        return None
+
+    def give_back(self) -> None:
+        for array in self._arrays:
+            array.fill(np.nan)
+
+    def take_back(self) -> None:
+        for array in self._arrays:
+            array.fill(0)
+
+    def close(self) -> None:
+        pass
+
+
 class EmulatedBackend(CpuBackend):
     """A CPU's, but for the worker."""
 
-    def __init__(self, options: EngineOptions, kernels: emulated_cuda.Kernels, *, capture: bool) -> None:
+    def __init__(self, options: EngineOptions, kernels: emulated_cuda.Kernels, *, capture: bool, sleeps: bool) -> None:
         super().__init__(options)
+        self._sleeps = sleeps
         self.passes: list[bool] = []
+        self.worker: Any = None
         self._kernels, self._capture = kernels, capture
 
     def make_ops(self) -> Ops:
@@ -59,15 +82,18 @@ class EmulatedBackend(CpuBackend):
 
     def make_worker(self, model: Model, **given: Any) -> Any:
         ops, layout, limits = given["ops"], given["layout"], given["limits"]
-        worker = CudaWorker(
+        pool = make_pool(layout, num_blocks=given["num_blocks"], ops=ops)
+        memory: Any = SleepingMemory([pool.blocks, *given["adapters"].slot_arrays])
+        self.worker = worker = CudaWorker(
             WatchedModel(model, self.passes),
-            kv_pool=make_pool(layout, num_blocks=given["num_blocks"], ops=ops),
+            kv_pool=pool,
             ops=ops,
             communicator=given["communicator"],
             limits=limits,
             states=make_states(layout, limits, ops=ops),
             drafter=given["drafter"],
             adapters=given["adapters"],
+            sleeping_memory=memory if self._sleeps else None,
         )
         if self._capture:
             worker.warm_up(capture=True, mark=lambda _: None)
@@ -87,8 +113,10 @@ class Bench:
             write_adapter(folder / name, self.definition, CONFIGS[family], rank=rank, seed=rank)
 
     @contextlib.contextmanager
-    def serving(self, *, capture: bool | None, **options: Any) -> Iterator[tuple[StepLoop, list[bool]]]:
-        """An engine, and what its worker's passes were; `capture` None: a CPU's."""
+    def serving(
+        self, *, capture: bool | None, sleeps: bool = False, **options: Any
+    ) -> Iterator[tuple[StepLoop, EmulatedBackend]]:
+        """An engine, and the backend of its worker; `capture` None: a CPU's."""
         given = {"max_num_seqs": 5, "max_model_tokens": 112, "num_blocks": 64, "block_size_tokens": 4, **options}
         lora = [f"{name}={self.folder / name}" for name in RANKS]
         chosen = EngineOptions(
@@ -100,11 +128,11 @@ class Bench:
             lora_root=str(self.folder),
             **given,
         )
-        emulated = EmulatedBackend(chosen, self._kernels, capture=bool(capture))
+        emulated = EmulatedBackend(chosen, self._kernels, capture=bool(capture), sleeps=sleeps)
         backend = CpuBackend(chosen) if capture is None else emulated
         loop = build_loop(resolve(self.definition, self.folder / "model", chosen, backend=backend))
         try:
-            yield loop, emulated.passes
+            yield loop, emulated
         finally:
             loop.close()
 
@@ -140,7 +168,8 @@ def check_answers(bench: Bench, *, capture: bool, **options: Any) -> None:
     requests = requests_for(["a", None, "b", "c", None, "a", "c", "b"])
     with bench.serving(capture=None, **options) as (loop, _):
         expected = told(run_at_once(loop, requests))
-    with bench.serving(capture=capture, **options) as (loop, passes):
+    with bench.serving(capture=capture, **options) as (loop, backend):
+        passes = backend.passes
         found = run_at_once(loop, requests)
         assert told(found) == expected
         assert any(passes)
@@ -172,6 +201,31 @@ def check_loads(bench: Bench) -> None:
                 assert told(run_at_once(other, requests_for([content] * 3))) == told(found)
 
 
+def check_sleep(bench: Bench) -> None:
+    """Slots whose memory was away, of an adapter that host memory has no more, too."""
+    requests = requests_for(["a", "b", None])
+    with bench.serving(capture=None) as (loop, _):
+        expected = told(run_at_once(loop, requests))
+    with bench.serving(capture=True, sleeps=True) as (loop, backend):
+        assert told(run_at_once(loop, requests)) == expected
+        events = [event for request in requests for event in loop.submit(request)]
+        for _ in range(3):
+            events += loop.step()
+        events += loop.control(UnloadAdapter("a"))
+        events += loop.control(FlushCache())  # takes the step in flight, and nothing is found of what is lost
+        assert loop.park(), "requests have no KV that the sleep could lose"
+        for _ in range(2):  # twice gives back nothing more
+            backend.worker.give_back()
+        backend.worker.take_back()
+        loop.renew_cache("")
+        while loop.busy:
+            events += loop.step()
+        found: dict[int, Answer] = {}
+        for event in events:
+            found.setdefault(event.request_id, Answer()).take(event)
+        assert told(found) == expected
+
+
 def main(family: str) -> None:
     graphs.Stream.capture = emulated_cuda.capture
     with tempfile.TemporaryDirectory() as name:
@@ -181,6 +235,7 @@ def main(family: str) -> None:
         check_answers(bench, capture=False, max_step_tokens=11)
         if family == "qwen3":
             check_loads(bench)
+            check_sleep(bench)
     sys.stdout.write("equal\n")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from openinfer_core.errors import ContractViolation
 from openinfer_engine.lora.adapter_folder import Adapter, LowRankPair
 from openinfer_engine.lora.arena import AdapterArena, arena_bytes, piece_of
 from openinfer_engine.model import Shard
@@ -93,3 +94,51 @@ def test_what_an_adapter_leaves_out_is_zero_also_where_another_one_was(may_fuse:
     arena.place(1, arena.share_of(second))
     np.testing.assert_allclose(qv.b[1, 128:, :5], 2 * v.b)
     assert not any(each.any() for each in (qv.a[1, 0], qv.b[1, :128], o.a[1], o.b[1]))
+
+
+@pytest.mark.parametrize("may_fuse", [True, False])
+def test_what_lies_in_a_slot_is_copied_back_and_placed_again(may_fuse: bool) -> None:
+    rng = np.random.default_rng(0)
+    arena = loaded(FusingOps(), num_slots=3, max_rank=8, may_fuse=may_fuse)
+    pair = LowRankPair(
+        a=rng.normal(size=(5, 64)).astype(np.float32), b=rng.normal(size=(64, 5)).astype(np.float32), scale=2.0
+    )
+    arena.place(2, arena.share_of(Adapter(digest=b"1", rank=5, pairs={"layers.0.self_attn.v_proj": pair})))
+    kept, before = arena.share_in(2), [(each.a.copy(), each.b.copy()) for each in arena.products]
+    for each in arena.products:
+        each.a[:], each.b[:] = 0, 0
+    arena.place(2, kept)
+    for (a, b), each in zip(before, arena.products, strict=True):
+        np.testing.assert_array_equal(each.a, a)
+        np.testing.assert_array_equal(each.b, b)
+    assert arena.products[0].a.any()
+
+
+def test_model_that_is_read_again_keeps_its_slots_and_lets_go_of_the_old_weights() -> None:
+    arena = loaded(CpuOps(), num_slots=2, max_rank=8)
+    before, products, weights = arena.weights, arena.products, [np.zeros(1), np.zeros(2)]
+    pieces = [piece_of(matrix, shard, rank=0, size=1) for matrix, shard in MATRICES]
+    with arena.loading_again():
+        arena.add(weights[0], pieces[:2])
+        arena.add(weights[1], pieces[2:])
+    assert arena.products == products
+    assert [arena.weights.find(each) for each in weights] == list(products)
+    assert len(arena.weights) == len(before)
+    arena.drop_weights()
+    assert not len(arena.weights)
+
+
+@pytest.mark.parametrize(
+    "added", [[slice(0, 2)], [slice(0, 1)], [slice(2, 3), slice(0, 2)], [slice(0, 2), slice(2, 3)] * 2]
+)
+def test_model_of_other_products_is_no_model_that_is_read_again(added: list[slice]) -> None:
+    arena = loaded(CpuOps(), num_slots=2, max_rank=8)
+    pieces = [piece_of(matrix, shard, rank=0, size=1) for matrix, shard in MATRICES]
+
+    def load_again() -> None:
+        with arena.loading_again():
+            for each in added:
+                arena.add(np.zeros(1), pieces[each])
+
+    with pytest.raises(ContractViolation, match="adapted product"):
+        load_again()

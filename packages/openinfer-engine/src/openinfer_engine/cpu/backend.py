@@ -90,6 +90,9 @@ class CpuBackend:
     def weights_memory(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def adapters_memory(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
         return DummyWeights(shapes, rank=rank, size=size)
 

@@ -192,9 +192,15 @@ class CpuWorker:
         give_back(self._kv_pool.blocks)
         if self._states is not None:
             give_back(self._states.memory)
+        if self.adapters is not None:
+            self.adapters.save_slots()
+            for array in self.adapters.slot_arrays:
+                give_back(array)
 
     def take_back(self) -> None:
         """Pages come, with zeros, when they are written to."""
+        if self.adapters is not None:
+            self.adapters.restore_slots()
 
     def fence(self) -> Callable[[], None]:
         return _nothing

@@ -85,6 +85,9 @@ class CudaBackend(PlannedGpu):
     def weights_memory(self) -> AbstractContextManager[None]:
         return nullcontext() if self._sleeping_memory is None else self._sleeping_memory.of_weights()
 
+    def adapters_memory(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._sleeping_memory is None else self._sleeping_memory.of_kv()
+
     def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
         return DeviceDummyWeights(shapes, rank=rank, size=size)
 

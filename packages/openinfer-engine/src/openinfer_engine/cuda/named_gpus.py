@@ -79,6 +79,9 @@ class NamedGpuBackend(PlannedGpu):
     def weights_memory(self) -> AbstractContextManager[None]:
         raise self._absent()
 
+    def adapters_memory(self) -> AbstractContextManager[None]:
+        raise self._absent()
+
     def dummy_weights(self, shapes: Mapping[str, Any], *, rank: int, size: int) -> WeightSource:
         raise self._absent()
 

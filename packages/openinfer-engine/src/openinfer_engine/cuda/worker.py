@@ -272,13 +272,22 @@ class CudaWorker:
             raise Refused(f"the weights cannot be kept asleep: {error}; sleep without them (level 2)") from error
 
     def give_back(self) -> None:
-        self._changing_memory().give_back()
+        memory = self._changing_memory()
+        if self.adapters is not None:
+            with self._stream:
+                self.adapters.save_slots()
+        memory.give_back()
 
     def take_back(self) -> None:
         try:
             self._changing_memory().take_back()
         except OutOfDeviceMemoryError as error:
             raise Refused(f"other processes hold its memory of the GPU: {error}") from error
+        if self.adapters is not None:
+            with self._stream:
+                kept = self.adapters.restore_slots()
+            self._stream.synchronize()
+            del kept  # with it goes the memory of what was copied for this sleep alone
 
     def _changing_memory(self) -> MappedMemory:
         if self._sleeping_memory is None:

@@ -11,7 +11,6 @@ def check_sleep(options: EngineOptions) -> None:
     excluded = {
         "--tensor-parallel-size": options.tensor_parallel_size > 1,
         "--speculative": options.speculation is not None,
-        "--lora": bool(options.num_adapter_slots),
         "--low-bit-activations": options.low_bit_activations is not LowBitActivations.OFF,
         "--fp8-head": options.fp8_head,
         "--step-trace": options.step_trace is not None,

@@ -104,6 +104,8 @@ class ReloadableWorker:
                 self._open = open_weights(self._plan, source)
             case DropWeights():
                 self._holder.drop_model()
+                if self.adapters is not None:
+                    self.adapters.arena.drop_weights()
                 settle()
             case KeepWeights():
                 self._holder.keep_weights()

@@ -3,15 +3,18 @@
     WeightLoader.linear(q, k, v) ─► add(weight, pieces) ─► a [slots, P, r, in], b [slots, out, r]
     share_of(adapter)            ─► a rank's share of an adapter, in host memory, as a slot has it
     place(slot, share)           ─► copied into the slot; what the adapter leaves out of it is zero
+    share_in(slot)               ─► copied back, for a sleep that takes the slots' memory
 
 Factors are cut across ranks as their product is: where a rank has rows of the weight, it has these rows of B and all of
 A; where it has columns, these columns of A and all of B. Then what a rank adds is its share of a sum that the model
-makes over the ranks anyway. Memory is taken while the model is loaded, and stays where it is.
+makes over the ranks anyway. Memory is taken while the model is loaded, and stays where it is: a model that is read
+again has its products' slots there.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,10 +120,14 @@ class _Product:
     def num_slot_values(self) -> int:
         return math.prod(self.weights.a.shape[1:]) + math.prod(self.weights.b.shape[1:])
 
+    def factors_in(self, memory: HostArray) -> tuple[HostArray, HostArray]:
+        """A and B as a slot has them, in memory of `num_slot_values`."""
+        num_a = math.prod(self.weights.a.shape[1:])
+        return memory[:num_a].reshape(self.weights.a.shape[1:]), memory[num_a:].reshape(self.weights.b.shape[1:])
+
     def filled(self, memory: HostArray, pairs: Mapping[str, LowRankPair]) -> tuple[HostArray, HostArray]:
         """A and B as a slot has them, in zeroed memory of `num_slot_values`."""
-        num_a = math.prod(self.weights.a.shape[1:])
-        a, b = memory[:num_a].reshape(self.weights.a.shape[1:]), memory[num_a:].reshape(self.weights.b.shape[1:])
+        a, b = self.factors_in(memory)
         for index, (key, piece) in enumerate(zip(self.keys, self.pieces, strict=True)):
             if (pair := pairs.get(key)) is None:
                 continue
@@ -148,14 +155,24 @@ class AdapterShare:
 class AdapterArena:
     """Slots of one rank; filled by the `WeightLoader` while the model is loaded, and then complete."""
 
-    def __init__(self, *, ops: Ops, num_slots: int, max_rank: int, may_fuse: bool = True) -> None:
-        """`may_fuse`: False where products are another package's."""
+    def __init__(
+        self,
+        *,
+        ops: Ops,
+        num_slots: int,
+        max_rank: int,
+        may_fuse: bool = True,
+        memory: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`may_fuse`: False where products are another package's. Slots are made within `memory`."""
         self._fused = ops.fused_adapters if may_fuse else None
         self.weights = AdaptedWeights()
         self.num_slots = num_slots
         self._ops = ops
         self._rank = padded_rank(max_rank)
+        self._memory = memory
         self._products: list[_Product] = []
+        self._next: int | None = None  # product of a model that is read again
 
     @property
     def products(self) -> tuple[AdapterWeights, ...]:
@@ -171,6 +188,13 @@ class AdapterArena:
         keys = [module_key(piece.name) for piece in pieces]
         if None in keys:
             return
+        if self._next is not None:
+            self._join(weight, keys)
+            return
+        with self._memory():
+            self._add(weight, pieces, tuple(key for key in keys if key is not None))
+
+    def _add(self, weight: LinearWeight, pieces: Sequence[AdaptedPiece], keys: tuple[str, ...]) -> None:
         starts = np.cumsum([0, *(piece.num_rows for piece in pieces)]).tolist()
         columns = pieces[0].columns.stop - pieces[0].columns.start
         wide = self._wide(weight, starts)
@@ -180,9 +204,33 @@ class AdapterArena:
             columns=wide,
             starts=tuple(starts),
         )
-        known = tuple(key for key in keys if key is not None)
-        self._products.append(_Product(keys=known, pieces=tuple(pieces), weights=adapters))
+        self._products.append(_Product(keys=keys, pieces=tuple(pieces), weights=adapters))
         self.weights.add(weight, adapters)
+
+    @contextmanager
+    def loading_again(self) -> Generator[None]:
+        """Within it a model is loaded that has the products of the first one, in their order: they keep their slots.
+
+        Raises:
+            ContractViolation: it has others.
+        """
+        self.drop_weights()
+        self._next = 0
+        yield
+        if self._next != len(self._products):
+            raise ContractViolation(f"the model has {self._next} adapted products, and had {len(self._products)}")
+
+    def drop_weights(self) -> None:
+        """Lets go of the model's weights; what lies in the slots stays."""
+        self.weights = AdaptedWeights()
+
+    def _join(self, weight: LinearWeight, keys: Sequence[str | None]) -> None:
+        index = self._next or 0
+        known = self._products[index] if index < len(self._products) else None
+        if known is None or known.keys != tuple(keys):
+            raise ContractViolation(f"adapted product {index} of the model is {keys}, and was another one")
+        self.weights.add(weight, known.weights)
+        self._next = index + 1
 
     def _wide(self, weight: LinearWeight, starts: Sequence[int]) -> Array | None:
         """Room for the B's of all slots next to each other, if products with them are one launch."""
@@ -219,6 +267,17 @@ class AdapterArena:
 
         with ThreadPoolExecutor(adapter_threads(), thread_name_prefix="openinfer-adapter-share") as pool:
             return AdapterShare(factors=tuple(pool.map(filled, range(len(sizes)))))
+
+    def share_in(self, slot: int) -> AdapterShare:
+        """What lies in a slot, copied to host memory, after the steps that were launched."""
+        sizes = [product.num_slot_values for product in self._products]
+        memory = self._ops.host_weights(sum(sizes))
+        factors: list[tuple[HostArray, HostArray]] = []
+        for product, end, size in zip(self._products, np.cumsum(sizes).tolist(), sizes, strict=True):
+            factors.append(product.factors_in(memory[end - size : end]))
+            for host, array in zip(factors[-1], (product.weights.a, product.weights.b), strict=True):
+                host[...] = self._ops.download(array[slot])
+        return AdapterShare(factors=tuple(factors))
 
     def place(self, slot: int, share: AdapterShare) -> None:
         """Begins to copy a share into a slot that no step in flight uses; it is kept until that has run.

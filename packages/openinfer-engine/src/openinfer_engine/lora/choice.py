@@ -1,6 +1,8 @@
 """Adapters as options ask for them: held against the model before anything is loaded, and made."""
 
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +50,14 @@ def adapter_bytes(definition: ModelDefinition[Any], config: Any, options: Engine
     )
 
 
-def make_arena(options: EngineOptions, ops: Ops, *, provided: AbstractSet[str]) -> AdapterArena | None:
-    """None where no adapters are served. `provided` operators are another package's."""
+def make_arena(
+    options: EngineOptions,
+    ops: Ops,
+    *,
+    provided: AbstractSet[str],
+    memory: Callable[[], AbstractContextManager[None]],
+) -> AdapterArena | None:
+    """None where no adapters are served. `provided` operators are another package's; slots are made in `memory`."""
     if not options.num_adapter_slots:
         return None
     return AdapterArena(
@@ -57,6 +65,7 @@ def make_arena(options: EngineOptions, ops: Ops, *, provided: AbstractSet[str]) 
         num_slots=options.num_adapter_slots,
         max_rank=options.max_lora_rank,
         may_fuse=provided.isdisjoint(_FUSED),
+        memory=memory,
     )
 
 

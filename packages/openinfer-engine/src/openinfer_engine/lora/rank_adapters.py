@@ -1,10 +1,14 @@
 """`RankAdapters`: the adapters that one rank holds, in host memory and in its slots.
 
 hold(adapter) ─► host memory ─► place(slot, digest) ─► the slot, in the order of the steps
+
+Asleep, an engine gives the memory of the slots back. What was in them is placed again at the wake: from host memory,
+or, if it is held there no more (an adapter that was unloaded, whose requests go on), from a copy that `save_slots`
+makes.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import AdapterLoad
 from openinfer_engine.lora.adapter_folder import AdaptedModule, Adapter, read_adapter
 from openinfer_engine.lora.arena import AdapterArena, AdapterShare
+from openinfer_kernels import Array
 
 
 @dataclass(slots=True)
@@ -25,11 +30,13 @@ class RankAdapters:
     """Of one rank. `hold` and `drop` are called from any thread, `place` from the one that launches steps."""
 
     def __init__(self, arena: AdapterArena, *, modules: Mapping[str, AdaptedModule], max_rank: int) -> None:
-        self._arena = arena
+        self.arena = arena
         self._modules = modules
         self._max_rank = max_rank
         self._lock = threading.Lock()
         self._held: dict[bytes, _Held] = {}
+        self._placed: dict[int, bytes] = {}  # what lies in each slot
+        self._saved: dict[int, AdapterShare] | None = None  # asleep
 
     def read(self, folder: Path) -> Adapter:
         """Raises as `read_adapter`."""
@@ -37,7 +44,7 @@ class RankAdapters:
 
     def hold(self, adapter: Adapter) -> int:
         """Keeps this rank's share in host memory, until `drop` was called as often; returns its bytes."""
-        share = self._arena.share_of(adapter)
+        share = self.arena.share_of(adapter)
         with self._lock:
             self._held.setdefault(adapter.digest, _Held(share)).count += 1
         return share.num_bytes
@@ -67,4 +74,29 @@ class RankAdapters:
             held = self._held.get(load.digest)
         if held is None:
             raise ContractViolation(f"adapter {load.digest.hex()} is to be placed in slot {load.slot} and is not held")
-        self._arena.place(load.slot, held.share)
+        self._placed[load.slot] = load.digest
+        self.arena.place(load.slot, held.share)
+
+    # --- sleep ------------------------------------------------------------------------------------------
+
+    def save_slots(self) -> None:
+        """Keeps what lies in the slots in host memory, until `restore_slots`. Nothing to do if it is kept."""
+        if self._saved is None:
+            with self._lock:
+                held = dict(self._held)
+            self._saved = {
+                slot: held[digest].share if digest in held else self.arena.share_in(slot)
+                for slot, digest in self._placed.items()
+            }
+
+    @property
+    def slot_arrays(self) -> tuple[Array, ...]:
+        """The memory of all slots; on a GPU some are views of one array."""
+        return tuple(array for each in self.arena.products for array in (each.a, each.b))
+
+    def restore_slots(self) -> Sequence[AdapterShare]:
+        """Begins to copy into zeroed slots what was kept, and returns it: it stays until the copies have run."""
+        saved, self._saved = self._saved or {}, None
+        for slot, share in saved.items():
+            self.arena.place(slot, share)
+        return tuple(saved.values())

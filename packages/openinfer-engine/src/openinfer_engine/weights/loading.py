@@ -4,7 +4,7 @@ import io
 import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO, TypeAlias
@@ -72,7 +72,9 @@ def _load_model(
     ops = engine_plan.backend.make_ops()
     if is_first(communicator):
         engine_plan.mark("operators")
-    arena = make_arena(engine_plan.options, ops, provided={each.operator for each in engine_plan.kernel_providers})
+    provided = {each.operator for each in engine_plan.kernel_providers}
+    memory = engine_plan.backend.adapters_memory
+    arena = make_arena(engine_plan.options, ops, provided=provided, memory=memory)
     model = _read_model(engine_plan, checkpoint, communicator, ops, progress, arena=arena)
     if arena is None:
         return model, ops, None
@@ -127,15 +129,15 @@ def _make_worker(engine_plan: EnginePlan, loaded: _Loaded, communicator: Communi
         mark=engine_plan.mark if is_first(communicator) else _no_mark,
         tracer=tracer if is_first(communicator) else NoTrace(),
     )
-    # Adapters are known by the weights that they change: with them a model is not read again.
-    # Data-parallel ranks change no weights either: an order would have to reach all between the same two steps.
-    if adapters is not None or engine_plan.options.data_parallel_size > 1 or not isinstance(worker, HoldsModel):
+    # Data-parallel ranks change no weights: an order would have to reach all between the same two steps.
+    if engine_plan.options.data_parallel_size > 1 or not isinstance(worker, HoldsModel):
         return worker
+    arena = None if adapters is None else adapters.arena
 
     def read(checkpoint: Checkpoint | None, folder: Path | None) -> tuple[Model, SharedDrafter | None]:
         progress = LoadProgress(engine_plan.weights_bytes, stream=io.StringIO())
-        with progress:
-            model = _read_model(engine_plan, checkpoint, communicator, ops, progress)
+        with progress, nullcontext() if arena is None else arena.loading_again():
+            model = _read_model(engine_plan, checkpoint, communicator, ops, progress, arena=arena)
         # A drafter is told by being made anew: what it has read of the model, or keeps of sequences, is void.
         return model, _make_drafter(engine_plan, model, ops, communicator, folder or engine_plan.model_dir)
 
