@@ -5,8 +5,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -19,6 +21,7 @@ from openinfer_core import (
     Finished,
     FinishReason,
     GenerateRequest,
+    InvalidCheckpoint,
     Refused,
     RequestId,
     SamplingParams,
@@ -26,10 +29,22 @@ from openinfer_core import (
     TokenLogprobs,
     Tokens,
 )
-from openinfer_core.control import FlushCache, InFlight, Pause, Resume, UpdateWeights
+from openinfer_core.control import (
+    IPC_HANDLE_BYTES,
+    DeviceTensor,
+    FlushCache,
+    InFlight,
+    Pause,
+    Resume,
+    Sleep,
+    UpdateWeights,
+    Wake,
+)
 from openinfer_core.engine import EngineState
 from openinfer_core.shared_weights import SharedTensor, SharedWeights, content_hash
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
+from openinfer_engine.cpu.backend import CpuBackend
+from openinfer_engine.lifecycle.device_tensors import ForeignMemory
 from openinfer_engine.testing import Answer, random_requests, random_weights
 from openinfer_engine.testing.answers import run_at_once
 from openinfer_engine.testing.quantised_checkpoints import SCHEMES, write_quantised, write_safetensors
@@ -175,6 +190,78 @@ def test_update_from_shared_memory_is_that_from_a_folder(
     assert not [name for name in names if Path("/dev/shm", name).exists()]
     assert run_at_once(loop, requests()) == run_at_once(make_loop(new, **ranks), requests())
     assert loop.stats().weights_version == f"content {content_hash(tensors)}"
+
+
+class GpuOfOthers(CpuBackend):
+    """A CPU's, and memory of another process by handles, as a GPU's backend opens it."""
+
+    def __init__(self, options: EngineOptions, memory: Mapping[bytes, NDArray[np.uint8]]) -> None:
+        super().__init__(options)
+        self._memory = memory
+        self.num_open = 0
+
+    def open_foreign(self, handle: bytes) -> ForeignMemory:
+        if handle not in self._memory:
+            raise Refused("a CUDA IPC handle cannot be opened")
+        self.num_open += 1
+        return Allocation(self._memory[handle], self)
+
+
+class Allocation:
+    def __init__(self, values: NDArray[np.uint8], gpu: GpuOfOthers) -> None:
+        self.size_bytes, self._values, self._gpu = values.size, values, gpu
+
+    def read(self, offset_bytes: int, num_bytes: int) -> NDArray[np.uint8]:
+        return self._values[offset_bytes : offset_bytes + num_bytes].copy()
+
+    def close(self) -> None:
+        self._gpu.num_open -= 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_update_from_memory_of_a_gpu_is_that_from_a_folder(
+    make_loop: MakeLoop, old: Path, new: Path, new_weights: Weights, size: int
+) -> None:
+    """Which is a CPU's here: the driver's calls alone are not made."""
+    handle, offset, tensors, values = b"h" * IPC_HANDLE_BYTES, 100, [], [np.zeros(100, np.uint8)]
+    for name, each in new_weights.items():
+        tensors.append(DeviceTensor(name, "F32", each.shape, handle, offset))
+        values.append(np.ascontiguousarray(each).view(np.uint8).reshape(-1))
+        offset += values[-1].size
+    options = EngineOptions(num_blocks=64, max_num_seqs=8, tensor_parallel_size=size, batch_invariant=True)
+    gpu = GpuOfOthers(options, {handle: np.concatenate(values)})
+    with closing(build_loop(resolve(Qwen3Definition(), old, options, backend=gpu))) as loop:
+        before = run_at_once(loop, requests())
+        beyond = msgspec.structs.replace(tensors[-1], offset_bytes=tensors[-1].offset_bytes + 1)
+        for wrong, message in (
+            (tensors[:-1], "is missing"),
+            ([*tensors, DeviceTensor("more", "F32", (1,), handle)], "more"),
+            ([*tensors[:-1], beyond], "in an allocation of"),
+            ([*tensors[:-1], msgspec.structs.replace(tensors[-1], handle=b"0" * IPC_HANDLE_BYTES)], "cannot be opened"),
+        ):
+            with pytest.raises((InvalidCheckpoint, Refused), match=message):
+                loop.control(UpdateWeights(tensors=tuple(wrong)))
+            assert gpu.num_open == 0
+        assert tokens(run_at_once(loop, requests())) == tokens(before)
+        loop.control(UpdateWeights(tensors=tuple(tensors)))
+        assert gpu.num_open == 0
+        fresh = make_loop(new, tensor_parallel_size=size, block_size_tokens=options.block_size_tokens)
+        assert run_at_once(loop, requests()) == run_at_once(fresh, requests())
+        with pytest.raises(Refused, match="are in no file"):
+            loop.control(Sleep())
+        loop.control(Sleep(keeps_weights=False))
+        loop.control(Wake())
+        assert loop.stats().state is EngineState.WITHOUT_WEIGHTS
+        loop.control(UpdateWeights(tensors=tuple(tensors)))
+        assert tokens(run_at_once(loop, requests())) == tokens(run_at_once(fresh, requests()))
+
+
+def test_engine_on_a_cpu_takes_no_handles(make_loop: MakeLoop, old: Path) -> None:
+    loop = make_loop(old)
+    before = run_at_once(loop, requests())
+    with pytest.raises(Refused, match="an engine on a CPU takes no weights by CUDA IPC handles"):
+        loop.control(UpdateWeights(tensors=(DeviceTensor("x", "F32", (1,), b"h" * IPC_HANDLE_BYTES),)))
+    assert tokens(run_at_once(loop, requests())) == tokens(before)
 
 
 def test_requests_in_flight_go_on_with_the_new_weights_as_if_all_had_been_computed_with_them(

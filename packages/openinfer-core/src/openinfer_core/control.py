@@ -16,7 +16,15 @@ from openinfer_core.errors import Refused
 MAX_PATH_LENGTH = 4096
 """Bound of a path, in characters."""
 MAX_SEGMENTS = 1024
+MAX_DEVICE_TENSORS = 1 << 17
+IPC_HANDLE_BYTES = 64
+"""`sizeof(cudaIpcMemHandle_t)`."""
 _SegmentName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}$")]
+_TensorName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+_Dtype = Annotated[str, msgspec.Meta(min_length=1, max_length=16)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+_Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=32)]
+_Handle = Annotated[bytes, msgspec.Meta(min_length=IPC_HANDLE_BYTES, max_length=IPC_HANDLE_BYTES)]
 _ContentHash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32,128}$")]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Path = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_LENGTH)]
@@ -87,6 +95,19 @@ class Wake(msgspec.Struct, frozen=True, array_like=True, tag="wake"):
     """
 
 
+class DeviceTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor in another process's memory of a GPU: its bytes in the order of C, little endian."""
+
+    name: _TensorName
+    dtype: _Dtype
+    """As the safetensors format calls it: `BF16`, `F32`, …"""
+    shape: _Shape
+    handle: _Handle
+    """Of the allocation that it lies in: the bytes of a `cudaIpcMemHandle_t`. Several tensors may lie in one."""
+    offset_bytes: _Size = 0
+    """From the allocation's first byte."""
+
+
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_weights"):
     """Replaces all weights between two steps, and voids what was computed with the old ones.
 
@@ -95,7 +116,7 @@ class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_we
     update.
 
     Raises:
-        ValueError: not exactly one of `path` and `segments` is given, or a segment is named twice.
+        ValueError: not exactly one of `path`, `segments` and `tensors` is given, or something is named twice.
     """
 
     path: _Path | None = None
@@ -107,12 +128,17 @@ class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_we
     """A hash of every byte of the new weights, in hexadecimal: KV is told apart by it, also in tiers and after a
     restart. Without one the engine draws a number that it never uses again."""
     requests: InFlight = InFlight.KEEP
+    tensors: Annotated[tuple[DeviceTensor, ...], msgspec.Meta(max_length=MAX_DEVICE_TENSORS)] = ()
+    """In memory of the engine's GPU, by CUDA IPC handles; of an engine on a GPU alone. It must not be freed or written
+    to until the command is answered, and what wrote it must have ended."""
 
     def __post_init__(self) -> None:
-        if (self.path is None) == (not self.segments):
-            raise ValueError("an update comes from a path or from segments; give one of the two")
+        if (self.path is not None) + bool(self.segments) + bool(self.tensors) != 1:
+            raise ValueError("an update comes from a path, from segments or from tensors; give one of the three")
         if len(set(self.segments)) != len(self.segments):
             raise ValueError("a segment is named twice")
+        if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
+            raise ValueError("a tensor is named twice")
 
 
 ControlCommand: TypeAlias = FlushCache | LoadAdapter | UnloadAdapter | Pause | Resume | Sleep | Wake | UpdateWeights

@@ -12,6 +12,7 @@ from openinfer_core import Refused
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafting import SharedDrafter
+from openinfer_engine.lifecycle.device_tensors import ForeignMemory
 from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import DeviceKind, EngineOptions
@@ -105,6 +106,14 @@ class Backend(Protocol):
 
     def adapters_memory(self) -> AbstractContextManager[None]:
         """Within it, arrays that the calling thread makes are adapter slots: like KV they are zero after a sleep."""
+        ...
+
+    def open_foreign(self, handle: bytes) -> ForeignMemory:
+        """An allocation of another process on this GPU, by its CUDA IPC handle.
+
+        Raises:
+            Refused: there is no GPU, or no such memory.
+        """
         ...
 
     def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:

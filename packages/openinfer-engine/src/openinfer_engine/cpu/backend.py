@@ -3,10 +3,12 @@
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
+from openinfer_core import Refused
 from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits, make_states
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.socket_communicator import SocketCommunicator
 from openinfer_engine.drafting import SharedDrafter
+from openinfer_engine.lifecycle.device_tensors import ForeignMemory
 from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import EngineOptions, LowBitActivations
@@ -92,6 +94,10 @@ class CpuBackend:
 
     def adapters_memory(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def open_foreign(self, handle: bytes) -> ForeignMemory:
+        del handle
+        raise Refused("an engine on a CPU takes no weights by CUDA IPC handles; give a folder or shared memory")
 
     def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
         return DummyWeights(shapes, rank=rank, size=size)

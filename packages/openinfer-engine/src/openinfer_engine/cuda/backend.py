@@ -11,6 +11,7 @@ from openinfer_engine.cuda.worker import CudaWorker
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.nccl_communicator import NcclCommunicator
 from openinfer_engine.drafting import SharedDrafter
+from openinfer_engine.lifecycle.device_tensors import ForeignMemory
 from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import THREAD_RANKS, EngineOptions, LowBitActivations
@@ -27,6 +28,7 @@ from openinfer_kernels.cuda.comm.nccl import library as nccl_library
 from openinfer_kernels.cuda.comm.nccl import unique_id, use_interface
 from openinfer_kernels.cuda.comm.nccl import version as nccl_version
 from openinfer_kernels.cuda.common.device import Device, gpu_count
+from openinfer_kernels.cuda.common.ipc import IpcMemory
 from openinfer_kernels.cuda.common.mapped_memory import MappedMemory
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.weights.low_bit_activations import PromptSteps
@@ -87,6 +89,12 @@ class CudaBackend(PlannedGpu):
 
     def adapters_memory(self) -> AbstractContextManager[None]:
         return nullcontext() if self._sleeping_memory is None else self._sleeping_memory.of_kv()
+
+    def open_foreign(self, handle: bytes) -> ForeignMemory:
+        try:
+            return IpcMemory(self._device, handle)
+        except KernelsError as error:
+            raise Refused(f"weights on a GPU: {error}") from error
 
     def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
         return DeviceDummyWeights(shapes, rank=rank, size=size)

@@ -8,6 +8,7 @@ from typing import Any
 from openinfer_core import InvalidRequest, Refused
 from openinfer_engine.cuda.planned_gpu import PlannedGpu
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.lifecycle.device_tensors import ForeignMemory
 from openinfer_engine.model import WeightSource
 from openinfer_engine.worker.runner import Worker
 from openinfer_kernels import Ops
@@ -80,6 +81,9 @@ class NamedGpuBackend(PlannedGpu):
         raise self._absent()
 
     def adapters_memory(self) -> AbstractContextManager[None]:
+        raise self._absent()
+
+    def open_foreign(self, handle: bytes) -> ForeignMemory:
         raise self._absent()
 
     def dummy_weights(self, shapes: Mapping[str, Any], *, rank: int, size: int) -> WeightSource:

@@ -5,5 +5,6 @@ choice.py     what `--enable-sleep` excludes
 folders.py    folders that weights may come from, and whether one still holds what was read from it
 orders.py     what rank 0 tells all ranks, and `WeightsSource`: where weights come from
 rank.py       `ReloadableWorker`: a rank that obeys
+device_tensors.py  weights in another process's memory of a GPU
 memory.py     giving memory of this machine back
 """

@@ -86,7 +86,7 @@ class WeightsInUse:
 
     def are_unchanged(self) -> bool:
         """Whether they can be read again from where they came from, to the byte."""
-        return not self.source.segments and _identity(self.source) == self.identity
+        return not self.source.is_gone and _identity(self.source) == self.identity
 
     def replace(self, source: WeightsSource, version: str, identity: Identity | None) -> None:
         self.source, self.version, self.identity = source, version, identity
@@ -196,7 +196,7 @@ class Lifecycle:
 
     def _source_of(self, command: UpdateWeights) -> WeightsSource:
         if command.path is None:
-            return WeightsSource(segments=command.segments)
+            return WeightsSource(segments=command.segments, tensors=command.tensors)
         root = self._weights.root
         folder = folder_below(root, command.path)
         return WeightsSource(folder=str(folder), root=None if root is None else str(Path(root).resolve()))
@@ -249,10 +249,10 @@ class Lifecycle:
         if self._weights.on_device:
             self._ranks.obey(KeepWeights())
             return
-        if self._weights.source.segments:
+        if self._weights.source.is_gone:
             raise Refused(
-                "the weights came from shared memory and are in no file, so that this sleep cannot keep them; sleep "
-                "without keeping them (level 2), and update them after waking"
+                "the weights came from memory of another process and are in no file, so that this sleep cannot keep "
+                "them; sleep without keeping them (level 2), and update them after waking"
             )
         self._check_unchanged()
         self._ranks.obey(OpenWeights(self._weights.source))
@@ -275,7 +275,7 @@ class Lifecycle:
             self._asleep = None
             logger.info("the engine is awake")
             return
-        if not self._has_weights or (self._weights.source.segments and not asleep.keeps_weights):
+        if not self._has_weights or (self._weights.source.is_gone and not asleep.keeps_weights):
             self._take_back()
             self._asleep, self._has_weights = None, False
             self._lose_weights()

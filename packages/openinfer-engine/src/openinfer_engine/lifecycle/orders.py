@@ -4,9 +4,11 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
+from openinfer_core.control import DeviceTensor
+
 
 class WeightsSource(msgspec.Struct, frozen=True, array_like=True):
-    """Where weights come from: a folder, shared memory, or, with neither, the random numbers of a dummy."""
+    """Where weights come from: a folder, memory of another process, or, with neither, a dummy's random numbers."""
 
     folder: str | None = None
     """Absolute, without links."""
@@ -14,11 +16,20 @@ class WeightsSource(msgspec.Struct, frozen=True, array_like=True):
     """Below which every file of the folder lies, links resolved; None for the folder that the engine began with."""
     segments: tuple[str, ...] = ()
     """Names of shared memory, each the bytes of a safetensors file."""
+    tensors: tuple[DeviceTensor, ...] = ()
+    """On a GPU."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether they were given in memory, which is read once."""
+        return bool(self.segments or self.tensors)
 
     @property
     def described(self) -> str:
         if self.segments:
             return f"{len(self.segments)} segments of shared memory"
+        if self.tensors:
+            return f"{len(self.tensors)} tensors on a GPU"
         return "random numbers" if self.folder is None else self.folder
 
 

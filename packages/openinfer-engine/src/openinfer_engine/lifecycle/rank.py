@@ -11,6 +11,7 @@ from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.engine_plan import EnginePlan
 from openinfer_engine.gguf.file import GGUF_FILE
 from openinfer_engine.kv_tiers.pool import PoolMemory
+from openinfer_engine.lifecycle.device_tensors import DeviceTensors
 from openinfer_engine.lifecycle.folders import file_below
 from openinfer_engine.lifecycle.memory import settle
 from openinfer_engine.lifecycle.orders import (
@@ -139,7 +140,9 @@ class OpenedWeights:
 
     checkpoint: Checkpoint | None  # None for random numbers
     folder: Path | None
-    files: list[CopiedSafetensorsFile] = field(default_factory=list[CopiedSafetensorsFile])
+    files: list[CopiedSafetensorsFile | DeviceTensors] = field(
+        default_factory=list[CopiedSafetensorsFile | DeviceTensors]
+    )
 
     def check_unwritten(self) -> None:
         """Raises `InvalidCheckpoint` if a file was written to since it was opened: what was read may be of two."""
@@ -165,6 +168,9 @@ def open_weights(engine_plan: EnginePlan, source: WeightsSource) -> OpenedWeight
         if source.segments:
             opened.files += map(CopiedSafetensorsFile.open_segment, source.segments)
             opened.checkpoint = Checkpoint(opened.files)
+        elif source.tensors:
+            opened.files.append(DeviceTensors(source.tensors, engine_plan.backend.open_foreign))
+            opened.checkpoint = Checkpoint(opened.files)
         elif opened.folder is not None:
             opened.checkpoint = _open_folder(engine_plan, source, opened)
         if opened.checkpoint is not None:
@@ -181,8 +187,8 @@ def _open_folder(engine_plan: EnginePlan, source: WeightsSource, opened: OpenedW
         raise InvalidCheckpoint(f"{folder} has a GGUF file; weights are replaced by those of safetensors alone")
 
     def open_file(path: Path) -> CopiedSafetensorsFile:
-        opened.files.append(CopiedSafetensorsFile.open(file_below(source.root, path)))
-        return opened.files[-1]
+        opened.files.append(file := CopiedSafetensorsFile.open(file_below(source.root, path)))
+        return file
 
     return Checkpoint.open(folder, keeps_gguf=engine_plan.options.keeps_gguf, open_file=open_file)
 

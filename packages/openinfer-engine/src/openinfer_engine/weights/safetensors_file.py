@@ -178,6 +178,11 @@ def _tensor(name: str, entry: object) -> TensorInfo:
         info = msgspec.convert(entry, TensorInfo)
     except msgspec.ValidationError as error:
         raise ValueError(f"tensor {name!r}: {error}") from error
+    return checked_tensor(name, info)
+
+
+def checked_tensor(name: str, info: TensorInfo) -> TensorInfo:
+    """What a header says, if it can be; `ValueError` if not."""
     if info.dtype not in NUMPY_DTYPES:
         raise ValueError(f"tensor {name!r} has dtype {info.dtype!r}; read are {', '.join(NUMPY_DTYPES)}")
     if len(info.shape) > _MAX_DIMENSIONS or any(size < 0 for size in info.shape):
