@@ -6,6 +6,7 @@ that are none of CuPy's, whose pools sit on top. Memory that other processes or 
 have been given would be gone.
 """
 
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from openinfer_kernels.cuda.common.libraries import cupy, driver
 from openinfer_kernels.device_memory.arena import Arena, PlacesArrays, RepeatedArena
 from openinfer_kernels.device_memory.mapped_range import MappedRange
 from openinfer_kernels.device_memory.physical import PhysicalMemory
-from openinfer_kernels.errors import OutOfDeviceMemoryError
+from openinfer_kernels.errors import DeviceMemoryStateError, OutOfDeviceMemoryError
 
 _RESERVED = 2
 """Times a device's memory: addresses of each purpose, of which gaps between arrays take some."""
@@ -170,18 +171,38 @@ def temporaries() -> AbstractContextManager[None]:
     return _allocating(cupy.get_default_memory_pool().malloc)
 
 
-def _allocator(places: PlacesArrays) -> Callable[[int], Any]:
-    """An allocator of CuPy's."""
+class _Allocator:
+    """What CuPy calls for an array that lies in an arena, and when it is gone.
 
-    def allocate(nbytes: int, device: int) -> int:
+    The collector may find a closed engine as garbage, arrays, arenas and this: it clears them in any order, and CuPy
+    calls `free` from an array's deallocation. So this is no closure, which would be called without what it closes over
+    (a crash); it sees an arena that is garbage as none, since weak references go first.
+    """
+
+    __slots__ = ("_places",)
+
+    def __init__(self, places: PlacesArrays) -> None:
+        self._places = weakref.ref(places)
+
+    def allocate(self, nbytes: int, device: int) -> int:
         del device
+        places = self._places()
+        if places is None:
+            raise DeviceMemoryStateError("the arena of an array is gone")
         return places.allocate(nbytes)
 
-    def free(address: int, device: int) -> None:
+    def free(self, address: int, device: int) -> None:
         del device
-        places.free(address)
+        reference = getattr(self, "_places", None)
+        places = None if reference is None else reference()
+        if places is not None:
+            places.free(address)
 
-    return cupy.cuda.PythonFunctionAllocator(allocate, free).malloc
+
+def _allocator(places: PlacesArrays) -> Callable[[int], Any]:
+    """An allocator of CuPy's; the caller keeps the arena."""
+    allocator = _Allocator(places)
+    return cupy.cuda.PythonFunctionAllocator(allocator.allocate, allocator.free).malloc
 
 
 @contextmanager
