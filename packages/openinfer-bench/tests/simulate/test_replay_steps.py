@@ -14,7 +14,10 @@ from openinfer_bench.simulate.latency import Line, StepLatency
 from openinfer_bench.simulate.replay.step_times import compare_step_times
 from openinfer_bench.simulate.replay.steps import replay_steps
 from openinfer_core import (
+    EngineCapability,
     EngineInfo,
+    Failed,
+    FailureKind,
     GenerateRequest,
     InvalidRequest,
     RequestId,
@@ -23,10 +26,14 @@ from openinfer_core import (
     Tokens,
     find_plugin,
 )
+from openinfer_core.control import UnloadAdapter
+from openinfer_core.engine import AdapterStats
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
+from openinfer_core.request import LoadedAdapter
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepPlan
 from openinfer_core.testing import fake_model
 from openinfer_core.testing.fake_device import FakeDevice
+from openinfer_engine.adapters import AdapterLoss
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.tracing.step_trace import Begin, StepTrace
 from openinfer_engine.worker.runner import DoneStep
@@ -52,8 +59,9 @@ class Runner:
         pass
 
 
-def make_loop(path: Path, policy: str) -> StepLoop:
+def make_loop(path: Path, policy: str, *, adapters: "Adapters | None" = None) -> StepLoop:
     now_s = 0.0
+    config = CONFIG if adapters is None else msgspec.structs.replace(CONFIG, max_adapters=2)
 
     def clock() -> float:
         nonlocal now_s
@@ -61,7 +69,7 @@ def make_loop(path: Path, policy: str) -> StepLoop:
         return now_s
 
     made: Any = find_plugin(SCHEDULERS, "token-budget").make(
-        CONFIG, find_plugin(QUEUE_POLICIES, policy).make(QueuePolicyConfig(tenant_weights={"a": 3.0}))
+        config, find_plugin(QUEUE_POLICIES, policy).make(QueuePolicyConfig(tenant_weights={"a": 3.0}))
     )
     info = EngineInfo(
         model="fake",
@@ -74,8 +82,77 @@ def make_loop(path: Path, policy: str) -> StepLoop:
         max_num_seqs=CONFIG.max_num_seqs,
         max_waiting=64,
     )
-    begin = Begin(scheduler="token-budget", queue_policy=policy, config=CONFIG, tenant_weights={"a": 3.0})
-    return StepLoop(info=info, scheduler=made, runner=Runner(), step_trace=StepTrace(path, begin), clock=clock)
+    begin = Begin(scheduler="token-budget", queue_policy=policy, config=config, tenant_weights={"a": 3.0})
+    trace = StepTrace(path, begin)
+    if adapters is not None:
+        made.use_adapters(trace.recorded_port(adapters))
+        can = (EngineCapability.LOAD_ADAPTER,)
+        info = msgspec.structs.replace(info, capabilities=can)
+    return StepLoop(info=info, scheduler=made, runner=Runner(), adapters=adapters, step_trace=trace, clock=clock)
+
+
+class Adapters:
+    """Implements `AdapterTable` and `AdapterPort`: six names; what is read takes three steps, and most are dropped."""
+
+    def __init__(self) -> None:
+        self.names = {f"adapter-{number}": bytes([number]) * 16 for number in range(6)}
+        self.pinned: list[bytes] = []
+        self._coming: dict[bytes, int] = {}
+        self._held: set[bytes] = set()
+
+    def find(self, name: str, *, tenant: str) -> LoadedAdapter | None:
+        del tenant
+        return LoadedAdapter(digest=self.names[name]) if name in self.names else None
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self.names.values()
+
+    def unload(self, name: str) -> bytes | None:
+        return self.names.pop(name)
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._coming)
+
+    def settle(self) -> list[AdapterLoss]:
+        self._coming = {digest: steps - 1 for digest, steps in self._coming.items()}
+        for digest in [digest for digest, steps in self._coming.items() if steps <= 0]:
+            del self._coming[digest]
+            self._held = {*self._held.intersection(self.pinned), digest}
+        return []
+
+    def is_held(self, digest: bytes) -> bool:
+        return digest in self._held
+
+    def hold(self, digest: bytes) -> None:
+        if digest not in self._held:
+            self._coming.setdefault(digest, 3)
+
+    def pin(self, digest: bytes) -> None:
+        assert digest in self._held
+        self.pinned.append(digest)
+
+    def unpin(self, digest: bytes) -> None:
+        self.pinned.remove(digest)
+
+    def applied(self, plan: StepPlan) -> None:
+        for load in plan.adapter_loads:
+            self.unpin(load.digest)
+
+    def stats(self, users: dict[bytes, tuple[int, int]]) -> tuple[AdapterStats, ...]:
+        del users
+        return ()
+
+    def begin_load(self, command: Any, answer: Any) -> None:
+        raise NotImplementedError
+
+    def release(self, digest: bytes) -> None: ...
+
+    def forget(self, digest: bytes) -> None: ...
+
+    def wait(self, timeout_s: float) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def conversations(draw: random.Random) -> Iterator[GenerateRequest]:
@@ -142,6 +219,51 @@ def changed(path: Path, change: Any, kind: str, index: int) -> tuple[Path, Any]:
     copy = path.with_suffix(".changed")
     copy.write_bytes(b"\n".join(lines) + b"\n")
     return copy, before
+
+
+def record_with_adapters(path: Path) -> StepLoop:
+    """Requests of six adapters in two slots, two of which are unloaded meanwhile."""
+    draw, adapters = random.Random(3), Adapters()
+    loop = make_loop(path, "fair-share", adapters=adapters)
+    ends: list[TokenEvent] = []
+    for number, request in enumerate(conversations(draw)):
+        name = draw.choice((None, *(f"adapter-{each}" for each in range(6))))
+        ends += loop.submit(msgspec.structs.replace(request, lora=name))
+        if number in (20, 40):
+            ends += loop.control(UnloadAdapter(f"adapter-{number // 20}"))
+        for _ in range(draw.randint(0, 6)):
+            ends += loop.step()
+    while loop.busy:
+        ends += loop.step()
+    loop.close()
+    kinds = [event.kind for event in ends if isinstance(event, Failed)]
+    assert FailureKind.NOT_FOUND in kinds
+    return loop
+
+
+def test_a_run_with_adapters_is_repeated_exactly(tmp_path: Path) -> None:
+    loop = record_with_adapters(tmp_path / "steps")
+    lines = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
+    answers = [line["is_held"] for line in lines if line["record"] == "held"]
+    assert {True, False} == {*answers}, "adapters must come and go, or this shows little"
+    assert any(line["outcomes"] for line in lines if line["record"] == "drop")
+    replayed = replay_steps(tmp_path / "steps")
+    assert replayed.difference is None, replayed
+    assert replayed.steps == loop.stats().steps > 100
+
+
+@pytest.mark.parametrize("kind", ["held", "drop"])
+def test_another_answer_about_an_adapter_is_another_run(tmp_path: Path, kind: str) -> None:
+    record_with_adapters(tmp_path / "steps")
+
+    def change(changing: dict[str, Any]) -> None:
+        if kind == "held":
+            changing["is_held"] = not changing["is_held"]
+        else:
+            changing["adapter"] = 99
+
+    path, _ = changed(tmp_path / "steps", change, kind, 0)
+    assert replay_steps(path).difference is not None
 
 
 def test_a_planted_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         runner = _make_runner(engine_plan, processes, tracer)
         undo.callback(runner.close)
         pages.finish()
-        adapters = _make_adapters(engine_plan, scheduler, runner, processes, undo)
+        adapters = _make_adapters(engine_plan, scheduler, runner, processes, undo, step_trace=step_trace)
         port = _join_tiers(engine_plan, tiers, scheduler, runner, processes)
         kv_transfer = _open_transfer(engine_plan, tiers, scheduler, port)
         undo.pop_all()
@@ -202,6 +202,8 @@ def _make_adapters(
     runner: ThreadRunner | ProcessRunner,
     processes: ProcessGroup | None,
     undo: contextlib.ExitStack,
+    *,
+    step_trace: StepTrace | None,
 ) -> AdapterStore | None:
     """The adapters of `--lora`, which all ranks hold; None where no adapters are served."""
     if not (of_ranks := runner.adapters) or not isinstance(scheduler, PlacesAdapters):
@@ -218,7 +220,7 @@ def _make_adapters(
     undo.callback(store.close)
     for name, folder in options.adapters.items():
         store.load_now(name, Path(folder))
-    scheduler.use_adapters(store)
+    scheduler.use_adapters(store if step_trace is None else step_trace.recorded_port(store))
     engine_plan.mark("adapters")
     return store
 

@@ -308,9 +308,12 @@ class StepLoop:
         return [event for events in lost for event in events]
 
     def _drop_adapter(self, digest: bytes, kind: FailureKind, message: str) -> list[TokenEvent]:
-        return (
-            self._scheduler.drop_adapter(digest, kind, message) if isinstance(self._scheduler, PlacesAdapters) else []
-        )
+        if not isinstance(self._scheduler, PlacesAdapters):
+            return []
+        events = self._scheduler.drop_adapter(digest, kind, message)
+        if self._step_trace is not None:
+            self._step_trace.dropped(digest, kind, events)
+        return events
 
     def _unload(self, command: UnloadAdapter, adapters: AdapterTable) -> list[TokenEvent]:
         digest = adapters.unload(command.name)

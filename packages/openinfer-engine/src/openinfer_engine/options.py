@@ -313,12 +313,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check("max_lora_rank", self.max_lora_rank, 1, MAX_RANK)
         _check("lora_cache_bytes", self.lora_cache_bytes, 0, 2**48)
         parse_adapters(self.lora)
-        if self.step_trace is not None and self.num_adapter_slots:
-            raise InvalidRequest(
-                "step_trace has not which adapters were in host memory, so the run could not be repeated; leave it "
-                "out, or adapters",
-                field="step_trace",
-            )
 
     def _check_not_low_bit(self) -> None:
         asked = {

@@ -1,7 +1,8 @@
 """`StepTrace`: every call of a scheduler, one JSON object per line, so that a run can be repeated without a GPU.
 
     begin                          scheduler, queue policy and their options
-    add, abort, hold, flush        what the scheduler was told, in order
+    add, abort, hold, flush, drop  what the scheduler was told, in order
+    held                           what it was answered about an adapter, where that has changed
     plan                           its rows: request, start, tokens, new tokens; none where nothing could run
     apply                          new tokens per row, and what that meant for requests
     content                        once a request has ended: its blocks
@@ -24,6 +25,7 @@ import msgspec
 from openinfer_core import (
     EngineStats,
     Failed,
+    FailureKind,
     Finished,
     GenerateRequest,
     InvalidRequest,
@@ -32,6 +34,7 @@ from openinfer_core import (
     Tokens,
 )
 from openinfer_core.scheduling import (
+    AdapterPort,
     HoldsRows,
     Scheduler,
     SchedulerCapabilities,
@@ -84,6 +87,8 @@ class Add(Record, frozen=True, kw_only=True, omit_defaults=True, tag="add"):
     has_prompt_logprobs: bool = False
     refusal: str = ""
     """The kind of failure that it was answered with at once."""
+    adapter: int | None = None
+    """A number for its content, the same one for the same content."""
 
 
 class Abort(Record, frozen=True, kw_only=True, tag="abort"):
@@ -100,6 +105,22 @@ class Hold(Record, frozen=True, kw_only=True, tag="hold"):
 
 class Flush(Record, frozen=True, kw_only=True, tag="flush"):
     """The cache was emptied."""
+
+
+class Held(Record, frozen=True, kw_only=True, tag="held"):
+    """Whether an adapter is in the memory of all ranks, as the scheduler was answered from now on; at first none is."""
+
+    adapter: int
+    is_held: bool
+
+
+class Drop(Record, frozen=True, kw_only=True, tag="drop"):
+    """Requests that wait for an adapter were ended: it was unloaded, or is lost."""
+
+    adapter: int
+    kind: str
+    """Of their failure."""
+    outcomes: list[Outcome]
 
 
 class Plan(Record, frozen=True, kw_only=True, omit_defaults=True, tag="plan"):
@@ -138,7 +159,7 @@ class Content(Record, frozen=True, kw_only=True, omit_defaults=True, tag="conten
     """Whether its last token ended it."""
 
 
-AnyRecord = Begin | Add | Abort | Hold | Flush | Plan | Apply | Content
+AnyRecord = Begin | Add | Abort | Hold | Flush | Held | Drop | Plan | Apply | Content
 _decoder = msgspec.json.Decoder(AnyRecord)
 _encoder = msgspec.json.Encoder()
 
@@ -197,11 +218,17 @@ class StepTrace:
         self._requests: dict[int, int] = {}  # by sequence slot
         self._rows: dict[int, list[int]] = {}  # requests of the rows of each step in flight
         self._held: list[int] = []
+        self._adapters: dict[bytes, int] = {}  # numbers of contents
+        self._are_held: dict[int, bool] = {}  # as the scheduler was told last
         self._write(begin)
 
     def recorded(self, scheduler: Scheduler) -> Scheduler:
         """The scheduler, whose calls are written from now on."""
         return _HoldingScheduler(scheduler, self) if isinstance(scheduler, HoldsRows) else _Recorded(scheduler, self)
+
+    def recorded_port(self, port: AdapterPort) -> AdapterPort:
+        """What a scheduler asks about adapters, whose answers are written from now on."""
+        return _RecordedPort(port, self)
 
     def added(self, request: GenerateRequest, events: Sequence[TokenEvent], *, now_s: float) -> None:
         sampling = request.sampling
@@ -218,6 +245,7 @@ class StepTrace:
                 is_masked=sampling.is_masked,
                 has_prompt_logprobs=sampling.prompt_logprobs is not None,
                 refusal=refusal,
+                adapter=None if request.adapter is None else self._number_of(request.adapter.digest),
             )
         )
         self._open[request.request_id] = _Tokens(request)
@@ -233,6 +261,20 @@ class StepTrace:
         if requests != self._held:
             self._held = [*requests]
             self._write(Hold(requests=self._held))
+
+    def answered(self, digest: bytes, *, is_held: bool) -> None:
+        """A scheduler has asked whether an adapter is held."""
+        adapter = self._number_of(digest)
+        if self._are_held.get(adapter, False) != is_held:
+            self._are_held[adapter] = is_held
+            self._write(Held(adapter=adapter, is_held=is_held))
+
+    def dropped(self, digest: bytes, kind: FailureKind, events: Sequence[TokenEvent]) -> None:
+        """`PlacesAdapters.drop_adapter` was called."""
+        outcomes = outcomes_of(events)
+        self._write(Drop(adapter=self._number_of(digest), kind=str(kind), outcomes=outcomes))
+        for request, _, end in outcomes:
+            self._end(request, end)
 
     def flushed(self) -> None:
         self._write(Flush())
@@ -289,6 +331,9 @@ class StepTrace:
                     has_stop_token=has_stop_token,
                 )
             )
+
+    def _number_of(self, digest: bytes) -> int:
+        return self._adapters.setdefault(digest, len(self._adapters))
 
     def _blocks_of(self, tokens: "_Tokens") -> Iterator[int]:
         size, digest = self._block_size, tokens.root
@@ -349,6 +394,31 @@ class _Recorded:
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
+
+
+class _RecordedPort:
+    """Adapters in host memory, whose answers are written."""
+
+    def __init__(self, port: AdapterPort, trace: StepTrace) -> None:
+        self._port = port
+        self._trace = trace
+
+    def is_held(self, digest: bytes) -> bool:
+        is_held = self._port.is_held(digest)
+        self._trace.answered(digest, is_held=is_held)
+        return is_held
+
+    def hold(self, digest: bytes) -> None:
+        self._port.hold(digest)
+
+    def pin(self, digest: bytes) -> None:
+        self._port.pin(digest)
+
+    def unpin(self, digest: bytes) -> None:
+        self._port.unpin(digest)
+
+    def release(self, digest: bytes) -> None:
+        self._port.release(digest)
 
 
 class _HoldingScheduler(_Recorded):

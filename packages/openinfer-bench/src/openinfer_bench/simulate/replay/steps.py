@@ -14,9 +14,26 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from openinfer_core import Failed, GenerateRequest, InvalidRequest, RequestId, SamplingParams, TokenLogprobs
+from openinfer_core import (
+    Failed,
+    FailureKind,
+    GenerateRequest,
+    InvalidRequest,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+)
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS, find_plugin
-from openinfer_core.scheduling import FlushesCache, HoldsRows, QueuePolicyConfig, Scheduler, StepPlan, StepResult
+from openinfer_core.request import LoadedAdapter
+from openinfer_core.scheduling import (
+    FlushesCache,
+    HoldsRows,
+    PlacesAdapters,
+    QueuePolicyConfig,
+    Scheduler,
+    StepPlan,
+    StepResult,
+)
 from openinfer_engine.tracing.step_trace import (
     Abort,
     Add,
@@ -24,7 +41,9 @@ from openinfer_engine.tracing.step_trace import (
     Apply,
     Begin,
     Content,
+    Drop,
     Flush,
+    Held,
     Hold,
     Plan,
     outcomes_of,
@@ -123,6 +142,32 @@ class _InFlight:
     requests: list[int]
 
 
+class _RecordedAdapters:
+    """Implements `AdapterPort` with the answers of a trace."""
+
+    def __init__(self) -> None:
+        self.held: dict[bytes, bool] = {}
+
+    def is_held(self, digest: bytes) -> bool:
+        return self.held.get(digest, False)
+
+    def hold(self, digest: bytes) -> None:
+        pass
+
+    def pin(self, digest: bytes) -> None:
+        pass
+
+    def unpin(self, digest: bytes) -> None:
+        pass
+
+    def release(self, digest: bytes) -> None:
+        pass
+
+
+def _digest_of(adapter: int) -> bytes:
+    return adapter.to_bytes(16, "little")
+
+
 class _Replay:
     def __init__(self, begin: Begin, records: Sequence[AnyRecord]) -> None:
         self._size = begin.config.block_size_tokens
@@ -130,6 +175,9 @@ class _Replay:
             QueuePolicyConfig(tenant_weights=begin.tenant_weights)
         )
         self._scheduler: Scheduler = find_plugin(SCHEDULERS, begin.scheduler).make(begin.config, policy)  # pyright: ignore[reportAssignmentType]
+        self._adapters = _RecordedAdapters()
+        if begin.config.max_adapters and isinstance(self._scheduler, PlacesAdapters):
+            self._scheduler.use_adapters(self._adapters)
         self._contents: dict[int, deque[Content]] = {}
         num_blocks = 0
         for record in records:
@@ -158,6 +206,10 @@ class _Replay:
             self._scheduler.hold(frozenset(map(RequestId, record.requests)))
         elif isinstance(record, Flush) and isinstance(self._scheduler, FlushesCache):
             self._scheduler.flush_cache()
+        elif isinstance(record, Held):
+            self._adapters.held[_digest_of(record.adapter)] = record.is_held
+        elif isinstance(record, Drop) and isinstance(self._scheduler, PlacesAdapters):
+            self._drop(record, self._scheduler)
 
     # --- requests ---------------------------------------------------------------------------------------
 
@@ -177,6 +229,7 @@ class _Replay:
             sampling=sampling,
             tenant=record.tenant,
             priority=record.priority,
+            adapter=None if record.adapter is None else LoadedAdapter(digest=_digest_of(record.adapter)),
         )
         self.requests += 1
         self._open[record.request] = _Request(request, token_ids)
@@ -184,6 +237,15 @@ class _Replay:
         refusal = next((str(event.kind) for event in events if isinstance(event, Failed)), "")
         if refusal != record.refusal:
             raise _Differs(f"what request {record.request} was told", record.refusal or "taken", refusal or "taken")
+
+    def _drop(self, record: Drop, scheduler: PlacesAdapters) -> None:
+        events = scheduler.drop_adapter(_digest_of(record.adapter), FailureKind(record.kind), _FAILED)
+        outcomes = outcomes_of(events)
+        recorded = [tuple(outcome) for outcome in record.outcomes]
+        if outcomes != recorded:
+            raise _Differs("requests that an adapter ended", *_only_differing(recorded, outcomes))
+        for request, _, _ in outcomes:
+            self._open.pop(request, None)
 
     def _token_ids_of(self, record: Add) -> tuple[list[int], int | None]:
         contents = self._contents.get(record.request)
