@@ -67,7 +67,7 @@ def sanitized(tool: str, only: list[str], limit: float, logs: Path | None) -> bo
 def run(only: list[str]) -> int:
     ops = CudaOps()
     larger = Larger(ops)
-    for name in only or [*PROVIDABLE, "products", "attention", "fp8_cache", "sampling"]:
+    for name in only or [*PROVIDABLE, "products", "attention", "fp8_cache", "sampling", "fused_adapters"]:
         if name in WITHOUT_GPU_KERNEL:
             continue
         if name in PROVIDABLE:
@@ -169,6 +169,28 @@ class Larger:
                     self._require_close(f"attention of {rows} in FP8", found[0], expected)
                     as_stored, brought = (self._ops.download(each.view(np.uint16)) for each in found)
                     assert np.array_equal(as_stored, brought), f"contexts of {rows} brought to BF16"
+
+    def fused_adapters(self) -> None:
+        """Products with adapters in one launch, of few tokens, of a decode step and of a prompt."""
+        ops, fused, rank, num_slots = self._ops, self._ops.fused_adapters, 16, 3
+        assert fused is not None
+        for tokens, inner, heights in ((5, 640, (128, 64, 64)), (20, 256, (192,)), (70, 1152, (64, 64)), (600, 256, (64, 64))):
+            starts = (0, *np.cumsum(heights).tolist())
+            x, weight = self._normal(tokens, inner), self._normal(starts[-1], inner)
+            a = self._normal(num_slots * len(heights) * rank, inner).reshape(num_slots, len(heights), rank, inner)
+            width = fused.columns(weight, num_slots=num_slots, rank=rank, starts=starts)
+            columns = self._normal(starts[-1], width)
+            columns[:, num_slots * rank :] = 0
+            slots = np.resize(np.array([2, -1, 0, 1, 0], np.int32), tokens)
+            b = self._host(columns).reshape(starts[-1], -1, rank)[:, :num_slots].transpose(1, 0, 2)
+            right = self._cpu.linear(self._host(x), self._host(weight))
+            shrunk = self._cpu.lora_shrink(self._host(x), self._host(a), slots)
+            self._cpu.lora_expand(right, shrunk, b, slots, starts=starts)
+            given = x, weight, a, columns, ops.upload(slots)
+            self._require_close(f"linear of {tokens}", fused.linear(*given, starts=starts), right)
+            if len(heights) == 2:
+                gated = fused.linear_swiglu(*given, starts=starts)
+                self._require_close(f"linear_swiglu of {tokens}", gated, self._cpu.swiglu(right))
 
     def sampling(self) -> None:
         ops, cpu, rng = self._ops, self._cpu, self._rng
