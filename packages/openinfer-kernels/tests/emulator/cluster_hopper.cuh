@@ -96,6 +96,29 @@ inline void load_box(void* target, const CUtensorMap* map, uint64_t* barrier, in
   load_box_into(target, map, barrier, x, y, 1 << cluster_rank(), policy);
 }
 
+// A map of four axes: address, sizes, strides in bytes of all but the first, and the box. Zeros beyond, on either side.
+inline void load_box(void* target, const CUtensorMap* map, uint64_t* barrier, int x, int y, int z, int w, uint64_t) {
+  const auto *sizes = map->opaque + 1, *strides = map->opaque + 5, *box = map->opaque + 8;
+  const auto* bytes = reinterpret_cast<const uint8_t*>(map->opaque[0]);
+  const long first[4] = {x, y, z, w};
+  int row = 0;
+  for (int l = 0; l < int(box[3]); l++)
+    for (int k = 0; k < int(box[2]); k++)
+      for (int j = 0; j < int(box[1]); j++, row++)
+        for (int i = 0; i < 64; i++) {
+          const long at[4] = {x + i, y + j, z + k, w + l};
+          bool is_inside = true;
+          for (int axis = 0; axis < 4; axis++) is_inside &= at[axis] >= 0 && at[axis] < long(sizes[axis]);
+          uint16_t value = 0;
+          if (is_inside) {
+            const long offset = at[0] * 2 + at[1] * long(strides[0]) + at[2] * long(strides[1]) + at[3] * long(strides[2]);
+            memcpy(&value, bytes + offset, 2);
+          }
+          memcpy(emulated::shared_memory() + swizzled(shared_address(target) + row * 128 + i * 2), &value, 2);
+        }
+  complete(barrier, row * 128);
+}
+
 inline void launch_dependents() {}
 inline void wait_for_previous_kernel() {}
 template <int kCount>
@@ -110,6 +133,34 @@ inline void wgmma_commit() {}
 template <int kPending>
 inline void wgmma_wait() {
   __syncwarp();
+}
+
+inline void values_of_row(uint64_t tile, int row, float (&values)[16]) {
+  for (int part = 0; part < 2; part++) {
+    uint16_t eight[8];
+    memcpy(eight, emulated::shared_memory() + swizzled(uint32_t(tile << 4) + row * 128 + part * 16), 16);
+    for (int k = 0; k < 8; k++) values[8 * part + k] = emulated::from_bfloat16(eight[k]);
+  }
+}
+
+// d[64 x N] (+)= a[64 x 16] b[N x 16]^T of a warp's 16 rows, both in shared memory.
+template <int N>
+inline void wgmma_or_begin(float (&d)[N / 2], uint64_t a, uint64_t b, int adds) {
+  const int lane = emulated::lane(), warp = threadIdx.x / 32 % 4;
+  float rows[2][16], values[16];
+  for (int half = 0; half < 2; half++) values_of_row(a, warp * 16 + lane / 4 + half * 8, rows[half]);
+  for (int column = 0; column < N / 4; column++) {
+    values_of_row(b, column / 2 * 8 + 2 * (lane % 4) + column % 2, values);
+    for (int half = 0; half < 2; half++) {
+      float& sum = d[column / 2 * 4 + half * 2 + column % 2];
+      if (!adds) sum = 0;
+      for (int k = 0; k < 16; k++) sum += rows[half][k] * values[k];
+    }
+  }
+}
+template <int N>
+inline void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b) {
+  wgmma_or_begin<N>(d, a, b, 1);
 }
 
 // d[64 x N] = a[64 x 16] b[N x 16]^T of a warp's 16 rows, as `csrc/lowbit/wgmma_registers.cuh` describes the operands.

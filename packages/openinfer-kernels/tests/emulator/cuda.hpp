@@ -230,6 +230,13 @@ inline bool __any_sync(unsigned, bool value) {
   for (int i = 0; i < 32; i++) any |= words[i][0] != 0;
   return any;
 }
+inline uint32_t __ballot_sync(unsigned, bool value) {
+  const uint32_t mine[1] = {value};
+  const emulated::Words words = emulated::shown(mine);
+  uint32_t all = 0;
+  for (int i = 0; i < 32; i++) all |= (words[i][0] != 0) << i;
+  return all;
+}
 
 namespace {
 alignas(1024) uint8_t raw[227 * 1024];  // dynamic shared memory, by the name that kernels declare it with

@@ -20,11 +20,11 @@
 // second axis goes on to the next 8 rows, for swiglu from gate rows to the up rows of the same features. So a thread,
 // whose accumulators are of rows r and r + 8, has the gate and the up value of one feature.
 //
-// With adapters (kAdapted) K goes on: after W's own chunks come those of B, for which X is A x: gemm/adapter_maps.cuh.
+// With adapters (kAdapted) the grid's first blocks make A x, and a tile's sums have theirs added: lora/decode_adapters.cuh.
 #pragma once
 #include "common/hopper.cuh"
 #include "common/vectors.cuh"
-#include "gemm/adapter_maps.cuh"
+#include "lora/decode_adapters.cuh"
 
 using namespace hopper;
 
@@ -68,17 +68,15 @@ struct Shared {
 struct Work {
   int rank, size;               // in the cluster, which shares a tile
   int first_tile, tile_stride;
-  int first_chunk, own_chunks;  // of W, of each tile
-  int num_chunks;               // with those of adapters, which the last block of a cluster has
+  int first_chunk, num_chunks;  // of each tile
   int steps;                    // chunks of all tiles
 
-  __device__ Work(int tiles, int chunks_per_tile, int adapter_chunks)
+  __device__ Work(int tiles, int chunks_per_tile, int blocks_before)
       : rank(cluster_rank()), size(cluster_size()) {
-    first_tile = blockIdx.x / size;
-    tile_stride = gridDim.x / size;
+    first_tile = (blockIdx.x - blocks_before) / size;
+    tile_stride = (gridDim.x - blocks_before) / size;
     first_chunk = chunks_per_tile * rank / size;
-    own_chunks = chunks_per_tile * (rank + 1) / size - first_chunk;
-    num_chunks = own_chunks + (rank == size - 1 ? adapter_chunks : 0);
+    num_chunks = chunks_per_tile * (rank + 1) / size - first_chunk;
     steps = (tiles - first_tile + tile_stride - 1) / tile_stride * num_chunks;
   }
 };
@@ -99,29 +97,8 @@ __device__ __forceinline__ void load_x(Shared<kTokens>& s, int stage, const CUte
     load_box(s.x[stage][box], &map, &s.full[stage], chunk * kColumns + box * kBox, 0, policy);
 }
 
-// A chunk of adapters: B twice, for both halves of A x.
-template <int kTokens, Epilogue kEpilogue>
-__device__ __forceinline__ void load_b(Shared<kTokens>& s, int stage, const AdapterMaps& adapters, int tile, int index,
-                                       uint64_t policy) {
-  const AdapterChunk chunk(adapters, index, 1);
-#pragma unroll
-  for (int box = 0; box < kBoxes; box++)
-    load_box(s.w[stage][box], &adapters.b[chunk.piece], &s.full[stage], chunk.column, 0,
-             kEpilogue == kSwiglu ? -chunk.piece : 0, tile * (kRows / 16) - adapters.starts[chunk.piece], policy);
-}
-
 template <int kTokens>
-__device__ __forceinline__ void load_shrunk(Shared<kTokens>& s, int stage, const AdapterMaps& adapters, int index,
-                                            uint64_t policy) {
-  const AdapterChunk chunk(adapters, index, 1);
-#pragma unroll
-  for (int box = 0; box < kBoxes; box++)
-    load_box(s.x[stage][box], &adapters.shrunk, &s.full[stage], chunk.shrunk_column(adapters, box), 0, policy);
-}
-
-template <int kTokens, Epilogue kEpilogue, bool kAdapted>
-__device__ void produce(Shared<kTokens>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map,
-                        const AdapterMaps* adapters) {
+__device__ void produce(Shared<kTokens>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map) {
   using S = Sizes<kTokens>;
   const uint64_t once = evict_first_policy(), again = evict_last_policy();
   const int ahead = min(S::kStages, work.steps);
@@ -132,37 +109,19 @@ __device__ void produce(Shared<kTokens>& s, const Work& work, const CUtensorMap&
       tile += work.tile_stride;
     }
   };
-  auto load_rows = [&](int stage) {
-    if constexpr (kAdapted) {
-      if (chunk >= work.own_chunks) {
-        load_b<kTokens, kEpilogue>(s, stage, *adapters, tile, chunk - work.own_chunks, again);
-        return;
-      }
-    }
-    load_w<kTokens>(s, stage, w_map, tile, work.first_chunk + chunk, once);
-  };
-  auto load_tokens = [&](int stage, int index) {
-    if constexpr (kAdapted) {
-      if (index >= work.own_chunks) {
-        load_shrunk<kTokens>(s, stage, *adapters, index - work.own_chunks, again);
-        return;
-      }
-    }
-    load_x<kTokens>(s, stage, x_map, work.first_chunk + index, again);
-  };
   // At first all stages are free. They are full only with their chunks of X, which the kernel ahead may write.
   for (int i = 0; i < ahead; i++, advance()) {
     barrier_expect(&s.full[i], S::kStageBytes);
-    load_rows(i);
+    load_w<kTokens>(s, i, w_map, tile, work.first_chunk + chunk, once);
   }
   wait_for_previous_kernel();
-  for (int i = 0; i < ahead; i++) load_tokens(i, i % work.num_chunks);
+  for (int i = 0; i < ahead; i++) load_x<kTokens>(s, i, x_map, work.first_chunk + i % work.num_chunks, again);
   for (int i = ahead; i < work.steps; i++, advance()) {
     const int stage = i % S::kStages;
     barrier_wait(&s.empty[stage], (i / S::kStages - 1) & 1);
     barrier_expect(&s.full[stage], S::kStageBytes);
-    load_rows(stage);
-    load_tokens(stage, chunk);
+    load_w<kTokens>(s, stage, w_map, tile, work.first_chunk + chunk, once);
+    load_x<kTokens>(s, stage, x_map, work.first_chunk + chunk, again);
   }
 }
 
@@ -236,18 +195,58 @@ __device__ void finish_tile(const float (&d)[kTokens / 2], int tile, Output<kEpi
   }
 }
 
-template <int kTokens, Epilogue kEpilogue>
-__device__ void consume(Shared<kTokens>& s, const Work& work, Output<kEpilogue>* y, int m, int n) {
+// A product without adapters.
+template <int kTokens>
+struct NoDelta {
+  static constexpr bool kAdds = false;
+};
+
+// What adapters add, in the order in which `consume` needs it.
+template <int kTokens, bool kGated>
+struct AddedDelta {
+  static constexpr bool kAdds = true;
+  const lora::DecodeAdapters& given;
+  lora::Delta<kTokens, kGated> delta;
+  int m, n, warps;
+
+  // Before the wait, when slots are only guessed: the kernel ahead may write them.
+  __device__ AddedDelta(const lora::DecodeAdapters& given, const Work& work, int m, int n)
+      : given(given), m(m), n(n), warps(work.tile_stride * (kConsumers / 32)) {
+    delta.read_slots(given, m);
+    delta.load(given, work.first_tile, n);
+  }
+
+  __device__ __forceinline__ void begin(int tile, bool is_first) {
+    if (is_first)
+      delta.read_slots(given, m);
+    else
+      delta.load(given, tile, n);
+  }
+
+  __device__ __forceinline__ void add(float (&d)[kTokens / 2], int tile, bool is_first) {
+    if (is_first) lora::wait_for_shrunk(given, warps);
+    delta.add(given, m, tile, n, d);
+  }
+};
+
+template <int kTokens, Epilogue kEpilogue, class Added>
+__device__ void consume(Shared<kTokens>& s, const Work& work, Output<kEpilogue>* y, int m, int n, Added& added) {
   using S = Sizes<kTokens>;
   float d[S::kSums] = {};
   int tile = work.first_tile, chunk = 0;
   for (int i = 0; i < work.steps; i++) {
+    if constexpr (Added::kAdds) {
+      if (chunk == 0) added.begin(tile, i == 0);
+    }
     const int stage = i % S::kStages;
     barrier_wait(&s.full[stage], (i / S::kStages) & 1);
     multiply<kTokens>(d, s, stage);
     if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[stage]);
     if (++chunk < work.num_chunks) continue;
-    if (work.size == 1 || reduce_partials<kTokens>(d, work, s)) finish_tile<kTokens, kEpilogue>(d, tile, y, m, n);
+    if (work.size == 1 || reduce_partials<kTokens>(d, work, s)) {
+      if constexpr (Added::kAdds) added.add(d, tile, tile == work.first_tile);
+      finish_tile<kTokens, kEpilogue>(d, tile, y, m, n);
+    }
 #pragma unroll
     for (int j = 0; j < S::kSums; j++) d[j] = 0;
     chunk = 0;
@@ -257,14 +256,23 @@ __device__ void consume(Shared<kTokens>& s, const Work& work, Output<kEpilogue>*
 
 template <int kTokens, Epilogue kEpilogue, bool kAdapted = false>
 __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<kEpilogue>* y, int m, int n, int k,
-                    const AdapterMaps* adapters = nullptr) {
+                    const lora::DecodeAdapters* adapters = nullptr) {
   using S = Sizes<kTokens>;
   static_assert(sizeof(Shared<kTokens>) <= S::kSharedBytes && S::kStages >= 2);
   extern __shared__ __align__(kAlignment) uint8_t raw[];
   auto& s = *reinterpret_cast<Shared<kTokens>*>(raw);
-  int adapter_chunks = 0;
-  if constexpr (kAdapted) adapter_chunks = adapters->chunks(1);
-  const Work work(n / kRows, k / kColumns, adapter_chunks);
+  int blocks_before = 0;
+  if constexpr (kAdapted) {
+    static_assert(sizeof(lora::PartSums<kTokens>) <= S::kSharedBytes);
+    blocks_before = adapters->shrink_blocks;
+    if (int(blockIdx.x) < blocks_before) {
+      launch_dependents();
+      auto& sums = *reinterpret_cast<lora::PartSums<kTokens>*>(raw);
+      if (int(blockIdx.x) < adapters->parts()) lora::shrink_part<kTokens>(*adapters, m, k, blockIdx.x, sums);
+      return;
+    }
+  }
+  const Work work(n / kRows, k / kColumns, blocks_before);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; i++) {
       barrier_init(&s.full[i], 1);
@@ -281,10 +289,17 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
   // products of a step of 8 tokens take 2.46 ms instead of 2.3.
   launch_dependents();
   if (threadIdx.x < kConsumers) {
-    wait_for_previous_kernel();
-    consume<kTokens, kEpilogue>(s, work, y, m, n);
+    if constexpr (kAdapted) {
+      AddedDelta<kTokens, kEpilogue == kSwiglu> added(*adapters, work, m, n);
+      wait_for_previous_kernel();
+      consume<kTokens, kEpilogue>(s, work, y, m, n, added);
+    } else {
+      NoDelta<kTokens> none;
+      wait_for_previous_kernel();
+      consume<kTokens, kEpilogue>(s, work, y, m, n, none);
+    }
   } else if (threadIdx.x == kConsumers) {
-    produce<kTokens, kEpilogue, kAdapted>(s, work, w_map, x_map, adapters);
+    produce<kTokens>(s, work, w_map, x_map);
   }
   // The first block stays until the others, which write to its memory, have left: a thread that has ended counts as
   // arrived.

@@ -5,7 +5,7 @@
   extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)                                \
       adapted_decode_gemm_##NAME##_##TOKENS(const __grid_constant__ CUtensorMap w_map,                            \
                                             const __grid_constant__ CUtensorMap x_map, Output<EPILOGUE>* y, int m, \
-                                            int n, int k, const __grid_constant__ AdapterMaps adapters) {         \
+                                            int n, int k, const __grid_constant__ lora::DecodeAdapters adapters) {         \
     run<TOKENS, EPILOGUE, true>(w_map, x_map, y, m, n, k, &adapters);                                             \
   }
 

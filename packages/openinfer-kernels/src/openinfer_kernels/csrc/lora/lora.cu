@@ -57,17 +57,6 @@ __device__ __forceinline__ uint2 four(const uint16_t* row, int k, int rank, bool
   return is_there && k < rank ? *reinterpret_cast<const uint2*>(row + k) : make_uint2(0, 0);
 }
 
-// BF16 pairs of two values, and of what rounding them has left: together as exact as float32 needs.
-struct Halves {
-  uint32_t high, low;
-
-  __device__ __forceinline__ Halves(float first, float second) {
-    const uint32_t one = rounded_bits(first), other = rounded_bits(second);
-    high = one | other << 16;
-    low = rounded_bits(first - value_of(one)) | rounded_bits(second - value_of(other)) << 16;
-  }
-};
-
 // What an expand adds to 16 rows from `row` on, for each group of tokens that is asked for: d as in `lora::mma`.
 template <int kGroups>
 __device__ __forceinline__ void expand_tile(float (&d)[kGroups][4], const Expand& given, const uint2 (&held)[2],

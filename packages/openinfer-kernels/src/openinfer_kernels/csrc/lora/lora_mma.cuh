@@ -1,4 +1,5 @@
-// The instructions of lora.cu that have no name in CUDA: the tensor cores' product, and a hint to the second-level cache.
+// Instructions of adapters that have no name in CUDA: the tensor cores' product, a hint to the second-level cache, and
+// a counter that blocks of a grid wait for.
 #pragma once
 #include <cstdint>
 
@@ -17,5 +18,19 @@ __device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uin
 }
 
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+// Counts a part that this thread, and those that it has met at a barrier since, have written; the number before it.
+__device__ __forceinline__ unsigned count_part(unsigned* counter) {
+  __threadfence();
+  return atomicAdd(counter, 1u);
+}
+
+// Waits for parts that other blocks count, and sees what they have written.
+__device__ __forceinline__ void wait_for_parts(const unsigned* counter, unsigned parts) {
+  unsigned counted;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(counted) : "l"(counter) : "memory");
+  } while (counted < parts);
+}
 
 }  // namespace lora

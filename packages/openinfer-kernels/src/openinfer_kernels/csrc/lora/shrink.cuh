@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 
 #include "common/pdl.cuh"
+#include "lora/halves.cuh"
 #include "lora/lora_mma.cuh"
 
 namespace {
@@ -30,14 +31,7 @@ struct Shrink {
   int grid_slots;                        // slots that have blocks
 };
 
-__device__ __forceinline__ float value_of(uint32_t bits) { return __uint_as_float(bits << 16); }
-
-// To the nearest BF16, ties to even; NaN stays NaN.
-__device__ __forceinline__ uint32_t rounded_bits(float value) {
-  const uint32_t bits = __float_as_uint(value);
-  if ((bits & 0x7fffffff) > 0x7f800000) return bits >> 16 | 0x40;
-  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
+using lora::Halves, lora::rounded_bits, lora::value_of;
 
 __device__ __forceinline__ float rounded(float value) { return value_of(rounded_bits(value)); }
 

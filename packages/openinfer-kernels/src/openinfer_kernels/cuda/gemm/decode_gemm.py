@@ -1,12 +1,14 @@
 """Products for few tokens: `csrc/gemm/decode_gemm.cu` streams each weight once, at the speed of memory. Hopper only."""
 
 import ctypes
+from typing import Any
 
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
 from openinfer_kernels.cuda.gemm.tiles import Epilogue
+from openinfer_kernels.cuda.lora.decode_adapters import DecodeAdapters
 from openinfer_kernels.ops import Array
 
 _STEM, _ADAPTED_STEM = "decode_gemm", "adapted_decode_gemm"
@@ -60,15 +62,9 @@ class DecodeGemm:
         """Gate and up are the halves of `gate_up [2 F, k]`; `out [T, F]`."""
         self._multiply(self._swiglu, x, _gate_box(gate_up), out, overlap=weights_first)
 
-    def adapter_boxes(self, epilogue: Epilogue, num_tokens: int, weight: Array) -> tuple[int, int]:
-        """Units of 16 rows of the weight, and tokens, that a copy brings."""
-        del epilogue, weight
-        return _ROWS // 16, _tokens_of(num_tokens)
-
     def multiply_adapted(
-        self, epilogue: Epilogue, x: Array, weight: Array, out: Array, adapters: ctypes.Structure
+        self, epilogue: Epilogue, x: Array, weight: Array, out: Array, adapters: DecodeAdapters
     ) -> None:
-        """A product with `AdapterMaps` of `adapter_boxes`."""
         if epilogue not in self._adapted:
             self._adapted[epilogue] = _kernels(self._device, epilogue, stem=_ADAPTED_STEM)
         box = _gate_box(weight) if epilogue is Epilogue.SWIGLU else _rows_box(weight)
@@ -80,7 +76,8 @@ class DecodeGemm:
         x: Array,
         weight: TensorBox,
         out: Array,
-        *more: ctypes.Structure,
+        adapters: DecodeAdapters | None = None,
+        *,
         overlap: bool = True,
     ) -> None:
         num_tokens, k = x.shape
@@ -90,7 +87,11 @@ class DecodeGemm:
         x_box = TensorBox(address(x), (k, num_tokens), (k * _BF16_BYTES,), (_BOX_COLUMNS, tokens))
         sizes = [ctypes.c_int(size) for size in (num_tokens, n, k)]
         blocks, cluster = self._partition(n // _ROWS, k // _CHUNK_COLUMNS)
-        arguments = [self._maps.of(weight), self._maps.of(x_box), out, *sizes, *more]
+        arguments: list[Any] = [self._maps.of(weight), self._maps.of(x_box), out, *sizes]
+        if adapters is not None:
+            adapters.shrink_blocks = -(-adapters.parts // cluster) * cluster
+            blocks += adapters.shrink_blocks
+            arguments.append(adapters)
         kernels[tokens]((blocks, 1, 1), (_THREADS, 1, 1), arguments, overlap=overlap, cluster=cluster)
 
     def _partition(self, tiles: int, chunks_per_tile: int) -> tuple[int, int]:

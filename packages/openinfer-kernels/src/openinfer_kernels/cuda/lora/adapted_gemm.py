@@ -12,6 +12,7 @@ from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMap, Tens
 from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.gemm.gemm import Gemm
 from openinfer_kernels.cuda.gemm.tiles import Epilogue
+from openinfer_kernels.cuda.lora.decode_adapters import decode_adapters
 from openinfer_kernels.cuda.lora.lora import SHRINK_THREADS, Shrink
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array
@@ -100,12 +101,14 @@ class AdaptedGemm:
             raise ArrayMismatchError(f"columns {columns.shape} are not those of {weight.shape} and a {a.shape}")
         if not len(x):
             return
+        if self._decode_gemm.serves(x, weight):
+            given, _shrunk = decode_adapters(x, a, columns, slots, starts)
+            self._decode_gemm.multiply_adapted(epilogue, x, weight, out, given)
+            return
         halves = self._halves(x, a, slots, columns.shape[1])
-        is_few = self._decode_gemm.serves(x, weight)
-        way = self._decode_gemm if is_few else self._gemm
-        boxes = way.adapter_boxes(epilogue, len(x), weight)
+        boxes = self._gemm.adapter_boxes(epilogue, len(x), weight)
         maps = self._adapter_maps(epilogue, columns, halves, starts, boxes)
-        way.multiply_adapted(epilogue, x, weight, out, maps)
+        self._gemm.multiply_adapted(epilogue, x, weight, out, maps)
 
     def _halves(self, x: Array, a: Array, slots: Array, columns: int) -> Array:
         """`[T, P, 2, E]`."""

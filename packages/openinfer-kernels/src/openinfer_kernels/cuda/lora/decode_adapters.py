@@ -1,0 +1,58 @@
+"""What a product of few tokens is told of adapters: `csrc/lora/decode_adapters.cuh`."""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+
+from openinfer_kernels.cuda.common.arrays import address
+from openinfer_kernels.cuda.common.libraries import cupy
+from openinfer_kernels.ops import Array
+
+MOST_PIECES = 3
+_TILE_ROWS = 16
+_SPLIT_UNIT = 128
+"""Of K: four warps load 32 columns each."""
+_SPLIT_COLUMNS = 640
+"""That four warps load at once."""
+_MOST_SPLITS = 8
+"""Each is a sum that every tile reads."""
+_FLOAT32 = np.dtype(np.float32)
+
+
+class DecodeAdapters(ctypes.Structure):
+    """The struct of that name."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "a", "columns", "slots", "shrunk")),
+        *((name, ctypes.c_int) for name in ("pieces", "rank", "num_slots", "num_columns")),
+        *((name, ctypes.c_int) for name in ("row_tiles", "splits", "split_columns", "shrink_blocks")),
+        ("starts", ctypes.c_int * MOST_PIECES),
+    )
+
+    @property
+    def parts(self) -> int:
+        """Blocks that make a part of A x each."""
+        return self.row_tiles * self.num_slots * self.splits
+
+
+def decode_adapters(
+    x: Array, a: Array, columns: Array, slots: Array, starts: Sequence[int]
+) -> tuple[DecodeAdapters, Array]:
+    """Of `x [T, k]`; with the memory in which parts of A x are left, to be kept until the kernel is launched."""
+    num_tokens, inner = x.shape
+    num_slots, pieces, rank, _ = a.shape
+    splits = min(_MOST_SPLITS, -(-inner // _SPLIT_COLUMNS))
+    shrunk = cupy.empty((splits, num_tokens, pieces * rank), _FLOAT32)
+    given = DecodeAdapters(
+        *(address(each) for each in (x, a, columns, slots, shrunk)),
+        pieces,
+        rank,
+        num_slots,
+        columns.shape[1],
+        row_tiles=-(-pieces * rank // _TILE_ROWS),
+        splits=splits,
+        split_columns=-(-inner // splits // _SPLIT_UNIT) * _SPLIT_UNIT,
+        starts=(ctypes.c_int * MOST_PIECES)(*starts[:pieces]),
+    )
+    return given, shrunk
