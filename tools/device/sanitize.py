@@ -183,7 +183,7 @@ class Larger:
             columns[:, num_slots * rank :] = 0
             slots = np.resize(np.array([2, -1, 0, 1, 0], np.int32), tokens)
             b = self._host(columns).reshape(starts[-1], -1, rank)[:, :num_slots].transpose(1, 0, 2)
-            right = self._cpu.linear(self._host(x), self._host(weight))
+            right = self._host(x) @ self._host(weight).T
             shrunk = self._cpu.lora_shrink(self._host(x), self._host(a), slots)
             self._cpu.lora_expand(right, shrunk, b, slots, starts=starts)
             given = x, weight, a, columns, ops.upload(slots)

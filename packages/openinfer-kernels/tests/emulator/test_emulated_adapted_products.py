@@ -2,10 +2,11 @@
 
 import ctypes
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -13,15 +14,20 @@ import pytest
 
 from openinfer_kernels.weights.adapter_columns import adapter_columns
 
-MULTIPROCESSORS = 6
+MULTIPROCESSORS, MULTIPROCESSORS_OF_MANY = 6, 20
+CLUSTERS = {1: 20, 2: 10, 3: 6, 4: 5}
+"""Of so many blocks, that run at a time with more tokens."""
+GEMM = [
+    *(f"adapted_gemm_store_{tokens}x{columns}" for tokens in (64, 128, 192) for columns in (96, 112)),
+    *(f"adapted_gemm_swiglu_{tokens}x{columns}" for tokens in (64, 128, 192) for columns in (96, 160, 192)),
+    *(f"adapted_gemm_{epilogue}_256x160" for epilogue in ("store", "swiglu")),
+]
 DECODE = [f"adapted_decode_gemm_{epilogue}_{tokens}" for epilogue in ("store", "swiglu") for tokens in (8, 16, 32)]
+HEADERS = ("decode_gemm.cuh", "gemm.cuh")
 SHARED = "extern __shared__ __align__(kAlignment) uint8_t raw[];"
-CALLS = "".join(
-    f'  if (!strcmp(kind, "{name}")) return run_clusters(blocks, cluster, threads, [=] {{\n'
-    f"    {name}(*w, *x, static_cast<bf16*>(y), m, n, k, *adapters); }});\n"
-    for name in DECODE
-)
-SOURCE = f"""#include "bfloat16.hpp"
+NAMED_BARRIER = re.compile(r'asm volatile\("bar\.sync (\d), %0;" ::"n"\((\S+?)\) : "memory"\);')
+CALL = "  if (!strcmp(kind, \"{name}\")) return run_clusters(blocks, cluster, threads, [=] {{ {name}({arguments}); }});\n"
+DECODE_SOURCE = f"""#include "bfloat16.hpp"
 #include "clusters.hpp"
 #include "lora/adapted_decode_gemm.cu"
 using namespace emulated;
@@ -29,9 +35,23 @@ extern "C" __attribute__((visibility("default"))) int run(
     const char* kind, const CUtensorMap* w, const CUtensorMap* x, void* y, int m, int n, int k,
     const lora::DecodeAdapters* adapters, size_t bytes, int blocks, int cluster, int threads) {{
   if (bytes != sizeof(lora::DecodeAdapters)) return kOtherArguments;
-{CALLS}  return kNoSuchKernel;
+{"".join(CALL.format(name=name, arguments="*w, *x, static_cast<bf16*>(y), m, n, k, *adapters") for name in DECODE)}
+  return kNoSuchKernel;
 }}
 extern "C" __attribute__((visibility("default"))) unsigned left() {{ return lora::parts_ready + lora::warps_served; }}
+"""
+GEMM_SOURCE = f"""#include "bfloat16.hpp"
+#include "clusters.hpp"
+#include "lora/adapted_gemm.cu"
+using namespace emulated;
+extern "C" __attribute__((visibility("default"))) int run(
+    const char* kind, const CUtensorMap* w, const CUtensorMap* x, void* y, int m, int n, int k, int multicast_ctas,
+    int group, const AdapterMaps* adapters, size_t bytes, int blocks, int cluster, int threads) {{
+  if (bytes != sizeof(AdapterMaps)) return kOtherArguments;
+{"".join(CALL.format(name=name, arguments="*w, *x, y, m, n, k, multicast_ctas, group, *adapters") for name in GEMM)}
+  return kNoSuchKernel;
+}}
+extern "C" __attribute__((visibility("default"))) unsigned left() {{ return parts_ready + blocks_served; }}
 """
 
 
@@ -42,39 +62,50 @@ class Kernel:
         self._library, self._name = library, name
 
     def __call__(self, grid: Any, block: Any, arguments: list[Any], *, overlap: bool, cluster: int) -> None:
-        w, x, out, m, n, k, adapters = arguments
+        w, x, out, *numbers, adapters = arguments
         maps = ctypes.byref(w), ctypes.byref(x), ctypes.c_void_p(out.ctypes.data)
         sizes = ctypes.c_size_t(ctypes.sizeof(adapters)), grid[0], cluster, block[0]
-        given = *maps, m, n, k, ctypes.byref(adapters), *sizes
+        given = *maps, *numbers, ctypes.byref(adapters), *sizes
         outcome = self._library.run(self._name.encode(), *given)
         assert outcome == 0, (self._name, outcome)
         assert self._library.left() == 0, "counters are left as they were found"
 
+    def most_clusters(self, blocks: int, *, threads: int) -> int:
+        return CLUSTERS[blocks]
+
+
+class Libraries(NamedTuple):
+    decode: ctypes.CDLL
+    gemm: ctypes.CDLL
+
 
 @pytest.fixture(scope="module")
 def make_library(tmp_path_factory: pytest.TempPathFactory, emulation: Any) -> Callable[..., ctypes.CDLL]:
-    """Of the kernels; `mistake` is a text of a source and what stands in its place."""
+    """Of the kernels of a source; `mistake` is a text of a file and what stands in its place."""
 
-    def make(mistake: tuple[str, str, str] | None = None) -> ctypes.CDLL:
+    def make(source: str, mistake: tuple[str, str, str] | None = None) -> ctypes.CDLL:
         folder = emulation.sources(tmp_path_factory)
         text = (emulation.here / "cluster_hopper.cuh").read_text("utf-8")
         (folder / "csrc/common/hopper.cuh").write_text(text, "utf-8")
+        (folder / "csrc/gemm/wgmma.cuh").write_text('#include "common/hopper.cuh"\n', "utf-8")
         for name in ("cuda_fp16.h", "cuda_bf16.h"):
             (folder / name).write_text('#include "bfloat16.hpp"\n', "utf-8")
-        changes = [("gemm/decode_gemm.cuh", SHARED, "uint8_t* raw = emulated::shared_memory();")]
-        for name, old, new in [*changes, *([mistake] if mistake else [])]:
+        shared = [(f"gemm/{name}", SHARED, "uint8_t* raw = emulated::shared_memory();") for name in HEADERS]
+        for name, old, new in [*shared, *([mistake] if mistake else [])]:
             path = folder / "csrc" / name
             text = path.read_text("utf-8")
             assert text.count(old) == 1, old
             path.write_text(text.replace(old, new), "utf-8")
-        return ctypes.CDLL(str(emulation.build(folder, "adapted", SOURCE)))
+        path = folder / "csrc/gemm/gemm.cuh"
+        path.write_text(NAMED_BARRIER.sub(r"emulated::barriers[\1].sync(\2);", path.read_text("utf-8")), "utf-8")
+        return ctypes.CDLL(str(emulation.build(folder, "adapted", source)))
 
     return make
 
 
 @pytest.fixture(scope="module")
-def library(make_library: Callable[..., ctypes.CDLL]) -> ctypes.CDLL:
-    return make_library()
+def libraries(make_library: Callable[..., ctypes.CDLL]) -> Libraries:
+    return Libraries(make_library(DECODE_SOURCE), make_library(GEMM_SOURCE))
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +117,12 @@ def modules(emulation: Any) -> Iterator[SimpleNamespace]:
 
         def of(self, tensor: Any) -> Any:
             assert tensor.box[0] == 64
-            if len(tensor.sizes) == 2:
-                return emulation.tensor_map((tensor.address, *tensor.sizes, tensor.box[1]))
-            return emulation.tensor_map((tensor.address, *tensor.sizes, *tensor.strides_bytes, *tensor.box))
+            is_plane = len(tensor.sizes) == 2
+            words = (*tensor.sizes, tensor.box[1]) if is_plane else (*tensor.sizes, *tensor.strides_bytes, *tensor.box)
+            made = maps.TensorMap()
+            for i, word in enumerate((tensor.address, *words)):
+                made.words[i] = word
+            return made
 
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
@@ -99,6 +133,8 @@ def modules(emulation: Any) -> Iterator[SimpleNamespace]:
         patch.setattr(arrays, "address", lambda array: array.ctypes.data)
         patch.setattr(maps, "TensorMaps", TensorMaps)
         yield SimpleNamespace(
+            epilogue=importlib.import_module("openinfer_kernels.cuda.gemm.tiles").Epilogue,
+            gemm=importlib.import_module("openinfer_kernels.cuda.gemm.gemm"),
             decode=importlib.import_module("openinfer_kernels.cuda.gemm.decode_gemm"),
             fused=importlib.import_module("openinfer_kernels.cuda.lora.adapted_gemm"),
         )
@@ -115,16 +151,14 @@ def filled(shape: Any, dtype: Any) -> np.ndarray:
 class Device:
     """As much of one as the products ask for."""
 
-    num_multiprocessors = MULTIPROCESSORS
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    def __init__(self, libraries: Libraries, num_multiprocessors: int) -> None:
+        self._libraries, self.num_multiprocessors = libraries, num_multiprocessors
 
     def has(self, stem: str) -> bool:
         return True
 
     def kernel(self, stem: str, name: str, *, shared_bytes: int = 0) -> Kernel:
-        return Kernel(self._library, name)
+        return Kernel(self._libraries.decode if "decode" in stem else self._libraries.gemm, name)
 
 
 def product(on_device: Any, heights: tuple[int, ...], inner: int, rank: int, num_slots: int, num_tokens: int) -> Any:
@@ -167,16 +201,14 @@ SHAPES = {
 }
 
 
-def decode_of(modules: Any, library: ctypes.CDLL) -> Any:
-    device = Device(library)
-    return modules.fused.AdaptedGemm(device, modules.decode.DecodeGemm(device), None)
+def fused_of(modules: Any, libraries: Libraries) -> Any:
+    few, many = (Device(libraries, count) for count in (MULTIPROCESSORS, MULTIPROCESSORS_OF_MANY))
+    return modules.fused.AdaptedGemm(few, modules.decode.DecodeGemm(few), modules.gemm.Gemm(many))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 13, 31])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_few_tokens_have_what_their_adapters_add(modules, library, on_device, shape, num_tokens):
+def check(gemm: Any, on_device: Any, shape: Any, num_tokens: int) -> None:
+    """Twice the same bits, and near float64."""
     given, starts, wanted = product(on_device, *shape, num_tokens)
-    gemm = decode_of(modules, library)
     found = [gemm.linear(*given, starts=starts) for _ in range(2)]
     assert (found[0].view(np.uint16) == found[1].view(np.uint16)).all()
     assert distance(found[0], wanted) < 4e-3
@@ -186,10 +218,48 @@ def test_few_tokens_have_what_their_adapters_add(modules, library, on_device, sh
         assert distance(gate, gated(wanted, given[0].dtype)) < 1.5e-2
 
 
-def test_without_adapters_a_product_is_what_it_is(modules, library, on_device):
-    given, starts, _ = product(on_device, (192, 64, 64), 640, 16, 4, 5)
+@pytest.mark.parametrize("num_tokens", [1, 5, 13, 31])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_few_tokens_have_what_their_adapters_add(modules, libraries, on_device, shape, num_tokens):
+    check(fused_of(modules, libraries), on_device, shape, num_tokens)
+
+
+MANY = {
+    "Q, K and V": ((192, 64, 64), 256, 16, 4),
+    "K divided": ((64,), 512, 16, 4),
+    "A in two tiles": ((64, 64), 128, 32, 4),
+    "gate and up": ((128, 128), 192, 16, 3),
+    "several tiles": ((640,), 128, 64, 1),
+    "slots of 8": ((64,), 128, 8, 4),
+}
+
+
+MANY_TOKENS = [33, 100, 150, 260, 530, 1030]
+
+
+@pytest.mark.parametrize("num_tokens", MANY_TOKENS)
+@pytest.mark.parametrize("shape", MANY.values(), ids=MANY.keys())
+def test_more_tokens_have_what_their_adapters_add(modules, libraries, on_device, shape, num_tokens):
+    check(fused_of(modules, libraries), on_device, shape, num_tokens)
+
+
+def test_sums_over_a_are_made_in_every_way(modules, libraries):
+    gemm = modules.gemm.Gemm(Device(libraries, MULTIPROCESSORS_OF_MANY))
+    ways = set()
+    for heights, inner, rank, num_slots in MANY.values():
+        for epilogue in (modules.epilogue.STORE, modules.epilogue.SWIGLU):
+            for num_tokens in MANY_TOKENS:
+                rows = adapter_columns(num_slots, rank) * len(heights)
+                found = gemm.adapted_partition(epilogue, num_tokens, sum(heights), inner, shrink_rows=rows)
+                ways.add((found.shrinks, found.partition.split_k > 1, found.partition.multicast_ctas > 1))
+    assert {(True, False, False), (True, True, False), (False, False, True)} <= ways
+
+
+@pytest.mark.parametrize("num_tokens", [5, 40])
+def test_without_adapters_a_product_is_what_it_is(modules, libraries, on_device, num_tokens):
+    given, starts, _ = product(on_device, (192, 64, 64), 640, 16, 4, num_tokens)
     x, weight, a, columns, slots = given
-    found = decode_of(modules, library).linear(x, weight, a, columns, np.full_like(slots, -1), starts=starts)
+    found = fused_of(modules, libraries).linear(x, weight, a, columns, np.full_like(slots, -1), starts=starts)
     assert distance(found, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T) < 4e-3
 
 
@@ -205,9 +275,28 @@ def test_without_adapters_a_product_is_what_it_is(modules, library, on_device):
     ],
     ids=["another slot's", "up's rows", "Q's piece for all", "one split", "counters stay", "the first tile's rows"],
 )
-def test_mistakes_of_the_kernels_are_noticed(modules, make_library, on_device, mistake):
-    library = make_library(mistake)
+def test_mistakes_with_few_tokens_are_noticed(modules, libraries, make_library, on_device, mistake):
+    gemm = fused_of(modules, libraries._replace(decode=make_library(DECODE_SOURCE, mistake)))
     with pytest.raises(AssertionError):
         for name in ("Q, K and V", "in a cluster", "rank 24", "two steps a slot"):
             for num_tokens in (5, 13):
-                test_few_tokens_have_what_their_adapters_add(modules, library, on_device, SHAPES[name], num_tokens)
+                check(gemm, on_device, SHAPES[name], num_tokens)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("gemm/adapter_maps.cuh", "__ldcg(maps.slots + to) == slot;", "true;"),
+        ("gemm/adapter_maps.cuh", "row % maps.pieces;", "0;"),
+        ("gemm/gemm.cuh", "tile.is_shrink ? own_chunks : num_chunks", "num_chunks"),
+        ("gemm/gemm.cuh", "parts_ready = 0, blocks_served = 0;", ";"),
+        ("gemm/gemm.cuh", "work.shrink_tiles * work.splits);", "work.shrink_tiles * work.splits + 1);"),
+    ],
+    ids=["all slots'", "Q's A for all", "B's chunks of A", "counters stay", "a part too many"],
+)
+def test_mistakes_with_more_tokens_are_noticed(modules, libraries, make_library, on_device, mistake):
+    gemm = fused_of(modules, libraries._replace(gemm=make_library(GEMM_SOURCE, mistake)))
+    with pytest.raises(AssertionError):
+        for name in ("Q, K and V", "K divided"):
+            for num_tokens in (33, 150):
+                check(gemm, on_device, MANY[name], num_tokens)

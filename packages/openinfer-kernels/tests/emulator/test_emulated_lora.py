@@ -99,12 +99,15 @@ class Products:
         self._boxes = boxes
 
     def serves(self, x: Any, weight: Any) -> bool:
-        return True
+        return False
 
-    def adapter_boxes(self, epilogue: Any, num_tokens: int, weight: Any) -> tuple[int, int]:
-        return TILE_UNITS, num_tokens
+    def adapted_partition(self, epilogue: Any, num_tokens: int, *shape: int, shrink_rows: int) -> Any:
+        return (SimpleNamespace(columns=16 * TILE_UNITS, tokens=num_tokens), 1, 1), False
 
-    def multiply_adapted(self, epilogue: Any, x: Any, weight: Any, out: Any, maps: Any) -> None:
+    def multiply_adapted(
+        self, epilogue: Any, partition: Any, x: Any, weight: Any, out: Any, maps: Any, *, shrink_tiles: int
+    ) -> None:
+        assert shrink_tiles == 0
         y = np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
         is_gated = str(epilogue) == "swiglu"
         half = len(weight) // 2
@@ -216,10 +219,10 @@ def test_gate_is_that_of_the_sum(lora: Any, on_device: Any, num_tokens: int) -> 
     np.testing.assert_allclose(np.asarray(gated, np.float32), expected, rtol=2**-7, atol=1e-6)
 
 
+# Of A's of 24 and 72 rows, that no copy brings 16 at a time: test_emulated_adapted_products.py has the others.
 FUSED = [
-    {"inner": 128, "heights": (128, 64, 64), "rank": 16},
     {"inner": 128, "heights": (80, 16, 32), "rank": 8},
-    {"inner": 256, "heights": (64, 64), "rank": 32},
+    {"inner": 640, "heights": (192,), "rank": 8},
     {"inner": 128, "heights": (192,), "rank": 40, "num_tokens": 33},
 ]
 
@@ -246,9 +249,6 @@ def test_product_with_adapters_in_it_is_that_of_the_sum(lora: Any, on_device: An
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=2**-7, atol=2e-2)
     plain = wide[0] @ wide[1].T
     assert (np.abs(expected - plain)[slots >= 0].mean(axis=1) > 0.5).all()
-    if len(starts) == 3:
-        gated = lora.fused.linear_swiglu(x, weight, a, columns, slots, starts=starts)
-        np.testing.assert_allclose(np.asarray(gated, np.float32), CpuOps.swiglu(expected), rtol=2**-6, atol=5e-2)
     # Where the view of slots is, kernels of their own find the same.
     view = columns.reshape(starts[-1], -1, shape["rank"])[:, :num_slots].transpose(1, 0, 2)
     y = on_device(plain)

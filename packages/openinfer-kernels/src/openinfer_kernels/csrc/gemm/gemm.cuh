@@ -15,7 +15,8 @@
 //
 // gemm_epilogue.cuh says what becomes of the sums.
 //
-// With adapters (kAdapted) K goes on: after W's own chunks come those of B, for which X is A x: gemm/adapter_maps.cuh.
+// With adapters (kAdapted) K goes on: after W's own chunks come those of B, for which X is A x, which tiles of A make:
+// gemm/adapter_maps.cuh.
 #pragma once
 #include "common/hopper.cuh"
 #include "gemm/adapter_maps.cuh"
@@ -57,6 +58,7 @@ struct Shared {
 
 struct Tile {
   int first_token, column_tile;
+  bool is_shrink;  // its columns are rows of A
 };
 
 // Which tiles and which split of K a block multiplies.
@@ -64,11 +66,13 @@ struct Work {
   int multicast_ctas, multicast_rank, splits, split;
   int first, stride, tiles;  // of the cluster's tiles, each `multicast_ctas` columns wide
   int token_tiles, wide_tiles, group;
+  int shrink_tiles;                 // of all tokens, before those of W
   int first_chunk, own_chunks;      // of W, of each tile
   int num_chunks;                   // with those of adapters, which the last split has
 
   template <class S>
-  static __device__ Work of(int m, int rows, int k, int multicast_ctas, int group, int adapter_chunks) {
+  static __device__ Work of(int m, int rows, int k, int multicast_ctas, int group, int adapter_chunks,
+                            int wide_shrink_tiles) {
     Work work;
     const int rank = cluster_rank(), size = cluster_size(), chunks = (k + kChunk - 1) / kChunk;
     work.multicast_ctas = multicast_ctas, work.multicast_rank = rank % multicast_ctas;
@@ -76,7 +80,8 @@ struct Work {
     work.first = blockIdx.x / size, work.stride = gridDim.x / size;
     work.token_tiles = (m + S::kTokens - 1) / S::kTokens;
     work.wide_tiles = (rows + S::kColumns * multicast_ctas - 1) / (S::kColumns * multicast_ctas);
-    work.tiles = work.token_tiles * work.wide_tiles;
+    work.shrink_tiles = work.token_tiles * wide_shrink_tiles;
+    work.tiles = work.shrink_tiles + work.token_tiles * work.wide_tiles;
     work.group = group;
     work.first_chunk = chunks * work.split / work.splits;
     work.own_chunks = chunks * (work.split + 1) / work.splits - work.first_chunk;
@@ -87,9 +92,24 @@ struct Work {
   // Tiles go through `group` token tiles before the next columns, so that both stay in the L2 cache for a while.
   template <class S>
   __device__ Tile tile(int index) const {
+    if (index < shrink_tiles) return {index % token_tiles * S::kTokens, index / token_tiles, true};
+    index -= shrink_tiles;
     const int of_group = group * wide_tiles, first_row = index / of_group * group;
     const int rows = min(group, token_tiles - first_row), within = index % of_group;
-    return {(first_row + within % rows) * S::kTokens, within / rows * multicast_ctas + multicast_rank};
+    return {(first_row + within % rows) * S::kTokens, within / rows * multicast_ctas + multicast_rank, false};
+  }
+
+  __device__ __forceinline__ int chunks_of(const Tile& tile) const { return tile.is_shrink ? own_chunks : num_chunks; }
+
+  __device__ __forceinline__ int steps() const {
+    auto own_tiles = [&](int of) { return max(0, (of - first + stride - 1) / stride); };
+    const int shrinks = own_tiles(shrink_tiles);
+    return shrinks * own_chunks + (own_tiles(tiles) - shrinks) * num_chunks;
+  }
+
+  // Blocks of the grid that have a tile of W and, if K is divided, the end of it.
+  __device__ __forceinline__ int blocks_with_adapters() const {
+    return min(stride, tiles - shrink_tiles) * multicast_ctas;
   }
 };
 
@@ -112,6 +132,14 @@ __device__ __forceinline__ void load_x(Shared<S>& s, int stage, const CUtensorMa
   load_box_into(s.x[stage] + first * kRowBytes, &map, &s.full[stage], column, first_token + first, targets, policy);
 }
 
+// Each block with a tile of W, once; what other blocks have stored is then there for the copy engine.
+__device__ __forceinline__ void wait_for_shrunk(const Work& work) {
+  lora::wait_for_parts(&parts_ready, work.shrink_tiles * work.splits);
+  lora::fence_copies();
+  const unsigned blocks = work.blocks_with_adapters();
+  if (lora::count_part(&blocks_served) + 1 == blocks) parts_ready = 0, blocks_served = 0;
+}
+
 template <class S, Epilogue kEpilogue, bool kAdapted>
 __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map,
                         const AdapterMaps* adapters) {
@@ -119,18 +147,23 @@ __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map
   const bool is_once = work.token_tiles == 1;
   const uint64_t again = is_once ? evict_last_policy() : evict_normal_policy();
   const uint64_t weights = is_once ? evict_first_policy() : again;
-  const int steps = (work.tiles - work.first + work.stride - 1) / work.stride * work.num_chunks;
+  const int steps = work.steps();
   const int ahead = min(S::kStages, steps);
   int index = work.first, chunk = 0;
+  [[maybe_unused]] bool has_shrunk = work.shrink_tiles == 0;
   Tile tile = work.tile<S>(index);
   auto advance = [&] {
-    if (++chunk == work.num_chunks) {
-      chunk = 0;
-      tile = work.tile<S>(index += work.stride);
-    }
+    if (++chunk < work.chunks_of(tile)) return;
+    chunk = 0;
+    index += work.stride;
+    if (!kAdapted || index < work.tiles) tile = work.tile<S>(index);
   };
   auto load_rows = [&](int stage) {
     if constexpr (kAdapted) {
+      if (tile.is_shrink) {
+        load_w<S>(s, stage, adapters->a, tile.column_tile, work.first_chunk + chunk, again);
+        return;
+      }
       if (chunk >= work.own_chunks) {
         const AdapterChunk own(*adapters, chunk - work.own_chunks, adapters->halves);
         load_box(s.w[stage], &adapters->b[own.piece], &s.full[stage], own.column, 0,
@@ -144,6 +177,10 @@ __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map
   auto load_tokens = [&](int stage) {
     if constexpr (kAdapted) {
       if (chunk >= work.own_chunks) {
+        if (!has_shrunk) {
+          wait_for_shrunk(work);
+          has_shrunk = true;
+        }
         const AdapterChunk own(*adapters, chunk - work.own_chunks, adapters->halves);
         load_x<S>(s, stage, adapters->shrunk, work, tile.first_token, own.shrunk_column(*adapters, own.half), again);
         return;
@@ -181,9 +218,9 @@ __device__ __forceinline__ void release(Shared<S>& s, const Work& work, int stag
 
 template <class S>
 __device__ __forceinline__ void multiply_tile(float (&d)[S::kHigh][S::kSums], Shared<S>& s, const Work& work,
-                                              int warpgroup, int& stage, int& phase) {
+                                              int chunks, int warpgroup, int& stage, int& phase) {
   int before = 0;
-  for (int chunk = 0; chunk < work.num_chunks; chunk++) {
+  for (int chunk = 0; chunk < chunks; chunk++) {
     barrier_wait(&s.full[stage], phase);
     wgmma_fence();
     const uint64_t x = tile_descriptor(s.x[stage] + warpgroup * S::kHigh * 64 * kRowBytes);
@@ -217,8 +254,8 @@ __device__ __forceinline__ void leave_sums(const float (&d)[S::kHigh][S::kSums],
 }
 
 // Reduces the sums of all splits for this split's share of the groups, and stores them.
-template <class S>
-__device__ void store_splits(Shared<S>& s, const Work& work, const Target<kStore>& target, int high) {
+template <class S, class To>
+__device__ void store_splits(Shared<S>& s, const Work& work, const To& target, int high) {
   const float4* mine = reinterpret_cast<float4*>(s.x) + threadIdx.x + high * (S::kSums / 4 * S::kConsumers);
   constexpr int kGroups = kGroupsOf<S, kStore>, kSplitsAtOnce = 2;  // that are read at a time
 #pragma unroll 1
@@ -249,17 +286,54 @@ __device__ void store_splits(Shared<S>& s, const Work& work, const Target<kStore
   }
 }
 
-template <class S, Epilogue kEpilogue>
-__device__ void consume(Shared<S>& s, const Work& work, void* y, int m, int n) {
+// The sums of a tile of A. False where K is divided: then there is one tile.
+template <class S>
+__device__ bool store_shrunk(const float (&d)[S::kHigh][S::kSums], Shared<S>& s, const Work& work,
+                             const ShrunkTarget& target) {
+  if (work.splits > 1) {
+    leave_sums<S>(d, s);
+    cluster_sync();
+    for (int high = 0; high < S::kHigh; high++) store_splits<S>(s, work, target.below(high), high);
+  } else {
+#pragma unroll
+    for (int high = 0; high < S::kHigh; high++)
+#pragma unroll
+      for (int group = 0; group < kGroupsOf<S, kStore>; group++) {
+        float4 sums[kGroup];
+#pragma unroll
+        for (int block = 0; block < kGroup; block++) {
+          const int at = (group * kGroup + block) * 4;
+          sums[block] = at < S::kSums ? make_float4(d[high][at], d[high][at + 1], d[high][at + 2], d[high][at + 3])
+                                      : make_float4(0, 0, 0, 0);
+        }
+        if (group * kGroup * 8 < S::kColumns) target.below(high).store(group, sums);
+      }
+  }
+  if (work.wide_tiles > 0) {  // this grid's own tiles wait
+    lora::fence_copies();
+    asm volatile("bar.sync 1, %0;" ::"n"(S::kConsumers) : "memory");
+    if (threadIdx.x == 0) lora::count_part(&parts_ready);
+  }
+  return work.splits == 1;
+}
+
+template <class S, Epilogue kEpilogue, bool kAdapted>
+__device__ void consume(Shared<S>& s, const Work& work, void* y, int m, int n, const AdapterMaps* adapters) {
   constexpr int kTileColumns = S::kColumns / (kEpilogue == kSwiglu ? 2 : 1);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int stage = 0, phase = 0;
   float d[S::kHigh][S::kSums];
   for (int index = work.first; index < work.tiles; index += work.stride) {
-    multiply_tile<S>(d, s, work, warp / 4, stage, phase);
     const Tile tile = work.tile<S>(index);
+    multiply_tile<S>(d, s, work, work.chunks_of(tile), warp / 4, stage, phase);
     const int first_column = tile.column_tile * kTileColumns;
     const int first_token = tile.first_token + warp / 4 * S::kHigh * 64 + warp % 4 * 16 + lane / 4;
+    if constexpr (kAdapted) {
+      if (tile.is_shrink) {
+        if (!store_shrunk<S>(d, s, work, {*adapters, m, first_token, tile.column_tile * S::kColumns})) return;
+        continue;
+      }
+    }
     const Target<kEpilogue> target{y, m, n, first_token, first_column, min(n, first_column + kTileColumns)};
     if constexpr (kEpilogue == kStore) {
       if (work.splits > 1) {  // there is one tile
@@ -280,9 +354,10 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, void* y,
   static_assert(sizeof(Shared<S>) <= S::kSharedBytes && S::kStages >= 2);
   extern __shared__ __align__(kAlignment) uint8_t raw[];
   auto& s = *reinterpret_cast<Shared<S>*>(raw);
-  int adapter_chunks = 0;
-  if constexpr (kAdapted) adapter_chunks = adapters->chunks(adapters->halves);
-  const Work work = Work::of<S>(m, kEpilogue == kSwiglu ? 2 * n : n, k, multicast_ctas, group, adapter_chunks);
+  int adapter_chunks = 0, shrink_tiles = 0;
+  if constexpr (kAdapted) adapter_chunks = adapters->chunks(adapters->halves), shrink_tiles = adapters->shrink_tiles;
+  const Work work =
+      Work::of<S>(m, kEpilogue == kSwiglu ? 2 * n : n, k, multicast_ctas, group, adapter_chunks, shrink_tiles);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; i++) {
       barrier_init(&s.full[i], 1);
@@ -299,7 +374,7 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, void* y,
   if (threadIdx.x < S::kConsumers) {
     if constexpr (S::kTrades) take_registers<kConsumerRegisters>();
     wait_for_previous_kernel();
-    consume<S, kEpilogue>(s, work, y, m, n);
+    consume<S, kEpilogue, kAdapted>(s, work, y, m, n, adapters);
   } else {
     if constexpr (S::kTrades) leave_registers<kProducerRegisters>();
     if (threadIdx.x == S::kConsumers) produce<S, kEpilogue, kAdapted>(s, work, w_map, x_map, adapters);

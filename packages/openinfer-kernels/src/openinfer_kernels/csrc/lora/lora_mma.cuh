@@ -19,6 +19,9 @@ __device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uin
 
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
+// Between a thread's accesses and those of the copy engine to the same global memory, on both sides.
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // Counts a part that this thread, and those that it has met at a barrier since, have written; the number before it.
 __device__ __forceinline__ unsigned count_part(unsigned* counter) {
   __threadfence();

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors
 from openinfer_kernels.cuda.common.device import Device
@@ -11,10 +12,12 @@ from openinfer_kernels.cuda.gemm.tiles import (
     CHUNK,
     SHARED_BYTES,
     TILES,
+    AdaptedPartition,
     Epilogue,
     Partition,
     Room,
     Tile,
+    partition_adapted,
     partition_product,
 )
 from openinfer_kernels.ops import Array
@@ -35,6 +38,7 @@ class Gemm:
         self._kernels = _kernels(device)
         self._adapted: dict[tuple[Epilogue, Tile], Kernel] = {}
         self._most_clusters = {1: device.num_multiprocessors}
+        self._adapted_partitions: dict[tuple[Epilogue, int, int, int, int], AdaptedPartition] = {}
         self._partitions: dict[tuple[Epilogue, int, int, int], Partition | None] = {}
         self._maps = TensorMaps()
 
@@ -57,25 +61,42 @@ class Gemm:
         partition = self._partition(Epilogue.SWIGLU, x, gate_up)
         self.multiply(Epilogue.SWIGLU, partition, x, gate_up, out, weights_first=weights_first)
 
-    def adapter_boxes(self, epilogue: Epilogue, num_tokens: int, weight: Array) -> tuple[int, int]:
-        """Units of 16 rows of the weight, and tokens, that a copy brings."""
-        tile, multicast_ctas, _ = self._adapted_partition(epilogue, num_tokens, weight)
-        return tile.columns // 16, tile.tokens // multicast_ctas
+    def adapted_partition(
+        self, epilogue: Epilogue, num_tokens: int, rows: int, columns: int, *, shrink_rows: int
+    ) -> AdaptedPartition:
+        """Of `multiply_adapted`, also where cuBLASLt is faster without adapters; of `shrink` where there are no `rows`."""
+        key = epilogue, num_tokens, rows, columns, shrink_rows
+        if key not in self._adapted_partitions:
+            if len(self._adapted_partitions) >= _MOST_KEPT:
+                self._adapted_partitions.clear()
+            found = partition_adapted(epilogue, num_tokens, rows, columns, self._room, shrink_rows=shrink_rows)
+            self._adapted_partitions[key] = found
+        return self._adapted_partitions[key]
 
     def multiply_adapted(
-        self, epilogue: Epilogue, x: Array, weight: Array, out: Array, adapters: ctypes.Structure
+        self,
+        epilogue: Epilogue,
+        partition: Partition,
+        x: Array,
+        weight: Array,
+        out: Array,
+        adapters: ctypes.Structure,
+        *,
+        shrink_tiles: int,
     ) -> None:
-        """A product with `AdapterMaps` of `adapter_boxes`, also where cuBLASLt is faster without adapters."""
-        partition = self._adapted_partition(epilogue, len(x), weight)
+        """A product with `AdapterMaps`, whose boxes are those of the partition, and the same `shrink_tiles`."""
+        product = _Product(epilogue, partition, self._adapted_kernel(epilogue, partition.tile), shrink_tiles)
+        self._multiply(product, x, weight, len(weight), out, adapters)
+
+    def shrink(self, partition: Partition, x: Array, a: Array, adapters: ctypes.Structure, *, shrink_tiles: int) -> None:
+        """A launch of tiles of `a [rows, k]` alone, of `AdapterMaps` that say where their sums go."""
+        kernel = self._adapted_kernel(Epilogue.STORE, partition.tile)
+        self._multiply(_Product(Epilogue.STORE, partition, kernel, shrink_tiles), x, a, 0, x, adapters)
+
+    def _adapted_kernel(self, epilogue: Epilogue, tile: Tile) -> Kernel:
         if not self._adapted:
             self._adapted = _kernels(self._device, stem=_ADAPTED_STEM, epilogues=(Epilogue.STORE, Epilogue.SWIGLU))
-        self.multiply(epilogue, partition, x, weight, out, adapters)
-
-    def _adapted_partition(self, epilogue: Epilogue, num_tokens: int, weight: Array) -> Partition:
-        n, k = weight.shape
-        found = partition_product(epilogue, num_tokens, n, k, self._room, least_busy=0.0)
-        assert found is not None  # noqa: S101 - nothing is too little busy
-        return found
+        return self._adapted[epilogue, tile]
 
     def multiply(
         self,
@@ -84,28 +105,44 @@ class Gemm:
         x: Array,
         weight: Array,
         out: Array,
-        *more: ctypes.Structure,
+        *,
         weights_first: bool = True,
     ) -> None:
         """Writes a product divided in a way of the caller's: K into no more splits than it has chunks."""
-        tile, multicast_ctas, split_k = partition
+        product = _Product(epilogue, partition, self._kernels[epilogue, partition.tile], 0)
+        self._multiply(product, x, weight, len(weight), out, weights_first=weights_first)
+
+    def _multiply(
+        self,
+        product: "_Product",
+        x: Array,
+        weight: Array,
+        num_rows: int,
+        out: Array,
+        *more: ctypes.Structure,
+        weights_first: bool = True,
+    ) -> None:
+        """`num_rows`: of the weight, that are multiplied."""
+        tile, multicast_ctas, split_k = product.partition
         num_tokens, k = x.shape
         cluster = multicast_ctas * split_k
-        clusters = -(-num_tokens // tile.tokens) * -(-len(weight) // (tile.columns * multicast_ctas))
+        column_tiles = -(-num_rows // (tile.columns * multicast_ctas)) + product.shrink_tiles
+        clusters = -(-num_tokens // tile.tokens) * column_tiles
         # A cluster that does not fit waits for the others to end, so there are no more than run at a time; those that
         # divide K were chosen to fit.
         if split_k == 1:  # a block takes tile after tile
             clusters = min(clusters, self._clusters_of(cluster))
         x_box = TensorBox(address(x), (k, num_tokens), (k * _BF16_BYTES,), (CHUNK, tile.tokens // multicast_ctas))
+        num_outputs = num_rows // (2 if product.epilogue is Epilogue.SWIGLU else 1)
         arguments = [
-            self._maps.of(_weight_box(epilogue, tile, weight)),
+            self._maps.of(weight_box(product.epilogue, tile, weight)),
             self._maps.of(x_box),
             out,
-            *(ctypes.c_int(size) for size in (num_tokens, out.shape[1], k, multicast_ctas, _GROUP)),
+            *(ctypes.c_int(size) for size in (num_tokens, num_outputs, k, multicast_ctas, _GROUP)),
             *more,
         ]
-        kernel = (self._adapted if more else self._kernels)[epilogue, tile]
-        kernel((clusters * cluster, 1, 1), (tile.threads, 1, 1), arguments, overlap=weights_first, cluster=cluster)
+        blocks = (clusters * cluster, 1, 1)
+        product.kernel(blocks, (tile.threads, 1, 1), arguments, overlap=weights_first, cluster=cluster)
 
     def _partition_of(self, epilogue: Epilogue, x: Array, weight: Array) -> Partition | None:
         n, k = weight.shape
@@ -132,6 +169,16 @@ class Gemm:
         return self._most_clusters[blocks]
 
 
+class _Product(NamedTuple):
+    """What a launch multiplies, and how."""
+
+    epilogue: Epilogue
+    partition: Partition
+    kernel: Kernel
+    shrink_tiles: int
+    """Column tiles of the A's of adapters, besides those of the weight."""
+
+
 def _kernels(
     device: Device, *, stem: str = _STEM, epilogues: Sequence[Epilogue] = tuple(TILES)
 ) -> dict[tuple[Epilogue, Tile], Kernel]:
@@ -146,7 +193,7 @@ def _kernels(
     }
 
 
-def _weight_box(epilogue: Epilogue, tile: Tile, weight: Array) -> TensorBox:
+def weight_box(epilogue: Epilogue, tile: Tile, weight: Array) -> TensorBox:
     """Tiles of 8 rows twice, again and again: the next 8 rows, or for the gate those of up that belong to 8 of gate."""
     n, k = weight.shape
     row_bytes = k * _BF16_BYTES

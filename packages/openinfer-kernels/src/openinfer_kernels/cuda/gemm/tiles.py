@@ -9,6 +9,7 @@ A multiprocessor holds one block. What decides is how much of their time the mul
 cuBLASLt is faster.
 """
 
+import math
 from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
@@ -19,6 +20,10 @@ _LARGE_TOKENS = 256
 _MOST_SPLIT_K = 4
 _MULTICAST_CTAS = 2
 _LEAST_BUSY = 0.75
+_LEAST_OF_SEVERAL = 128
+"""Tokens of a tile where there are several tiles of them."""
+_READ_COST = 40
+"""Of a row of a chunk, in products: what makes a tile of 256 x 160 better than one of 128 x 112."""
 
 
 class Epilogue(StrEnum):
@@ -67,6 +72,14 @@ class Partition(NamedTuple):
     """Blocks of a cluster that divide K."""
 
 
+class AdaptedPartition(NamedTuple):
+    """Of a product with adapters."""
+
+    partition: Partition
+    shrinks: bool
+    """Whether tiles of A are in the launch."""
+
+
 class Room(NamedTuple):
     """What runs at a time on a device."""
 
@@ -101,6 +114,42 @@ def partition_product(
     ]
     busy, partition = max(candidates)
     return partition if busy >= (_LEAST_BUSY if least_busy is None else least_busy) else None
+
+
+def partition_adapted(
+    epilogue: Epilogue, num_tokens: int, num_rows: int, num_columns: int, room: Room, *, shrink_rows: int
+) -> AdaptedPartition:
+    """The partition of a product with adapters, by what a block reads and multiplies.
+
+    `num_rows` is 0 in a launch of tiles of A alone, whose rows are `shrink_rows`.
+    """
+    one_tile = [tile.tokens for tile in TILES[epilogue] if num_tokens <= tile.tokens < _LARGE_TOKENS]
+    least = one_tile[0] if one_tile else _LEAST_OF_SEVERAL
+    tiles = [tile for tile in TILES[epilogue] if tile.tokens == least or (not one_tile and tile.tokens > least)]
+    most_split_k = min(_MOST_SPLIT_K, -(-num_columns // CHUNK)) if epilogue is Epilogue.STORE else 1
+    candidates = [
+        Partition(tile, _MULTICAST_CTAS if tile.tokens == _LARGE_TOKENS < num_tokens else 1, split_k)
+        for tile in tiles
+        for split_k in range(1, 1 + (1 if tile.tokens == _LARGE_TOKENS else most_split_k))
+        if num_rows or tile.tokens < _LARGE_TOKENS
+    ]
+    return min(_costs(each, num_tokens, num_rows, room, shrink_rows=shrink_rows) for each in candidates)[1]
+
+
+def _costs(
+    partition: Partition, num_tokens: int, num_rows: int, room: Room, *, shrink_rows: int
+) -> tuple[float, AdaptedPartition]:
+    """In products of a chunk's column: those of a block, and what it reads, in all of its rounds."""
+    tile, multicast_ctas, split_k = partition
+    token_tiles, most = -(-num_tokens // tile.tokens), room.clusters(multicast_ctas * split_k)
+    column_tiles, shrink_tiles = -(-num_rows // (tile.columns * multicast_ctas)), -(-shrink_rows // tile.columns)
+    # Tiles that wait for others have blocks of their own, after those that they wait for; and pairs would read A twice.
+    shrinks = not num_rows or (multicast_ctas == 1 and token_tiles * (column_tiles + shrink_tiles) <= most)
+    clusters = token_tiles * (column_tiles + (shrink_tiles if shrinks else 0))
+    rounds = -(-clusters // most)
+    fits = split_k == 1 or rounds <= 1  # a cluster that divides K has one tile
+    cost = rounds * (tile.tokens * tile.columns + _READ_COST * (tile.tokens + tile.columns)) / split_k
+    return cost if fits else math.inf, AdaptedPartition(partition, shrinks)
 
 
 def _share_busy(tile: Tile, split_k: int, num_rows: int, room: Room) -> float:

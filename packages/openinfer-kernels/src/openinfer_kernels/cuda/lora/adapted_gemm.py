@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,8 +11,8 @@ from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMap, TensorMaps
 from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm
-from openinfer_kernels.cuda.gemm.gemm import Gemm
-from openinfer_kernels.cuda.gemm.tiles import Epilogue
+from openinfer_kernels.cuda.gemm.gemm import Gemm, weight_box
+from openinfer_kernels.cuda.gemm.tiles import Epilogue, Tile
 from openinfer_kernels.cuda.lora.decode_adapters import decode_adapters
 from openinfer_kernels.cuda.lora.lora import SHRINK_THREADS, Shrink
 from openinfer_kernels.errors import ArrayMismatchError
@@ -41,10 +42,33 @@ class AdapterMaps(ctypes.Structure):
     _fields_ = (
         ("b", TensorMap * _MOST_PIECES),
         ("shrunk", TensorMap),
+        ("a", TensorMap),
+        *((name, ctypes.c_void_p) for name in ("slots", "out")),
         ("starts", ctypes.c_int * _MOST_PIECES),
-        *((name, ctypes.c_int) for name in ("pieces", "columns", "halves")),
-        ("padding", ctypes.c_int * 10),  # to a multiple of its alignment, 64
+        *((name, ctypes.c_int) for name in ("pieces", "columns", "rank", "halves", "shrink_tiles")),
+        ("padding", ctypes.c_int * 4),  # to a multiple of its alignment, 64
     )
+
+
+class _Adapters(NamedTuple):
+    """What a product is given of adapters."""
+
+    a: Array
+    """`[slots, P, r, k]`"""
+    columns: Array
+    """`[out, E]`"""
+    slots: Array
+    starts: Sequence[int]
+
+    @property
+    def rows(self) -> Array:
+        """`[slots P r, k]`"""
+        return self.a.reshape(-1, self.a.shape[3])
+
+    @property
+    def shrink_rows(self) -> int:
+        """Rows of A, and those in their place where `E` has columns of no slot: of them A x is zero."""
+        return self.columns.shape[1] * self.a.shape[1]
 
 
 class AdaptedGemm:
@@ -105,10 +129,37 @@ class AdaptedGemm:
             given, _shrunk = decode_adapters(x, a, columns, slots, starts)
             self._decode_gemm.multiply_adapted(epilogue, x, weight, out, given)
             return
-        halves = self._halves(x, a, slots, columns.shape[1])
-        boxes = self._gemm.adapter_boxes(epilogue, len(x), weight)
-        maps = self._adapter_maps(epilogue, columns, halves, starts, boxes)
-        self._gemm.multiply_adapted(epilogue, x, weight, out, maps)
+        self._multiply_many(epilogue, (x, weight, out), _Adapters(a, columns, slots, starts))
+
+    def _multiply_many(self, epilogue: Epilogue, arrays: tuple[Array, Array, Array], adapters: _Adapters) -> None:
+        (x, weight, out), rows = arrays, adapters.shrink_rows
+        partition, shrinks = self._gemm.adapted_partition(epilogue, len(x), *weight.shape, shrink_rows=rows)
+        tile, multicast_ctas, _ = partition
+        has_boxes = len(adapters.rows) % _ROW_UNIT == 0  # a copy brings 16 rows of A
+        if has_boxes:
+            halves = cupy.empty((len(x), adapters.a.shape[1], 2, adapters.columns.shape[1]), bfloat16)
+        else:
+            halves = self._halves(x, adapters.a, adapters.slots, adapters.columns.shape[1])
+        boxes = tile.columns // _ROW_UNIT, tile.tokens // multicast_ctas
+        maps = self._adapter_maps(epilogue, adapters, halves, boxes)
+        if has_boxes and shrinks:
+            self._map_rows(maps, adapters, tile)
+        elif has_boxes:
+            self._shrink_ahead(x, adapters, maps)
+        self._gemm.multiply_adapted(epilogue, partition, x, weight, out, maps, shrink_tiles=maps.shrink_tiles)
+
+    def _shrink_ahead(self, x: Array, adapters: _Adapters, maps: AdapterMaps) -> None:
+        """A x in a launch of its own."""
+        rows = adapters.shrink_rows
+        partition, _ = self._gemm.adapted_partition(Epilogue.STORE, len(x), 0, x.shape[1], shrink_rows=rows)
+        own = AdapterMaps.from_buffer_copy(maps)
+        self._map_rows(own, adapters, partition.tile)
+        self._gemm.shrink(partition, x, adapters.rows, own, shrink_tiles=own.shrink_tiles)
+
+    def _map_rows(self, maps: AdapterMaps, adapters: _Adapters, tile: Tile) -> None:
+        """Tiles of A in a launch."""
+        maps.a = self._maps.of(weight_box(Epilogue.STORE, tile, adapters.rows))
+        maps.shrink_tiles = -(-adapters.shrink_rows // tile.columns)
 
     def _halves(self, x: Array, a: Array, slots: Array, columns: int) -> Array:
         """`[T, P, 2, E]`."""
@@ -140,14 +191,22 @@ class AdaptedGemm:
         return halves
 
     def _adapter_maps(
-        self, epilogue: Epilogue, columns: Array, halves: Array, starts: Sequence[int], boxes: "tuple[int, int]"
+        self, epilogue: Epilogue, adapters: _Adapters, halves: Array, boxes: "tuple[int, int]"
     ) -> AdapterMaps:
         """`boxes`: rows of 16 of the weight's boxes, and tokens of those of X."""
         row_units, tokens = boxes
+        columns, starts = adapters.columns, adapters.starts
         width, pieces = columns.shape[1], len(starts) - 1
         row_bytes = width * _BF16_BYTES
         is_gated = epilogue is Epilogue.SWIGLU
-        maps = AdapterMaps(pieces=pieces, columns=width, halves=2 if len(halves) <= _MOST_HALVED_TOKENS else 1)
+        maps = AdapterMaps(
+            slots=address(adapters.slots),
+            out=address(halves),
+            pieces=pieces,
+            columns=width,
+            rank=adapters.a.shape[2],
+            halves=2 if len(halves) <= _MOST_HALVED_TOKENS else 1,
+        )
         for piece in range(pieces):
             rows = starts[piece + 1] - starts[piece]
             # Where rows of gate and up alternate by 8, a map has only one of the two.
