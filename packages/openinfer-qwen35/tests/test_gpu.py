@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -34,6 +35,7 @@ from openinfer_engine.testing import (
     run_at_once,
     top_differences,
 )
+from openinfer_engine.testing.adapters import write_adapter
 from openinfer_qwen35 import Qwen35, Qwen35Moe
 
 pytestmark = pytest.mark.gpu
@@ -217,3 +219,39 @@ def test_answers_with_drafts_are_those_without(model_dir: Path, capture: bool) -
         check_drafts(definition_of(model_dir), model_dir, seeds=[int(capture), 2], **options)
     except Refused as reason:
         pytest.skip(str(reason))
+
+
+ADAPTER_RANKS = {"eight": 8, "sixteen": 16}
+LEAST_EFFECT = 0.05
+"""Mean difference of log-probabilities below which an adapter might be ignored unseen."""
+
+
+@pytest.mark.parametrize("options", [{}, {"max_step_tokens": 64}], ids=["whole prompts", "chunks"])
+def test_adapters_and_none_in_one_batch_say_what_the_cpu_says(
+    model_dir: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    if chooses_experts(model_dir):
+        pytest.skip("adapters turn near ties of routers")
+    for seed, (name, rank) in enumerate(ADAPTER_RANKS.items()):
+        write_adapter(tmp_path / name, definition_of(model_dir), read_config(model_dir), rank=rank, seed=seed)
+    given = {"lora": [f"{name}={tmp_path / name}" for name in ADAPTER_RANKS], "max_loras": 2, "max_lora_rank": 16}
+    names = ("eight", "sixteen", None, "eight", "sixteen", None, None, "sixteen")
+    asked = [
+        msgspec.structs.replace(request, lora=name)
+        for request, name in zip(make_requests(len(names), max_tokens=1, prompt_logprobs=0), names, strict=True)
+    ]
+    gpu, cpu, plain = (
+        run(make_loop(model_dir, **fields), requests)
+        for fields, requests in (
+            (given | options, asked),
+            (given | {"device": DeviceKind.CPU}, asked),
+            ({"device": DeviceKind.CPU}, [msgspec.structs.replace(request, lora=None) for request in asked]),
+        )
+    )
+    differences = prompt_differences(gpu, cpu)
+    assert max(differences) < BF16_LOGPROB
+    assert np.mean(differences) < BF16_LOGPROB / 5
+    for request, name in zip(asked, names, strict=True):
+        number = request.request_id
+        effect = np.mean(prompt_differences({number: gpu[number]}, {number: plain[number]}))
+        assert effect > LEAST_EFFECT if name else effect < BF16_LOGPROB / 5, (name, effect)
