@@ -37,6 +37,9 @@ class Fused:
 class FusingOps(CpuOps):
     fused_adapters: Any = Fused()
 
+    def host_weights(self, num_values: int) -> Any:
+        return np.full(num_values, np.nan, np.float32)
+
 
 def loaded(ops: Any, *, num_slots: int, max_rank: int, size: int = 1, may_fuse: bool = True) -> AdapterArena:
     arena = AdapterArena(ops=ops, num_slots=num_slots, max_rank=max_rank, may_fuse=may_fuse)

@@ -126,12 +126,16 @@ class _Product:
         return memory[:num_a].reshape(self.weights.a.shape[1:]), memory[num_a:].reshape(self.weights.b.shape[1:])
 
     def filled(self, memory: HostArray, pairs: Mapping[str, LowRankPair]) -> tuple[HostArray, HostArray]:
-        """A and B as a slot has them, in zeroed memory of `num_slot_values`."""
+        """A and B as a slot has them, in memory of `num_slot_values`; zeros where the adapter has nothing."""
         a, b = self.factors_in(memory)
         for index, (key, piece) in enumerate(zip(self.keys, self.pieces, strict=True)):
-            if (pair := pairs.get(key)) is None:
+            begin, end = self.weights.starts[index : index + 2]
+            pair = pairs.get(key)
+            rank = 0 if pair is None else len(pair.a)
+            a[index, rank:] = 0
+            b[begin:end, rank:] = 0
+            if pair is None:
                 continue
-            begin, rank = self.weights.starts[index], len(pair.a)
             _write(pair.a[:, piece.columns], a[index, :rank])
             for rows in piece.rows:
                 end = begin + rows.stop - rows.start
@@ -295,16 +299,22 @@ def _write(stored: HostArray, target: HostArray, *, scale: float = 1.0) -> None:
     if scale == 1.0 and stored.dtype == np.uint16 and target.dtype.itemsize == stored.dtype.itemsize:
         target.view(np.uint16)[...] = stored  # BF16's bits
     elif target.dtype.itemsize == np.dtype(np.uint16).itemsize:  # BF16, without the slower casts of its own package
-        target.view(np.uint16)[...] = rounded_bits(_float32(stored) * np.float32(scale))
+        target.view(np.uint16)[...] = rounded_bits(_scaled(stored, scale))
     else:
         # The scale becomes part of B before it is rounded to the compute dtype: one rounding, and none per step.
-        target[...] = _float32(stored) * np.float32(scale)
+        target[...] = _scaled(stored, scale)
 
 
-def _float32(stored: HostArray) -> HostArray:
+def _scaled(stored: HostArray, scale: float) -> HostArray:
+    """In float32, an array of its own."""
     if stored.dtype == np.uint16:  # BF16
-        return (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(np.float32)
+        bits = stored.astype(np.uint32)
+        bits <<= 16
+        values = bits.view(np.float32)
+    else:
+        values = stored.astype(np.float32)
+    values *= np.float32(scale)
+    return values
 
 
 class AdaptedSource:

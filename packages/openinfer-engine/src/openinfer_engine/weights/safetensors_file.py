@@ -80,20 +80,20 @@ class SafetensorsFile:
     """
 
     def __init__(
-        self, path: Path, *, data: mmap.mmap | bytes | None = None, max_header_bytes: int = MAX_HEADER_BYTES
+        self, path: Path, *, data: mmap.mmap | memoryview | None = None, max_header_bytes: int = MAX_HEADER_BYTES
     ) -> None:
         self.path = path
         self._map = _map_file(path) if data is None else data
         # tensors: name -> dtype, shape and place of every tensor
         self._data_start, self.tensors = read_header(
-            lambda begin, end: self._map[begin:end],
+            lambda begin, end: bytes(self._map[begin:end]),
             num_bytes=len(self._map),
             path=path,
             max_header_bytes=max_header_bytes,
         )
 
     @classmethod
-    def of_bytes(cls, data: bytes, path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> "SafetensorsFile":
+    def of_bytes(cls, data: memoryview, path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> "SafetensorsFile":
         """The same of a file that was read into memory; `path` names it in messages."""
         return cls(path, data=data, max_header_bytes=max_header_bytes)
 

@@ -145,7 +145,7 @@ class CpuOps:
         return np.zeros(shape, np.float32 if dtype is None else dtype)
 
     def host_weights(self, num_values: int) -> HostArray:
-        return np.zeros(num_values, np.float32)
+        return np.empty(num_values, np.float32)
 
     def copy_weights(self, host: HostArray | None, array: Array) -> None:
         array[...] = 0 if host is None else host

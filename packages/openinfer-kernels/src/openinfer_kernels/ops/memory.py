@@ -99,7 +99,10 @@ class MemoryOps(Protocol):
         ...
 
     def host_weights(self, num_values: int) -> HostArray:
-        """`[num_values]` zeros of the compute dtype in host memory that `copy_weights` is quick with; on any thread."""
+        """`[num_values]` of the compute dtype in host memory that `copy_weights` is quick with; on any thread.
+
+        What is in it before it is written is anything.
+        """
         ...
 
     def copy_weights(self, host: HostArray | None, array: Array) -> None:

@@ -14,10 +14,16 @@ def rounded(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def rounded_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """The bits of BF16; numbers are finite."""
-    return (_next_upper_half(values) >> _BITS).astype(np.uint16)
+    bits = _next_upper_half(values)
+    bits >>= _BITS
+    return bits.astype(np.uint16)
 
 
 def _next_upper_half(values: NDArray[np.float32]) -> NDArray[np.uint32]:
     """Bits whose upper half is that of the nearest BF16 number."""
     bits = np.ascontiguousarray(values).view(np.uint32)
-    return bits + (_BELOW_HALF + (bits >> _BITS & _ONE))
+    step = bits >> _BITS
+    step &= _ONE
+    step += _BELOW_HALF
+    step += bits  # one array for all: allocating more of them takes longer than the sums
+    return step

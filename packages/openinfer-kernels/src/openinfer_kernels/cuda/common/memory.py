@@ -16,6 +16,7 @@ import numpy as np
 from openinfer_kernels.cpu.common.weights import upload_weight as to_float32
 from openinfer_kernels.cuda.common.arrays import VECTOR_BYTES, address
 from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.mapped_memory import temporaries
 from openinfer_kernels.cuda.common.uploads import Check, Convert, Progress, Uploads
@@ -41,6 +42,7 @@ class Memory:
         self._device = device
         self._uploads: Uploads | None = None
         self._progress: Progress = _no_progress
+        self._placing: Kernel | None = None
         self._random = device.kernel("random_weights", "random_weights")
         self._conversions = {
             np.dtype(dtype): device.kernel("weights", f"weights_from_{np.dtype(dtype).name}")
@@ -137,9 +139,7 @@ class Memory:
         self._device.use()  # a new thread's device is GPU 0 otherwise
         nbytes = num_values * bfloat16.itemsize
         memory: Any = cupy.cuda.alloc_pinned_memory(nbytes)
-        values = np.frombuffer(memory, np.uint8, nbytes)
-        values[:] = 0
-        return values.view(bfloat16)
+        return np.frombuffer(memory, np.uint8, nbytes).view(bfloat16)
 
     def copy_weights(self, host: HostArray | None, array: Array) -> None:
         stream = cupy.cuda.get_current_stream().ptr
@@ -158,7 +158,8 @@ class Memory:
 
     def _place_rows(self, host: HostArray | None, array: Array) -> None:
         """Into rows of 16 bytes or a multiple; by a kernel, which copy engines are slower than."""
-        kernel = self._device.kernel("lora", "lora_place_rows")
+        if self._placing is None:
+            self._placing = self._device.kernel("lora", "lora_place_rows")
         row_vectors = array.shape[1] * array.dtype.itemsize // VECTOR_BYTES
         vectors = len(array) * row_vectors
         arguments = [
@@ -169,7 +170,7 @@ class Memory:
             ctypes.c_int64(array.strides[0]),
         ]
         blocks = min(_PLACING_BLOCKS, -(-vectors // _THREADS))
-        kernel((blocks, 1, 1), (_THREADS, 1, 1), arguments)
+        self._placing((blocks, 1, 1), (_THREADS, 1, 1), arguments)
 
     def rounded(self, values: Array) -> Array:
         """A copy of float32 in BF16."""
