@@ -4,8 +4,9 @@
                                           [--adapters N] [--rank R]
 
 MODEL needs a config.json alone; weights are random. `--layers` takes the first layers of the model, for one that is too
-large for a GPU. With `--adapters` requests take turns with so many of all projections. Times are PyTorch's profiler's, which sees all kernels of the process, those of captured steps as well,
-and slows them down: compare kernels, not sums. Of several ranks it is rank 0.
+large for a GPU. With `--adapters` requests take turns with so many of all projections. Times are PyTorch's profiler's,
+which sees all kernels of the process, those of captured steps as well, and slows them down: compare kernels, not sums.
+Of several ranks it is rank 0.
 """
 
 import argparse

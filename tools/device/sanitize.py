@@ -174,7 +174,12 @@ class Larger:
         """Products with adapters in one launch, of few tokens, of a decode step and of a prompt."""
         ops, fused, rank, num_slots = self._ops, self._ops.fused_adapters, 16, 3
         assert fused is not None
-        for tokens, inner, heights in ((5, 640, (128, 64, 64)), (20, 256, (192,)), (70, 1152, (64, 64)), (600, 256, (64, 64))):
+        for tokens, inner, heights in (
+            (5, 640, (128, 64, 64)),
+            (20, 256, (192,)),
+            (70, 1152, (64, 64)),
+            (600, 256, (64, 64)),
+        ):
             starts = (0, *np.cumsum(heights).tolist())
             x, weight = self._normal(tokens, inner), self._normal(starts[-1], inner)
             a = self._normal(num_slots * len(heights) * rank, inner).reshape(num_slots, len(heights), rank, inner)

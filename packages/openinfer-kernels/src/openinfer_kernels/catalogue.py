@@ -121,7 +121,10 @@ SERVINGS = (
             when=when,
         )
         for kernel, when in (
-            ("shrink_halves", "plain weights, slots of at most 128 columns together: ahead of the next two"),
+            (
+                "shrink_halves",
+                "with adapters, more tokens, whose A's have no multiple of 16 rows together: ahead of the next",
+            ),
             ("adapted_decode_gemm", "with adapters, up to 32 tokens"),
             ("adapted_gemm", "with adapters, more tokens"),
         )

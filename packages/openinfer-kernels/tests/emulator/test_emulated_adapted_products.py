@@ -1,10 +1,10 @@
-"""Products with adapters in one launch as the CUDA kernels compute them, clusters and all, emulated, against float64."""
+"""Products with adapters in one launch as the CUDA kernels compute them, emulated with clusters, against float64."""
 
 import ctypes
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
@@ -26,7 +26,7 @@ DECODE = [f"adapted_decode_gemm_{epilogue}_{tokens}" for epilogue in ("store", "
 HEADERS = ("decode_gemm.cuh", "gemm.cuh")
 SHARED = "extern __shared__ __align__(kAlignment) uint8_t raw[];"
 NAMED_BARRIER = re.compile(r'asm volatile\("bar\.sync (\d), %0;" ::"n"\((\S+?)\) : "memory"\);')
-CALL = "  if (!strcmp(kind, \"{name}\")) return run_clusters(blocks, cluster, threads, [=] {{ {name}({arguments}); }});\n"
+CALL = '  if (!strcmp(kind, "{name}")) return run_clusters(blocks, cluster, threads, [=] {{ {name}({arguments}); }});\n'
 DECODE_SOURCE = f"""#include "bfloat16.hpp"
 #include "clusters.hpp"
 #include "lora/adapted_decode_gemm.cu"
@@ -206,6 +206,12 @@ def fused_of(modules: Any, libraries: Libraries) -> Any:
     return modules.fused.AdaptedGemm(few, modules.decode.DecodeGemm(few), modules.gemm.Gemm(many))
 
 
+def check_all(gemm: Any, on_device: Any, shapes: Sequence[Any], tokens: Sequence[int]) -> None:
+    for shape in shapes:
+        for num_tokens in tokens:
+            check(gemm, on_device, shape, num_tokens)
+
+
 def check(gemm: Any, on_device: Any, shape: Any, num_tokens: int) -> None:
     """Twice the same bits, and near float64."""
     given, starts, wanted = product(on_device, *shape, num_tokens)
@@ -277,10 +283,9 @@ def test_without_adapters_a_product_is_what_it_is(modules, libraries, on_device,
 )
 def test_mistakes_with_few_tokens_are_noticed(modules, libraries, make_library, on_device, mistake):
     gemm = fused_of(modules, libraries._replace(decode=make_library(DECODE_SOURCE, mistake)))
+    shapes = [SHAPES[name] for name in ("Q, K and V", "in a cluster", "rank 24", "two steps a slot")]
     with pytest.raises(AssertionError):
-        for name in ("Q, K and V", "in a cluster", "rank 24", "two steps a slot"):
-            for num_tokens in (5, 13):
-                check(gemm, on_device, SHAPES[name], num_tokens)
+        check_all(gemm, on_device, shapes, (5, 13))
 
 
 @pytest.mark.parametrize(
@@ -297,6 +302,4 @@ def test_mistakes_with_few_tokens_are_noticed(modules, libraries, make_library, 
 def test_mistakes_with_more_tokens_are_noticed(modules, libraries, make_library, on_device, mistake):
     gemm = fused_of(modules, libraries._replace(gemm=make_library(GEMM_SOURCE, mistake)))
     with pytest.raises(AssertionError):
-        for name in ("Q, K and V", "K divided"):
-            for num_tokens in (33, 150):
-                check(gemm, on_device, MANY[name], num_tokens)
+        check_all(gemm, on_device, [MANY["Q, K and V"], MANY["K divided"]], (33, 150))

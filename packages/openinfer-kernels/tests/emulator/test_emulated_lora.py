@@ -105,9 +105,10 @@ class Products:
         return (SimpleNamespace(columns=16 * TILE_UNITS, tokens=num_tokens), 1, 1), False
 
     def multiply_adapted(
-        self, epilogue: Any, partition: Any, x: Any, weight: Any, out: Any, maps: Any, *, shrink_tiles: int
+        self, epilogue: Any, partition: Any, x: Any, weight: Any, out: Any, *, adapters: Any, shrink_tiles: int
     ) -> None:
         assert shrink_tiles == 0
+        maps = adapters
         y = np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
         is_gated = str(epilogue) == "swiglu"
         half = len(weight) // 2

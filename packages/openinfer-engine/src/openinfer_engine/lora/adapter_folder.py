@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,7 +157,7 @@ def _read_bounded(
 
 def _read_pieces(descriptor: int, num_bytes: int, path: Path, pool: ThreadPoolExecutor) -> memoryview:
     """One thread brings about 2 GB/s of a file that lies in memory, most of it page faults of where it goes."""
-    memory = np.empty(num_bytes, np.uint8)
+    memory: Any = np.empty(num_bytes, np.uint8)  # a buffer, which typing knows from 3.12 on
 
     def read(begin: int) -> None:
         place, end = begin, min(begin + _PIECE_BYTES, num_bytes)
@@ -236,7 +237,8 @@ def _pair(
 def _require_finite(pairs: Mapping[str, LowRankPair], path: Path, pool: ThreadPoolExecutor) -> None:
     keys = sorted(pairs)
     step = -(-len(keys) // (2 * adapter_threads()))
-    for found in pool.map(lambda begin: _not_finite(pairs, keys[begin : begin + step]), range(0, len(keys), step)):
+    tasks = [keys[begin : begin + step] for begin in range(0, len(keys), step)]
+    for found in pool.map(_not_finite, repeat(pairs), tasks):
         if found is not None:
             raise InvalidCheckpoint(f"{path}: {_shown(found)} has values that are not finite")
 

@@ -21,7 +21,7 @@ constexpr int kMostAdapterPieces = 3;
 constexpr int kAdapterColumns = 64;  // of a chunk
 
 // cuda/lora/adapted_gemm.py repeats it.
-struct alignas(64) AdapterMaps {
+struct alignas(128) AdapterMaps {
   CUtensorMap b[kMostAdapterPieces];  // of each piece [its rows, columns]
   CUtensorMap shrunk;                 // [T, pieces, 2, columns]
   CUtensorMap a;                      // [slots P r, k], where tiles make A x

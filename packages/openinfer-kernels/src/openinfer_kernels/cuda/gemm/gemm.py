@@ -64,7 +64,7 @@ class Gemm:
     def adapted_partition(
         self, epilogue: Epilogue, num_tokens: int, rows: int, columns: int, *, shrink_rows: int
     ) -> AdaptedPartition:
-        """Of `multiply_adapted`, also where cuBLASLt is faster without adapters; of `shrink` where there are no `rows`."""
+        """Of `multiply_adapted`, also where cuBLASLt is faster without adapters; without `rows`, of `shrink`."""
         key = epilogue, num_tokens, rows, columns, shrink_rows
         if key not in self._adapted_partitions:
             if len(self._adapted_partitions) >= _MOST_KEPT:
@@ -80,15 +80,17 @@ class Gemm:
         x: Array,
         weight: Array,
         out: Array,
-        adapters: ctypes.Structure,
         *,
+        adapters: ctypes.Structure,
         shrink_tiles: int,
     ) -> None:
         """A product with `AdapterMaps`, whose boxes are those of the partition, and the same `shrink_tiles`."""
         product = _Product(epilogue, partition, self._adapted_kernel(epilogue, partition.tile), shrink_tiles)
         self._multiply(product, x, weight, len(weight), out, adapters)
 
-    def shrink(self, partition: Partition, x: Array, a: Array, adapters: ctypes.Structure, *, shrink_tiles: int) -> None:
+    def shrink(
+        self, partition: Partition, x: Array, a: Array, adapters: ctypes.Structure, *, shrink_tiles: int
+    ) -> None:
         """A launch of tiles of `a [rows, k]` alone, of `AdapterMaps` that say where their sums go."""
         kernel = self._adapted_kernel(Epilogue.STORE, partition.tile)
         self._multiply(_Product(Epilogue.STORE, partition, kernel, shrink_tiles), x, a, 0, x, adapters)

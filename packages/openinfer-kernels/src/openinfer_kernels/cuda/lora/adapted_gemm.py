@@ -46,7 +46,7 @@ class AdapterMaps(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("slots", "out")),
         ("starts", ctypes.c_int * _MOST_PIECES),
         *((name, ctypes.c_int) for name in ("pieces", "columns", "rank", "halves", "shrink_tiles")),
-        ("padding", ctypes.c_int * 4),  # to a multiple of its alignment, 64
+        ("padding", ctypes.c_int * 20),  # to a multiple of its alignment, 128
     )
 
 
@@ -146,7 +146,8 @@ class AdaptedGemm:
             self._map_rows(maps, adapters, tile)
         elif has_boxes:
             self._shrink_ahead(x, adapters, maps)
-        self._gemm.multiply_adapted(epilogue, partition, x, weight, out, maps, shrink_tiles=maps.shrink_tiles)
+        tiles = maps.shrink_tiles
+        self._gemm.multiply_adapted(epilogue, partition, x, weight, out, adapters=maps, shrink_tiles=tiles)
 
     def _shrink_ahead(self, x: Array, adapters: _Adapters, maps: AdapterMaps) -> None:
         """A x in a launch of its own."""
