@@ -32,6 +32,7 @@ def completion_routes(service: Service) -> list[Route]:
             method="POST",
             path="/v1/completions",
             handler=completions,
+            is_stateless=True,
             doc=RouteDoc(
                 summary="Continues prompts.",
                 tag="OpenAI",
@@ -46,6 +47,7 @@ def completion_routes(service: Service) -> list[Route]:
             method="POST",
             path="/v1/chat/completions",
             handler=chats,
+            is_stateless=True,
             doc=RouteDoc(
                 summary="Answers a chat.",
                 tag="OpenAI",
@@ -60,6 +62,7 @@ def completion_routes(service: Service) -> list[Route]:
             method="POST",
             path="/v1/completions/render",
             handler=completions.render,
+            is_stateless=True,
             doc=RouteDoc(
                 summary="The token ids of prompts, without an answer.",
                 tag="Tokens",
@@ -72,6 +75,7 @@ def completion_routes(service: Service) -> list[Route]:
             method="POST",
             path="/v1/chat/completions/render",
             handler=chats.render,
+            is_stateless=True,
             doc=RouteDoc(
                 summary="The token ids of a chat's prompt, without an answer.",
                 tag="Tokens",

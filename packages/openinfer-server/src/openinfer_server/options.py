@@ -13,6 +13,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.\-]*://[^/\s]+")
 
 MAX_WORKERS = 128
 MAX_KNOWN_PREFIX_BYTES = 2**40
+MAX_LARGE_REQUEST_BYTES = 2**40
 
 
 class EventLoop(StrEnum):
@@ -41,6 +42,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     name."""
     workers: int = 1
     """Processes that serve the port, all before one engine. Each has its own bounds, and its own stored responses."""
+    large_request_bytes: int = 32 * 2**10
+    """Requests with a body of so many bytes, or of no told length, are read, rendered, encoded and answered in a
+    process of their own, which the first of them starts, so that streams of others do not wait for them (Linux, without
+    TLS). 0: in the same process."""
     event_loop: EventLoop = EventLoop.AUTO
     endpoints: tuple[str, ...] = ()
     """Further APIs, by their names in the entry-point group `openinfer.endpoints`."""
@@ -140,6 +145,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             message = f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be a URL of http or https"
             raise InvalidRequest(message, field="otlp_traces_endpoint")
         _check_range("workers", self.workers, least=1, most=MAX_WORKERS)
+        _check_range("large_request_bytes", self.large_request_bytes, least=0, most=MAX_LARGE_REQUEST_BYTES)
         _check_range("known_prefix_bytes", self.known_prefix_bytes, least=0, most=MAX_KNOWN_PREFIX_BYTES)
         if "" in self.model_name:
             raise InvalidRequest("a model name is empty", field="model_name")

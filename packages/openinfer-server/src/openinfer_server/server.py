@@ -13,6 +13,7 @@ import math
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -20,19 +21,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
+import msgspec
 import uvicorn
 
 from openinfer_core.engine import EngineHandle
 from openinfer_core.errors import brought_by
 from openinfer_core.events import FailureKind
 from openinfer_core.process.early_launch import EarlyLaunch
+from openinfer_core.process.remote import RemoteEngine
 from openinfer_core.process.resident import settle_memory
 from openinfer_core.process.timeline import Timeline
 from openinfer_server.app import App, app_of, load_app
 from openinfer_server.errors import CannotListen, ServerError
-from openinfer_server.http.acceptor import Acceptor
+from openinfer_server.http.acceptor import Acceptor, MakeProtocol
 from openinfer_server.http.access import Access
 from openinfer_server.http.connections import ConnectionTable, Slot
+from openinfer_server.http.handover import Arrival, ArrivalAcceptor, HandOver
 from openinfer_server.http.origins import LOOPBACK
 from openinfer_server.http.protocol import BoundedProtocol, bounded_protocol
 from openinfer_server.http.tls import tls_context
@@ -111,6 +115,7 @@ def run_starting(
                 app = app_of(handle, text, options)
                 group = WorkerGroup(app.service.snapshot)
                 settle_memory()  # the tables of a large vocabulary are not looked through again
+                large = contextlib.ExitStack()
 
                 def ready(url: str) -> None:
                     marks.mark("http")
@@ -118,20 +123,51 @@ def run_starting(
                         on_ready(url)
 
                 try:
-                    if options.workers > 1:
+                    address = _address_for_large(handle, options, large)
+                    if options.workers > 1 or address:
                         app.service.peers = group
-                        app.service.share(table := WorkerTable.create(options.workers))
-                        await group.start(handle, model_dir, options, listener.getsockname()[1], table)
+                        app.service.share(table := WorkerTable.create(options.workers + 1))
+                        port: int = listener.getsockname()[1]
+                        listening = msgspec.structs.replace(options, port=port)
+                        group.prepare(handle, model_dir, listening, table, large=address)
+                        await group.start()
+                    if options.workers > 1:
                         marks.mark("workers")
-                    return await serve_app(app, listener, options, on_ready=ready, group=group)
+                    hand_over = hand_over_of(app, address, group.want_large) if address else None
+                    return await serve_app(app, listener, options, on_ready=ready, group=group, hand_over=hand_over)
                 finally:
                     await group.end(options.drain_deadline_s)
+                    large.close()
             finally:
                 await handle.close()
 
     with asyncio.Runner(loop_factory=event_loop_factory(options.event_loop)) as runner:
         yield_interpreter()
         return runner.run(start_and_serve())
+
+
+def _address_for_large(handle: EngineHandle, options: ServerOptions, stack: contextlib.ExitStack) -> str:
+    """Path of the socket for large requests, in a private folder that the stack removes; empty where there is none."""
+    can_be_joined = isinstance(handle, RemoteEngine) and handle.access is not None
+    is_possible = can_be_joined and can_share_ports() and not options.tls_cert_file
+    if not options.large_request_bytes or not is_possible:
+        return ""
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="openinfer-"))  # mode 0700
+    return str(Path(folder) / "large")
+
+
+def hand_over_of(app: App, address: str, want: Callable[[], None]) -> HandOver:
+    """What hands the application's large requests over, as far as another process may answer them."""
+    paths = [route.path for route in app.router.routes if route.is_stateless and route.method == "POST"]
+    return HandOver(address, paths, least_bytes=app.service.options.large_request_bytes, want=want)
+
+
+def listen_for_large(address: str) -> socket.socket:
+    """A socket at a path, in place of one that a process left there."""
+    Path(address).unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address)
+    return listener
 
 
 def yield_interpreter() -> None:
@@ -169,15 +205,19 @@ async def serve_app(
     stop: asyncio.Event | None = None,
     protocol: type[asyncio.Protocol] | None = None,
     group: WorkerGroup | None = None,
+    hand_over: HandOver | None = None,
 ) -> int:
-    """Serves an application on a bound socket; see `serve`."""
+    """Serves an application on a bound socket; see `serve`.
+
+    A Unix socket takes the connections that `hand_over` of another process gives.
+    """
     stopping = stop or asyncio.Event()
     url = _url(listener, options)
     budget = DescriptorBudget.of_this_process(options)
     num_connections = budget.connections(options.max_connections)
     budgets = app.service.budgets
     budgets.bound_connections(num_connections)
-    config = _config(app, options, protocol or bounded_protocol(options))
+    config = _config(app, options, protocol or bounded_protocol(options, hand_over))
 
     def started() -> None:
         if options.host not in LOOPBACK and not app.service.access.asks_for_keys:
@@ -263,21 +303,26 @@ class _Server(uvicorn.Server):
         self._on_started()
 
     def _acceptor(self, listener: socket.socket) -> Acceptor:
+        if listener.family == socket.AF_UNIX:
+            return ArrivalAcceptor(listener, self._connections, self._protocol_of)
+        return Acceptor(
+            listener,
+            self._connections,
+            self._protocol_of(),
+            context=self.config.ssl,
+            handshake_timeout_s=self._handshake_timeout_s,
+        )
+
+    def _protocol_of(self, arrival: Arrival | None = None) -> MakeProtocol:
         make: Any = self.config.http_protocol_class
 
         def protocol_of(slot: Slot) -> asyncio.Protocol:
             protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
             if isinstance(protocol, BoundedProtocol):
-                protocol.slot = slot
+                protocol.slot, protocol.arrival = slot, arrival
             return protocol
 
-        return Acceptor(
-            listener,
-            self._connections,
-            protocol_of,
-            context=self.config.ssl,
-            handshake_timeout_s=self._handshake_timeout_s,
-        )
+        return protocol_of
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -341,6 +386,8 @@ def listen(options: ServerOptions) -> socket.socket:
 
 
 def _url(listener: socket.socket, options: ServerOptions) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     scheme = "https" if options.tls_cert_file else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -100,7 +100,7 @@ class Run:
         self._programs = Programs(
             world,
             stack_options,
-            ServerOptions(model_name=["simulated"], api_keys_file=str(key_file(stack))),
+            ServerOptions(model_name=["simulated"], large_request_bytes=0, api_keys_file=str(key_file(stack))),
             faults=self.tier_faults,
             disk=self.disk,
             note=self._checks.note,

@@ -214,7 +214,7 @@ def message_routes(service: Service) -> list[Route]:
 
     def route(path: str, handler: Handler, **doc: Any) -> Route:
         about = RouteDoc(tag="Anthropic", also=(ClientTool, TextBlock), error_body=AnthropicErrorResponse, **doc)
-        return Route(method="POST", path=path, handler=handler, doc=about)
+        return Route(method="POST", path=path, handler=handler, doc=about, is_stateless=True)
 
     return [
         route(

@@ -119,6 +119,9 @@ class Acceptor:
             self._take(accepted, address)
 
     def _take(self, accepted: socket.socket, address: tuple[str, int] | str) -> None:
+        self._enter(accepted, address, self._make_protocol)
+
+    def _enter(self, accepted: socket.socket, address: tuple[str, int] | str, make_protocol: MakeProtocol) -> None:
         kind = (accepted.family, accepted.type, accepted.proto)
         connection = AcceptedSocket(*kind, fileno=accepted.detach())
         connection.setblocking(False)
@@ -126,7 +129,7 @@ class Acceptor:
         connection.on_close = lambda: self._table.leave(slot)
         if self._table.num_live > self._table.capacity:
             self._table.evict()
-        task = self._loop.create_task(self._connect(connection, slot), name="openinfer-connection")
+        task = self._loop.create_task(self._connect(connection, slot, make_protocol), name="openinfer-connection")
         slot.abort = task.cancel
         self._connecting.add(task)
         task.add_done_callback(lambda task: self._has_connected(task, connection))
@@ -136,10 +139,10 @@ class Acceptor:
         if task.cancelled():  # before its first step: `_connect` has not seen it
             connection.close()
 
-    async def _connect(self, connection: AcceptedSocket, slot: Slot) -> None:
+    async def _connect(self, connection: AcceptedSocket, slot: Slot, make_protocol: MakeProtocol) -> None:
         try:
             transport, _ = await self._loop.connect_accepted_socket(
-                lambda: self._make_protocol(slot),
+                lambda: make_protocol(slot),
                 connection,
                 ssl=self._context,
                 ssl_handshake_timeout=None if self._context is None else self._handshake_timeout_s,

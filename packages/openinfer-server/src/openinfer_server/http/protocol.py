@@ -11,6 +11,9 @@ asyncio knows no half of a connection, the client has left.
 
 It tells the table of connections whether it has a request: one without makes room when they are short.
 
+A large request goes to another process with its connection (`handover.py`), where there is one: nothing is parsed
+beyond its head.
+
 The minor version of uvicorn is pinned, because this class relies on when `data_received`, `on_message_begin`, `on_url`,
 `on_header`, `on_headers_complete`, `send_400_response`, `eof_received`, `connection_lost`, `pause_writing` and
 `resume_writing` are called; tests/http/test_http_protocol.py is the contract.
@@ -21,13 +24,15 @@ import socket
 from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from openinfer_server.http.api_errors import ApiError
+from openinfer_server.http.api_errors import ApiError, busy
 from openinfer_server.http.connections import Slot
-from openinfer_server.http.writers import DIRECT_WRITE, DirectWriter
+from openinfer_server.http.handover import Arrival, Handing, HandOver
+from openinfer_server.http.writers import ARRIVAL, DIRECT_WRITE, DirectWriter
 from openinfer_server.options import ServerOptions
 
 _LINGER_S = 1.0
@@ -43,11 +48,17 @@ class _HeadRefused(Exception):
     pass
 
 
+class _HeadHandedOver(Exception):
+    pass
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. Subclasses say with which options: uvicorn constructs protocols itself."""
 
     options = ServerOptions()
+    hand_over: HandOver | None = None
     slot: Slot | None = None  # of its connection; given by the acceptor
+    arrival: Arrival | None = None  # if another process accepted it; given by the acceptor
 
     def __init__(
         self,
@@ -69,6 +80,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._body_deadline: asyncio.TimerHandle | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
+        self._is_between = True  # no request has begun that has not been read whole
+        self._read: list[bytes] | None = None  # since its request began; None unless that began with bytes of its own
+        self._handing: Handing | None = None
+        self._handing_task: asyncio.Task[None] | None = None
 
     def attach(self, writer: DirectWriter) -> None:
         if self.transport.is_closing():  # lost before the writer was known: nothing else would tell it
@@ -86,9 +101,15 @@ class BoundedProtocol(HttpToolsProtocol):
         _send_at_once(transport)
         # uvicorn starts its keep-alive timer after the first response only: a connection that never asks has this one
         self._first_byte_deadline = self.loop.call_later(self.options.keep_alive_s, transport.close)
+        if self.arrival is not None:
+            self.data_received(self.arrival.read)  # before anything that comes from now on
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
+        if self.arrival is not None:
+            self.arrival.begins()
+        if self._handing_task is not None:
+            self._handing_task.cancel()
         for timer in (self._unread_deadline, self._body_deadline, self._lingering, self._probe):
             if timer is not None:
                 timer.cancel()
@@ -143,17 +164,45 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._first_byte_deadline is not None:
             self._first_byte_deadline.cancel()
             self._first_byte_deadline = None
-        super().data_received(data)
+        if self.hand_over is not None:
+            self._remember(data)
+        self._feed(data)
         if self._in_head:
             self._unparsed_bytes += len(data)
             self._measure_unfinished_head()
 
+    def _remember(self, data: bytes) -> None:
+        """Keeps what is read until the end of a head, if its request begins with it."""
+        if self._is_between:
+            self._read = [data]
+        elif self._read is not None:
+            self._read.append(data)
+
+    def _feed(self, data: bytes) -> None:
+        """As uvicorn's `data_received`, but what stops the parser where a request is handed over is no error."""
+        self._unset_keepalive_if_required()
+        try:
+            cast("Any", self.parser).feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._unsupported_upgrade_warning()
+        except httptools.HttpParserError:
+            if self._handing is not None and self.hand_over is not None:
+                self._begin_handing(self.hand_over, self._handing)
+                return
+            message = "Invalid HTTP request received."
+            self.logger.warning(message)
+            self.send_400_response(message)
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
+        self._is_between = False
         self._head_bytes = 0
         self._unparsed_bytes = 0
-        cast("dict[str, Any]", self.scope)["extensions"] = {DIRECT_WRITE: self}
+        extensions: dict[str, Any] = {DIRECT_WRITE: self}
+        if self.arrival is not None:
+            extensions[ARRIVAL] = self.arrival
+        cast("dict[str, Any]", self.scope)["extensions"] = extensions
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -171,7 +220,35 @@ class BoundedProtocol(HttpToolsProtocol):
         self._check_host()
         if self.slot is not None:
             self.slot.asks()
+        if self.hand_over is not None:
+            self._hand_over(self.hand_over)
         super().on_headers_complete()
+
+    def _hand_over(self, hand_over: HandOver) -> None:
+        """Hands a large request over with its connection, if it is the only one that the connection has."""
+        read, self._read = self._read, None  # what follows in the same bytes does not begin with them
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        is_alone = read is not None and (cycle is None or cycle.response_complete) and self.scheme == "http"
+        method = cast("Any", self.parser).get_method()
+        if read is None or not is_alone or not hand_over.takes(method, self.url, self.headers):
+            return
+        descriptor = self.transport.get_extra_info("socket").fileno()
+        self._handing = hand_over.begin(descriptor, read)
+        if self._handing is not None:
+            raise _HeadHandedOver
+
+    def _begin_handing(self, hand_over: HandOver, handing: Handing) -> None:
+        self._stop_timers()
+        self.transport.pause_reading()
+        self._handing_task = self.loop.create_task(self._let_go(hand_over, handing), name="openinfer-handover")
+
+    async def _let_go(self, hand_over: HandOver, handing: Handing) -> None:
+        if await hand_over.finish(handing):
+            self.transport.abort()
+            return
+        self._refusal = busy("the process that was to answer has ended; try again")
+        self.transport.resume_reading()
+        self.send_400_response("")
 
     def _check_host(self) -> None:
         """RFC 9112, 3.2: a proxy before this server may have gone by another `host` than this server sees."""
@@ -184,6 +261,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._body_deadline is not None:
             self._body_deadline.cancel()
             self._body_deadline = None
+        self._is_between = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -199,6 +277,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers a request that cannot be parsed, or was refused while parsing, and closes."""
+        if self.arrival is not None:
+            self.arrival.begins()
         error = self._refusal or ApiError(400, msg, code="invalid_http")
         self._refusal = error
         self._stop_timers()
@@ -261,8 +341,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_deadline = self._first_byte_deadline = None
 
 
-def bounded_protocol(options: ServerOptions) -> type[BoundedProtocol]:
-    return type("BoundedProtocol", (BoundedProtocol,), {"options": options})
+def bounded_protocol(options: ServerOptions, hand_over: HandOver | None = None) -> type[BoundedProtocol]:
+    return type("BoundedProtocol", (BoundedProtocol,), {"options": options, "hand_over": hand_over})
 
 
 def _send_at_once(transport: asyncio.Transport) -> None:

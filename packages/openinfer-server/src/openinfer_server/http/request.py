@@ -14,6 +14,7 @@ from openinfer_server.http.body_checks import check_elements
 from openinfer_server.http.large_values import take_apart
 from openinfer_server.http.sliced_json import SLICE_BYTES, decode_body
 from openinfer_server.http.writers import (
+    ARRIVAL,
     EVENT_STREAM,
     ClientDisconnected,
     Message,
@@ -224,7 +225,7 @@ class HttpRequest:
         if message["type"] == "http.response.start":
             request_id = self.request_id.encode()
             names = (b"x-request-id", b"request-id") if self.for_anthropic else (b"x-request-id",)
-            added = (*self.response_headers, *((name, request_id) for name in names))
+            added = (*self.response_headers, *((name, request_id) for name in names), *self._last_words())
             message = {**message, "headers": [*message["headers"], *added]}
         try:
             await self._asgi_send(message)
@@ -234,6 +235,14 @@ class HttpRequest:
             if not self._transport_is_closing():
                 raise
             raise ClientDisconnected from error
+
+    def _last_words(self) -> tuple[tuple[bytes, bytes], ...]:
+        """What a response of a handed-over connection has: the next request of its client may be another process's."""
+        arrival = self._scope.get("extensions", {}).get(ARRIVAL)
+        if arrival is None:
+            return ()
+        arrival.begins()
+        return ((b"connection", b"close"),)
 
     def _transport_is_closing(self) -> bool:
         """Whether the server's connection has closed already: uvloop refuses such writes by a `RuntimeError`."""

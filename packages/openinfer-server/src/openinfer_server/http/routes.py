@@ -66,6 +66,7 @@ class Route:
         level: who may ask.
         doc: see there.
         error_form: makes the JSON of an error, where the API has a form of its own (`RouteDoc.error_body` is its type).
+        is_stateless: whether any process of the server may answer it: nothing is kept that a later request asks for.
     """
 
     method: str
@@ -74,6 +75,7 @@ class Route:
     doc: RouteDoc
     level: Level = Level.USER
     error_form: ErrorForm | None = None
+    is_stateless: bool = False
 
 
 Endpoints = Callable[[Service], Iterable[Route]]  # an API: its routes on one server

@@ -23,6 +23,7 @@ class ClientDisconnected(Exception):
 
 
 DIRECT_WRITE = "openinfer.direct_write"  # key of `DirectConnection` in `scope["extensions"]`
+ARRIVAL = "openinfer.arrival"  # of a `handover.Arrival`, where another process accepted the connection
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _COMMENT = b"3\r\n:\n\n\r\n"  # a chunk

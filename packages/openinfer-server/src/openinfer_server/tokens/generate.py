@@ -227,4 +227,5 @@ def token_generation_routes(service: Service) -> list[Route]:
         last_data=DONE_DATA,
         errors=ERRORS,
     )
-    return [Route(method="POST", path="/inference/v1/generate", handler=TokenGeneration(service), doc=doc)]
+    handler, path = TokenGeneration(service), "/inference/v1/generate"
+    return [Route(method="POST", path=path, handler=handler, doc=doc, is_stateless=True)]

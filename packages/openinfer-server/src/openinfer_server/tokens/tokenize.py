@@ -148,7 +148,7 @@ def token_routes(service: Service) -> list[Route]:
 
     def route(path: str, handler: Handler, summary: str, body: type, response: type) -> Route:
         doc = RouteDoc(summary=summary, tag="Tokens", body=body, response=response, errors=ERRORS)
-        return Route(method="POST", path=path, handler=handler, doc=doc)
+        return Route(method="POST", path=path, handler=handler, doc=doc, is_stateless=True)
 
     return [
         route("/tokenize", tokens.tokenize, "Encodes a text, or a chat's prompt.", TokenizeRequest, TokenizeAnswer),

@@ -6,6 +6,9 @@ start ──all Ready──► serving ──drain──► draining ──all e
                       fewer ──MAX_DEATHS within DEATHS_WINDOW_S──► lost: /health says so, the first drains, ends with 1
 
 What a worker that died had counted stays in the sums, as far as it was asked: counters do not fall.
+
+One more takes the large requests of all (`http/handover.py`). The first of them starts it (`want_large`); until it is
+ready, and where it cannot be started at all, they are answered like others.
 """
 
 import asyncio
@@ -34,6 +37,7 @@ from openinfer_server.workers.wire import (
     Others,
     Ready,
     ToWorker,
+    WantLarge,
     WorkerLaunch,
     from_worker_decoder,
     line_of,
@@ -53,6 +57,7 @@ class _Worker:
     def __init__(self, process: Process, number: int) -> None:
         self.process = process
         self.number = number  # of its row in the table
+        self.was_ready = False
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.counted: MetricsSnapshot | None = None  # when it was last asked
         self._asked: deque[asyncio.Future[MetricsSnapshot | None]] = deque()
@@ -97,14 +102,22 @@ class WorkerGroup:
         self._max_model_tokens = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
+        self._large_number = 0  # of the worker that takes large requests, once it is wanted
 
-    async def start(
-        self, handle: EngineHandle, model_dir: Path, options: ServerOptions, port: int, table: WorkerTable
+    def prepare(
+        self, handle: EngineHandle, model_dir: Path, options: ServerOptions, table: WorkerTable, *, large: str
     ) -> None:
-        """Starts `options.workers - 1` processes and waits until they take connections; `table` is the first worker's.
+        """Notes what workers are told.
+
+        Args:
+            handle: of the engine, which others can join.
+            model_dir: of its model.
+            options: of the first worker, with the port that it listens on.
+            table: its own, with a row for each worker and one more.
+            large: path of the socket on which large requests are to be taken; empty for none.
 
         Raises:
-            ServerError: the engine cannot be joined, or a worker ended before it was ready.
+            ServerError: the engine cannot be joined.
         """
         access = handle.access if isinstance(handle, RemoteEngine) else None
         if access is None:
@@ -114,11 +127,22 @@ class WorkerGroup:
             engine=access,
             model_dir=str(model_dir),
             table=table.access_of(0),
-            options=msgspec.structs.replace(options, port=port),
+            options=options,
+            large=large,
         )
         self._max_model_tokens = handle.info.max_model_tokens
-        for number in range(1, options.workers):
-            await self._start_worker(self._launch, table, number)
+
+    async def start(self) -> None:
+        """Starts `options.workers - 1` processes and waits until they take connections; after `prepare`.
+
+        Raises:
+            ServerError: a worker ended before it was ready.
+        """
+        launch, table = self._launch, self._table
+        if launch is None or table is None:
+            raise RuntimeError("workers are started after they were prepared")
+        for number in range(1, launch.options.workers):
+            await self._start_worker(launch, table, number)
         lost = asyncio.create_task(self.ended.wait())
         ready = asyncio.gather(*(worker.ready for worker in self._workers))
         await asyncio.wait((lost, ready), return_when=asyncio.FIRST_COMPLETED)
@@ -127,6 +151,21 @@ class WorkerGroup:
             ready.cancel()
             raise ServerError(f"{self.lost} before it was ready; its log says why")
         self._is_serving = True
+
+    def want_large(self) -> None:
+        """Starts the worker that takes large requests, unless that was tried before."""
+        launch, table = self._launch, self._table
+        if launch is None or table is None or self._large_number or self._draining:
+            return
+        self._large_number = launch.options.workers
+        logger.info("a process for large requests is started")
+        self._spawn(self._start_large(launch, table))
+
+    async def _start_large(self, launch: WorkerLaunch, table: WorkerTable) -> None:
+        try:
+            await self._start_worker(launch, table, self._large_number)
+        except OSError as error:
+            logger.error("large requests are answered next to others: no process can be started for them: %s", error)
 
     async def snapshots(self) -> Sequence[MetricsSnapshot]:
         return await self._counts_without(None)
@@ -162,7 +201,8 @@ class WorkerGroup:
         )
         worker = _Worker(process, number)
         self._workers.append(worker)
-        worker.say(msgspec.structs.replace(launch, table=table.access_of(number)))
+        takes_large = number == self._large_number
+        worker.say(msgspec.structs.replace(launch, table=table.access_of(number), takes_large=takes_large))
         if self._draining and process.stdin is not None:
             process.stdin.close()  # it was started while the end was asked for
         self._spawn(self._listen(worker))
@@ -173,9 +213,12 @@ class WorkerGroup:
             while stdout is not None and (line := await stdout.readline()):
                 message = from_worker_decoder.decode(line)
                 if isinstance(message, Ready):
+                    worker.was_ready = True
                     worker.ready.set_result(None)
                 elif isinstance(message, Counts):
                     worker.told(message)
+                elif isinstance(message, WantLarge):
+                    self.want_large()
                 else:
                     worker.counted = message.own
                     self._spawn(self._answer(worker))
@@ -198,6 +241,9 @@ class WorkerGroup:
         if worker.counted is not None:
             metrics = summed([*self._dead_counted, worker.counted], max_model_tokens=self._max_model_tokens)
             self._dead_counted = [MetricsSnapshot.of(metrics, open_requests=0)]
+        if worker.number == self._large_number and not worker.was_ready:
+            logger.error("%s before it was ready: large requests are answered next to others", what)
+            return
         while self._launch is not None and self._table is not None and self._is_serving and not self._are_many_deaths():
             logger.error("%s; another takes its place", what)
             try:

@@ -1,7 +1,7 @@
 """What the first worker and a further one say to each other, one JSON object per line.
 
     first ──stdin──► WorkerLaunch, then AskCounts, Others; end of file: drain and end
-    further ──stdout──► Ready, then Counts, AskOthers
+    further ──stdout──► Ready, then Counts, AskOthers, WantLarge
 
 `/metrics` of any worker answers for all: the first asks each further one; a further one asks the first for all others.
 """
@@ -19,12 +19,20 @@ MAX_LINE_BYTES = 16 * 2**20
 
 
 class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """First line to a further worker."""
+    """First line to a further worker.
+
+    Attributes:
+        options: with the port that the first worker listens on.
+        large: path of the socket on which large requests are taken; empty where they are answered like others.
+        takes_large: whether this worker takes them, there and nowhere else.
+    """
 
     engine: EngineAccess
     model_dir: str
     table: TableAccess
-    options: ServerOptions  # with the port that the first worker listens on
+    options: ServerOptions
+    large: str = ""
+    takes_large: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -53,8 +61,12 @@ class Others(msgspec.Struct, frozen=True, tag="others"):
     snapshots: list[MetricsSnapshot] | None
 
 
+class WantLarge(msgspec.Struct, frozen=True, tag="want_large"):
+    """A large request has come, and no worker takes them."""
+
+
 ToWorker: TypeAlias = AskCounts | Others
-FromWorker: TypeAlias = Ready | Counts | AskOthers
+FromWorker: TypeAlias = Ready | Counts | AskOthers | WantLarge
 
 to_worker_decoder: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
 from_worker_decoder: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)

@@ -1,7 +1,8 @@
 """A further worker: the process that `workers.WorkerGroup` starts.
 
 It joins the engine, serves the port that the first worker listens on, and drains and ends when its standard input does:
-the first worker drains, or has died.
+the first worker drains, or has died. One takes large requests, and no others, which the rest hand over to it; it has a
+lower priority, so that where processors are short, what it does is not at the cost of those who ask for little.
 """
 
 import asyncio
@@ -22,7 +23,14 @@ from openinfer_core.process.remote import join_engine
 from openinfer_server.app import load_app
 from openinfer_server.limits.worker_table import WorkerTable
 from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
-from openinfer_server.server import event_loop_factory, listen, serve_app, yield_interpreter
+from openinfer_server.server import (
+    event_loop_factory,
+    hand_over_of,
+    listen,
+    listen_for_large,
+    serve_app,
+    yield_interpreter,
+)
 from openinfer_server.workers.peers import PEERS_TIMEOUT_S
 from openinfer_server.workers.wire import (
     MAX_LINE_BYTES,
@@ -31,12 +39,15 @@ from openinfer_server.workers.wire import (
     FromWorker,
     Others,
     Ready,
+    WantLarge,
     WorkerLaunch,
     line_of,
     to_worker_decoder,
 )
 
 logger = logging.getLogger("openinfer.server")
+
+LARGE_NICENESS = 5  # a third of the processor time of what it competes with
 
 
 class FirstWorker:
@@ -83,15 +94,22 @@ async def serve_launch(launch: WorkerLaunch, lines: FileIO, out: BinaryIO) -> in
         out.write(line_of(message))
         out.flush()
 
+    if launch.takes_large:
+        os.nice(LARGE_NICENESS)
     handle = join_engine(launch.engine)
     try:
-        with listen(launch.options) as listener:
+        with listen_for_large(launch.large) if launch.takes_large else listen(launch.options) as listener:
             app = load_app(handle, Path(launch.model_dir), launch.options)
             app.service.share(WorkerTable(launch.table))
             app.service.peers = first = FirstWorker(say, app.service.snapshot)
             stop = asyncio.Event()
             listening = asyncio.create_task(_listen(reader, first, stop))
-            code = await serve_app(app, listener, launch.options, on_ready=lambda url: say(Ready()), stop=stop)
+            hand_over = None
+            if launch.large and not launch.takes_large:
+                hand_over = hand_over_of(app, launch.large, lambda: say(WantLarge()))
+            code = await serve_app(
+                app, listener, launch.options, on_ready=lambda url: say(Ready()), stop=stop, hand_over=hand_over
+            )
             listening.cancel()
             return code
     finally:
