@@ -77,6 +77,12 @@ class DecodeTurns:
             del self._turns[tenant]
         return frozenset(sitting)
 
+    def left_ms(self, *, own: int, others: int) -> float:
+        """Of what one tenant may add to a step next to rows of others, what so many rows of its own leave."""
+        if not self._weight or not others:
+            return OTHERS_MS
+        return max(OTHERS_MS, self._predicted_ms(others)) - own * self._row_ms()
+
     def note(self, step: StepInFlight, *, applied_s: float) -> None:
         """Learns from a step that had decode rows alone."""
         took_ms = (applied_s - max(self._applied_s, step.planned_s)) * 1e3

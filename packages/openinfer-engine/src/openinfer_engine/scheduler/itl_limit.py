@@ -2,8 +2,10 @@
 
     predicted ms of a step  =  ms of the last steps without prompt tokens  +  tokens x ms per token
 
-Prompts of one tenant next to decode rows of another have `OTHERS_MS`, or as long as the step takes without them, also
-where no limit is set: a flood of prompts may make another tenant's tokens come half as fast, and not slower.
+Prompts of one tenant next to decode rows of another have `OTHERS_MS`, or as long as these rows take, also where no limit
+is set, less what decode rows of its own take: all that one tenant does may make another's tokens come half as fast, and
+not slower. Where another tenant had rows a moment ago and has none now, prompts have `OTHERS_MS`: its next request waits
+for the step in flight.
 
 Both follow what steps took: from the result before to their own, since a step is planned while the one before runs.
 They rise quickly and fall slowly, so that they are near the dearer steps: the limit is meant for most steps, not for
@@ -30,22 +32,22 @@ class ItlLimiter:
         self._token_ms: float | None = None
         self._applied_s = float("-inf")
 
-    def budget_tokens(self, budget_tokens: int, *, decode_rows: int, are_others: bool = False) -> int:
+    def budget_tokens(self, budget_tokens: int, *, decode_rows: int, others_ms: float | None = None) -> int:
         """Prompt tokens that a step may compute, at most `budget_tokens`.
 
         Args:
             budget_tokens: that are left of the step's own.
             decode_rows: of the step.
-            are_others: some of these rows are of another tenant than some of the prompts.
+            others_ms: that the prompts have because of other tenants; None where there are none.
         """
-        if decode_rows == 0 or (self._max_ms is None and not are_others):
+        limit_ms = None if decode_rows == 0 else self._max_ms
+        if limit_ms is None and others_ms is None:
             return budget_tokens
         if self._token_ms is None:
             return min(budget_tokens, FIRST_TOKENS)
-        decode_ms = self._decode_ms or 0.0
-        room_ms = float("inf") if self._max_ms is None else self._max_ms - decode_ms
-        if are_others:
-            room_ms = min(room_ms, max(OTHERS_MS, decode_ms))
+        room_ms = float("inf") if limit_ms is None else limit_ms - (self._decode_ms or 0.0)
+        if others_ms is not None:
+            room_ms = min(room_ms, others_ms)
         return min(budget_tokens, max(LEAST_TOKENS, int(room_ms / self._token_ms)))
 
     def note(self, step: StepInFlight, *, applied_s: float) -> None:

@@ -87,10 +87,15 @@ class RowShares:
             self._recent_rows.note(tenant, num_rows)
             self._recent_blocks.note(tenant, self._pool.used_blocks(tenant))
 
+    @property
+    def recent_tenants(self) -> AbstractSet[str]:
+        """Tenants that had something running in the last steps."""
+        return self._recent_rows.tenants()
+
     def kept_from(self, sequence: Sequence, *, num_blocks: int) -> tuple[int, int]:
         """Slots and blocks that a sequence leaves to others, which held them lately; none within its tenant's share."""
         tenant = sequence.request.tenant
-        recent = self._recent_rows.tenants()
+        recent = self.recent_tenants
         if not self.rows[tenant] or not recent - {tenant}:
             return 0, 0  # where nothing of it runs, it may be the only one that goes on
         share = self._shares(recent | {tenant})

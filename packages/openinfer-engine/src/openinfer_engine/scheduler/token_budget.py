@@ -26,7 +26,7 @@ Slots and blocks come back when no step in flight has a row of their sequence.
 
 import bisect
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as ListLike
 from collections.abc import Set as AbstractSet
 
@@ -291,10 +291,12 @@ class TokenBudgetScheduler:
         head = self._queue.peek()
         begun = {sequence.request.tenant for sequence in unfilled}
         tenants = begun if head is None else begun | {head.request.tenant}
-        all_tenants = tenants.union(sequence.request.tenant for sequence in builder.rows) if tenants else tenants
-        builder.budget_tokens = self._itl_limiter.budget_tokens(
-            builder.budget_tokens, decode_rows=builder.decode_rows, are_others=len(all_tenants) > 1
-        )
+        if tenants:
+            builder.budget_tokens = self._itl_limiter.budget_tokens(
+                builder.budget_tokens,
+                decode_rows=builder.decode_rows,
+                others_ms=self._beside_others_ms(builder, tenants),
+            )
         if begun and len(tenants) > len(begun):  # half for those that have begun, however many newcomers there are
             with builder.limited_to(builder.budget_tokens // 2):
                 self._admit(builder, none_of=begun)
@@ -302,6 +304,14 @@ class TokenBudgetScheduler:
             unfilled = self._plan_shares(builder, unfilled)
         self._plan_chunks(builder, unfilled)
         self._admit(builder)
+
+    def _beside_others_ms(self, builder: StepBuilder, tenants: AbstractSet[str]) -> float | None:
+        """What prompts of these tenants may add to a step because of other tenants' rows; None if there are none."""
+        rows = Counter(sequence.request.tenant for sequence in builder.rows)
+        if len(tenants | rows.keys() | self._queue.shares.recent_tenants) < 2:
+            return None
+        total = rows.total()
+        return max(self._decode_turns.left_ms(own=rows[each], others=total - rows[each]) for each in tenants)
 
     def _plan_shares(self, builder: StepBuilder, unfilled: list[Sequence]) -> list[Sequence]:
         """A chunk of each tenant's oldest prompt, in equal parts of the budget; returns the other prompts."""
