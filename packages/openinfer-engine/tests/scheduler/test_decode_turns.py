@@ -20,12 +20,12 @@ MAX_TOKENS = 3000
 class Timed:
     """A scheduler whose steps take a time that follows from their rows."""
 
-    def __init__(self, *, row_ms: float, num_slots: int = 256, num_blocks: int = 2**18, **limits: Any) -> None:
+    def __init__(self, *, row_ms: float, token_ms: float = 0.0, num_slots: int = 256, num_blocks: int = 2**18, **limits: Any) -> None:
         sizes = {"max_step_tokens": 4096, "max_model_tokens": 4096, "block_size_tokens": 4, **limits}
         config = SchedulerConfig(num_blocks=num_blocks, max_num_seqs=num_slots, **sizes)
         self.scheduler = TokenBudgetScheduler(config, FairShare(QueuePolicyConfig()))
         self._device = FakeDevice(config)
-        self._row_ms = row_ms
+        self._row_ms, self._token_ms = row_ms, token_ms
         self._now_s = 0.0
         self._num_requests = 0
         self.tenants: dict[RequestId, str] = {}
@@ -44,7 +44,7 @@ class Timed:
         """Its milliseconds, and the tokens of each request."""
         plan = self.scheduler.plan(now_s=self._now_s)
         assert plan is not None
-        took_ms = BASE_MS + self._row_ms * plan.num_rows
+        took_ms = BASE_MS + self._row_ms * plan.num_rows + self._token_ms * int(plan.num_host_tokens.sum())
         self._now_s += took_ms * 1e-3
         events = self.scheduler.apply(plan, self._device.run(plan), now_s=self._now_s)
         return took_ms, Counter(event.request_id for event in events)
@@ -168,3 +168,27 @@ def test_a_newcomers_next_request_finds_the_blocks_of_the_one_before() -> None:
 def free_blocks(timed: Timed) -> int:
     stats = timed.scheduler.stats()
     return stats.blocks_total - stats.blocks_used
+
+
+def test_rows_and_prompts_of_a_tenant_have_one_bound_together() -> None:
+    timed = Timed(row_ms=0.5, token_ms=0.02)
+    timed.add("calm", 8)
+    timed.steps(40)
+    alone_ms = BASE_MS + 0.5 * 8
+    for _ in range(30):
+        timed.add("loud", 8, prompt_tokens=1000)
+        took_ms, _ = timed.steps(8)
+    # a prompt has LEAST_TOKENS in any step, and a row for the first token
+    assert max(took_ms[2:]) <= alone_ms + OTHERS_MS + 2.0
+    assert timed.scheduler.stats().prompt_tokens > 1000
+
+
+def test_prompts_are_short_steps_as_long_as_another_tenant_was_here_a_moment_ago() -> None:
+    timed = Timed(row_ms=0.1, token_ms=0.02)
+    timed.add("calm", 4, max_tokens=8)
+    timed.steps(8)
+    timed.add("loud", 200, prompt_tokens=2000, max_tokens=1)
+    took_ms, _ = timed.steps(20)
+    assert max(took_ms) <= BASE_MS + OTHERS_MS + 1.0  # its next request would wait for one of these
+    took_ms, _ = timed.steps(150)
+    assert max(took_ms) > BASE_MS + 0.02 * 4000  # and one tenant alone has whole steps

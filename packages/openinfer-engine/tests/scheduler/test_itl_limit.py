@@ -71,19 +71,17 @@ def test_costs_follow_a_change_and_one_slow_step_hardly_counts() -> None:
     assert pace.budget_tokens(2048, decode_rows=8) == pytest.approx(before / 2, rel=0.1)
 
 
-def test_prompts_next_to_rows_of_others_have_ten_milliseconds_or_as_long_as_a_step_without_them() -> None:
+def test_prompts_next_to_rows_of_others_have_so_many_milliseconds() -> None:
     pace = ItlLimiter(None)
     teach(pace)
     assert pace.budget_tokens(2048, decode_rows=8) == 2048
-    budget = pace.budget_tokens(2048, decode_rows=8, are_others=True)
-    assert budget == pytest.approx(OTHERS_MS / TOKEN_MS, rel=0.05)
-    slow = ItlLimiter(None)
-    slow.note(make_step(planned_s=0.0, decode_rows=8, prompt_tokens=0), applied_s=0.03)
-    slow.note(make_step(planned_s=0.03, decode_rows=0, prompt_tokens=100), applied_s=0.03 + 0.1 * TOKEN_MS)
-    assert slow.budget_tokens(4096, decode_rows=8, are_others=True) == pytest.approx(30 / TOKEN_MS, rel=0.05)
+    assert pace.budget_tokens(2048, decode_rows=8, others_ms=10) == pytest.approx(10 / TOKEN_MS, rel=0.05)
+    assert pace.budget_tokens(2048, decode_rows=0, others_ms=10) == pytest.approx(10 / TOKEN_MS, rel=0.05)
+    assert pace.budget_tokens(2048, decode_rows=8, others_ms=-5) == LEAST_TOKENS
     limited = ItlLimiter(10)
     teach(limited)
-    assert limited.budget_tokens(2048, decode_rows=8, are_others=True) == limited.budget_tokens(2048, decode_rows=8)
+    assert limited.budget_tokens(2048, decode_rows=8, others_ms=10) == limited.budget_tokens(2048, decode_rows=8)
+    assert limited.budget_tokens(2048, decode_rows=0) == 2048
 
 
 def test_flood_of_prompts_leaves_another_tenants_rows_their_pace() -> None:

@@ -1,0 +1,268 @@
+"""Large requests are answered by a process of their own, which their connection is handed to."""
+
+import contextlib
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from openinfer_server.http.handover import HandOver
+from openinfer_server.testing import DEADLINE_S, wait_until
+from openinfer_server.workers.group import can_share_ports
+
+pytestmark = pytest.mark.skipif(not can_share_ports(), reason="only Linux hands connections over")
+LARGE = 4096
+CHILD = """
+import logging, sys
+from pathlib import Path
+from openinfer_core.simulated import SimulatedOptions, spawn_simulated
+from openinfer_server import EventLoop, ServerOptions, run
+
+logging.basicConfig(level="INFO")
+engine = spawn_simulated(SimulatedOptions(num_token_ids=2040, tpot_s=0.005, max_model_tokens=100_000))
+loop = EventLoop(sys.argv[2])
+server = ServerOptions(port=0, workers=int(sys.argv[3]), drain_deadline_s=20, event_loop=loop, large_request_bytes=4096)
+sys.exit(run(engine, Path(sys.argv[1]), server, on_ready=lambda url: print(url, flush=True)))
+"""
+
+
+class Server:
+    """A server of its own; `large` is the process that takes large requests."""
+
+    def __init__(self, model_dir, event_loop, num_workers=1):
+        command = [sys.executable, "-c", CHILD, str(model_dir), event_loop, str(num_workers)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.host, port = self.process.stdout.readline().strip().removeprefix("http://").split(":")
+        self.port = int(port)
+
+    def connect(self):
+        return http.client.HTTPConnection(self.host, self.port, timeout=DEADLINE_S)
+
+    def ask(self, path="/v1/completions", body=None, connection=None):
+        """Status, whether the other process answered, and the body."""
+        with contextlib.ExitStack() as stack:
+            if connection is None:
+                connection = stack.enter_context(contextlib.closing(self.connect()))
+            method = "GET" if body is None else "POST"
+            headers = {} if body is None else {"content-type": "application/json"}
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            return response.status, response.getheader("connection") == "close", response.read().decode()
+
+    def workers(self):
+        found = []
+        for each in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "openinfer_server.workers.worker" in each.cmdline():
+                    found.append(each)
+        return found
+
+    def wait_for_large(self):
+        wait_until(lambda: self.ask(body=large())[:2] == (200, True), "a process that takes large requests")
+        return self.workers()[-1]
+
+    def end(self):
+        self.process.send_signal(signal.SIGTERM)
+        _, log = self.process.communicate(timeout=DEADLINE_S)
+        return log
+
+
+@pytest.fixture
+def start(model_dir):
+    servers = []
+
+    def start(event_loop="asyncio", num_workers=1):
+        servers.append(Server(model_dir, event_loop, num_workers))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.process.kill()
+        server.process.communicate()
+
+
+def large(**fields):
+    return {"prompt": "stone " * 1000, "max_tokens": 3, "ignore_eos": True, **fields}
+
+
+def small(**fields):
+    return {"prompt": "stone", "max_tokens": 3, "ignore_eos": True, **fields}
+
+
+def success(server):
+    page = server.ask("/metrics")[2]
+    return sum(map(float, re.findall(r"^openinfer_request_success_total\{[^}]*\} (\S+)$", page, re.MULTILINE)))
+
+
+def head(length, path="/v1/completions", **fields):
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in {"content_length": length, **fields}.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def read_one(client):
+    """One response with a length."""
+    read = b""
+    while b"\r\n\r\n" not in read:
+        read += client.recv(2**16)
+    start, _, body = read.partition(b"\r\n\r\n")
+    while len(body) < int(re.search(rb"content-length: (\d+)", start)[1]):
+        body += client.recv(2**16)
+    return start + body
+
+
+def read_all(client):
+    parts = []
+    while part := client.recv(2**16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("event_loop", ["asyncio", "uvloop"])
+def test_large_requests_have_a_process_that_the_first_of_them_starts(start, event_loop):
+    server = start(event_loop)
+    assert server.workers() == []
+    assert server.ask(body=small())[:2] == (200, False)
+    assert server.workers() == []
+    first = server.ask(body=large(seed=1))
+    assert first[:2] == (200, False)  # by the process that there is
+    worker = server.wait_for_large()
+    assert worker.nice() > psutil.Process(server.process.pid).nice()
+    counted = success(server)
+    status, by_the_other, text = server.ask(body=large(seed=1))
+    assert (status, by_the_other) == (200, True)
+    assert json.loads(text)["usage"] == json.loads(first[2])["usage"]
+    assert server.ask(body=small())[:2] == (200, False)
+    assert success(server) == counted + 2
+    events = server.ask(body=large(stream=True))
+    assert events[:2] == (200, True)
+    assert events[2].endswith("data: [DONE]\n\n")
+    assert server.ask("/tokenize", {"prompt": "stone " * 1000})[:2] == (200, True)
+    assert server.ask(body=large(unknown=1))[:2] == (400, True)
+    # What is kept is asked for later, of the process that small requests come to.
+    status, by_the_other, text = server.ask("/v1/responses", {"input": "stone " * 1000, "max_output_tokens": 2})
+    assert (status, by_the_other) == (200, False), text
+    assert server.ask(f"/v1/responses/{json.loads(text)['id']}")[0] == 200
+    log = server.end()
+    assert server.process.returncode == 0, log
+    assert "Traceback" not in log
+    assert "Invalid HTTP request" not in log
+    psutil.wait_procs([worker], timeout=DEADLINE_S)
+    assert not worker.is_running()
+
+
+def test_head_may_come_in_parts_and_after_another_request(start):
+    server = start()
+    server.wait_for_large()
+    body = json.dumps(large()).encode()
+    with socket.create_connection((server.host, server.port), timeout=DEADLINE_S) as client:
+        small_body = json.dumps(small()).encode()
+        client.sendall(head(len(small_body)) + small_body)
+        assert read_one(client).startswith(b"HTTP/1.1 200")
+        whole = head(len(body)) + body
+        for place in range(0, 90, 30):
+            client.sendall(whole[place : place + 30])
+        client.sendall(whole[90:])
+        answer = read_all(client)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in answer
+    with socket.create_connection((server.host, server.port), timeout=DEADLINE_S) as client:  # no length is told
+        client.sendall(head("x", transfer_encoding="chunked").replace(b"content-length: x\r\n", b""))
+        client.sendall(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+        assert b"connection: close" in read_all(client)
+
+
+def test_large_request_that_begins_among_the_bytes_of_another_is_answered_here(start):
+    server = start()
+    server.wait_for_large()
+    body, small_body = json.dumps(large()).encode(), json.dumps(small()).encode()
+    with socket.create_connection((server.host, server.port), timeout=DEADLINE_S) as client:
+        client.sendall(head(len(small_body)) + small_body + head(len(body), connection="close") + body)
+        answers = read_all(client)
+    assert answers.count(b"HTTP/1.1 200") == 2
+
+
+def test_death_before_the_answer_is_503_and_another_takes_its_place(start):
+    server = start()
+    worker = server.wait_for_large()
+    body = json.dumps(large()).encode()
+    with socket.create_connection((server.host, server.port), timeout=DEADLINE_S) as client:
+        client.sendall(head(len(body)) + body[:100])
+        wait_until(lambda: has_connection(worker), "the connection is handed over")
+        worker.kill()
+        answer = read_all(client)
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: " in answer
+    assert server.wait_for_large().pid != worker.pid
+    assert server.ask(body=small())[0] == 200
+    log = server.end()
+    assert log.count("another takes its place") == 1
+    assert server.process.returncode == 0, log
+
+
+def has_connection(process):
+    return any(link.status == "ESTABLISHED" for link in process.net_connections("tcp"))
+
+
+def test_client_that_leaves_before_its_body_has_ended_leaves_nothing(start):
+    server = start()
+    worker = server.wait_for_large()
+    before = psutil.Process(server.process.pid).num_fds(), worker.num_fds()
+    with socket.create_connection((server.host, server.port), timeout=DEADLINE_S) as client:
+        client.sendall(head(10_000) + b"{")
+        wait_until(lambda: has_connection(worker), "the connection is handed over")
+    now = lambda: (psutil.Process(server.process.pid).num_fds(), worker.num_fds())  # noqa: E731
+    wait_until(lambda: now() == before, "all descriptors are closed")
+
+
+def test_each_of_several_workers_hands_over(start):
+    server = start(num_workers=2)
+    assert len(server.workers()) == 1
+    for _ in range(8):
+        assert server.ask(body=large())[0] == 200
+    wait_until(lambda: len(server.workers()) == 2, "a process that takes large requests")
+    for _ in range(8):
+        server.wait_for_large()
+    log = server.end()
+    assert server.process.returncode == 0, log
+
+
+def test_death_of_the_first_worker_ends_the_one_for_large_requests(start):
+    server = start()
+    worker = server.wait_for_large()
+    server.process.kill()
+    psutil.wait_procs([worker], timeout=DEADLINE_S)
+    assert not worker.is_running()
+
+
+@pytest.mark.parametrize(
+    ("method", "url", "headers", "is_taken"),
+    [
+        (b"POST", b"/v1/completions", [(b"content-length", b"4096")], True),
+        (b"POST", b"/v1/completions?a=b", [(b"content-length", b"4096")], True),
+        (b"POST", b"/v1/completions", [(b"transfer-encoding", b"chunked")], True),
+        (b"POST", b"/v1/completions", [(b"content-length", b"4095")], False),
+        (b"POST", b"/v1/completions", [(b"content-length", b"-1")], False),
+        (b"POST", b"/v1/completions", [], False),
+        (b"GET", b"/v1/completions", [(b"content-length", b"4096")], False),
+        (b"POST", b"/v1/responses", [(b"content-length", b"4096")], False),
+    ],
+)
+def test_large_requests_to_stateless_routes_are_taken(method, url, headers, is_taken):
+    hand_over = HandOver("/nowhere", ["/v1/completions"], least_bytes=LARGE, want=lambda: None)
+    assert hand_over.takes(method, url, headers) is is_taken
+
+
+def test_where_no_one_listens_the_process_is_wanted_and_nothing_handed_over(tmp_path):
+    wanted = []
+    hand_over = HandOver(str(tmp_path / "large"), [], least_bytes=LARGE, want=lambda: wanted.append(1))
+    with socket.socket() as connection:
+        assert hand_over.begin(connection.fileno(), [b"POST"]) is None
+    assert wanted == [1]
+    assert hand_over.num_handed_over == 0
