@@ -20,7 +20,9 @@ MAX_TOKENS = 3000
 class Timed:
     """A scheduler whose steps take a time that follows from their rows."""
 
-    def __init__(self, *, row_ms: float, token_ms: float = 0.0, num_slots: int = 256, num_blocks: int = 2**18, **limits: Any) -> None:
+    def __init__(
+        self, *, row_ms: float, token_ms: float = 0.0, num_slots: int = 256, num_blocks: int = 2**18, **limits: Any
+    ) -> None:
         sizes = {"max_step_tokens": 4096, "max_model_tokens": 4096, "block_size_tokens": 4, **limits}
         config = SchedulerConfig(num_blocks=num_blocks, max_num_seqs=num_slots, **sizes)
         self.scheduler = TokenBudgetScheduler(config, FairShare(QueuePolicyConfig()))
@@ -192,3 +194,14 @@ def test_prompts_are_short_steps_as_long_as_another_tenant_was_here_a_moment_ago
     assert max(took_ms) <= BASE_MS + OTHERS_MS + 1.0  # its next request would wait for one of these
     took_ms, _ = timed.steps(150)
     assert max(took_ms) > BASE_MS + 0.02 * 4000  # and one tenant alone has whole steps
+
+
+def test_many_newcomers_find_room_at_once_where_another_tenant_has_all_slots() -> None:
+    timed = Timed(row_ms=0.1, num_slots=32)
+    timed.add("loud", 64)
+    timed.steps(40)
+    timed.add("calm", 16)
+    _, tokens = timed.steps(4)  # of which one was planned before, and one waits for what gives way
+    assert sum(each > 0 for each in timed.tokens_of("calm", tokens)) >= 12
+    _, tokens = timed.steps(4)
+    assert min(timed.tokens_of("calm", tokens)) > 0

@@ -9,7 +9,14 @@ from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_engine.scheduler import TokenBudgetScheduler
-from openinfer_engine.scheduler.itl_limit import FIRST_TOKENS, LEAST_TOKENS, OTHERS_MS, ItlLimiter
+from openinfer_engine.scheduler.itl_limit import (
+    FIRST_TOKENS,
+    LEAST_TOKENS,
+    LONE_MS,
+    LONE_TOKENS,
+    OTHERS_MS,
+    ItlLimiter,
+)
 from openinfer_engine.scheduler.step_builder import StepInFlight
 
 DECODE_MS = 4.0
@@ -82,6 +89,19 @@ def test_prompts_next_to_rows_of_others_have_so_many_milliseconds() -> None:
     teach(limited)
     assert limited.budget_tokens(2048, decode_rows=8, others_ms=10) == limited.budget_tokens(2048, decode_rows=8)
     assert limited.budget_tokens(2048, decode_rows=0) == 2048
+
+
+def test_steps_of_prompts_alone_are_no_longer_than_a_newcomer_may_wait() -> None:
+    pace = ItlLimiter(None)
+    for index in range(20):  # short ones say little of what a token costs in long ones
+        step = make_step(planned_s=index, decode_rows=0, prompt_tokens=4)
+        pace.note(step, applied_s=index + 0.01)
+    assert pace.budget_tokens(4096, decode_rows=0) == 4096
+    pace.note(make_step(planned_s=20, decode_rows=0, prompt_tokens=4096), applied_s=20 + 4096 * 0.3e-3)
+    assert pace.budget_tokens(4096, decode_rows=0) == pytest.approx(LONE_MS / 0.3, rel=0.05)
+    for begin_s in (100, 200, 300):
+        pace.note(make_step(planned_s=begin_s, decode_rows=0, prompt_tokens=500), applied_s=begin_s + 60)
+    assert pace.budget_tokens(4096, decode_rows=0) == LONE_TOKENS
 
 
 def test_flood_of_prompts_leaves_another_tenants_rows_their_pace() -> None:

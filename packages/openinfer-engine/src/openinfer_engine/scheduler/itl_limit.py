@@ -7,7 +7,9 @@ is set, less what decode rows of its own take: all that one tenant does may make
 not slower. Where another tenant had rows a moment ago and has none now, prompts have `OTHERS_MS`: its next request waits
 for the step in flight.
 
-Both follow what steps took: from the result before to their own, since a step is planned while the one before runs.
+A step of prompts alone is `LONE_MS` long at most, where it has more than `LONE_TOKENS`: whoever comes first waits for it.
+
+All follow what steps took: from the result before to their own, since a step is planned while the one before runs.
 They rise quickly and fall slowly, so that they are near the dearer steps: the limit is meant for most steps, not for
 the mean. Prompts go on however little time there is, by `LEAST_TOKENS` in a step.
 """
@@ -16,20 +18,23 @@ from openinfer_engine.scheduler.step_builder import StepInFlight
 
 LEAST_TOKENS = 16
 OTHERS_MS = 10.0
+LONE_MS = 150.0
+LONE_TOKENS = 256  # shorter steps of prompts say little of what a token costs in longer ones
 FIRST_TOKENS = 256  # of a step before any with prompt tokens was timed
 _RISE, _FALL = 0.5, 0.05  # share of the way to the newest step's cost
 _MOST_GROWTH = 2.0  # a step counts as at most so many times what is known: the host was busy with something else
 
 
 class ItlLimiter:
-    """Keeps the cost of steps and the budget that follows from it; `max_itl_ms` None leaves it whole for one tenant."""
+    """Keeps the cost of steps and the budget that follows from it; `max_itl_ms` None leaves one tenant `LONE_MS`."""
 
-    __slots__ = ("_applied_s", "_decode_ms", "_max_ms", "_token_ms")
+    __slots__ = ("_applied_s", "_decode_ms", "_long_token_ms", "_max_ms", "_token_ms")
 
     def __init__(self, max_itl_ms: int | None) -> None:
         self._max_ms = max_itl_ms
         self._decode_ms: float | None = None
         self._token_ms: float | None = None
+        self._long_token_ms: float | None = None  # in steps of so many that their number hardly matters
         self._applied_s = float("-inf")
 
     def budget_tokens(self, budget_tokens: int, *, decode_rows: int, others_ms: float | None = None) -> int:
@@ -40,6 +45,8 @@ class ItlLimiter:
             decode_rows: of the step.
             others_ms: that the prompts have because of other tenants; None where there are none.
         """
+        if self._long_token_ms is not None:
+            budget_tokens = min(budget_tokens, max(LONE_TOKENS, int(LONE_MS / self._long_token_ms)))
         limit_ms = None if decode_rows == 0 else self._max_ms
         if limit_ms is None and others_ms is None:
             return budget_tokens
@@ -60,7 +67,10 @@ class ItlLimiter:
             self._decode_ms = _follow(self._decode_ms, took_ms)
         else:
             decode_ms = (self._decode_ms or 0.0) if step.decode_tokens else 0.0
-            self._token_ms = _follow(self._token_ms, max(took_ms - decode_ms, 0.1 * took_ms) / prompt_tokens)
+            token_ms = max(took_ms - decode_ms, 0.1 * took_ms) / prompt_tokens
+            self._token_ms = _follow(self._token_ms, token_ms)
+            if prompt_tokens >= LONE_TOKENS:
+                self._long_token_ms = _follow(self._long_token_ms, token_ms)
 
 
 def _follow(known: float | None, newest: float) -> float:

@@ -137,11 +137,11 @@ class RowShares:
         least = LEAST_PROGRESS_TOKENS + PROGRESS_PER_GIVEN_TOKEN * sequence.given_tokens
         return sequence.known_tokens - sequence.given_tokens >= least
 
-    def stays_within(self, sequence: Sequence, waiting: Iterable[str], *, num_blocks: int) -> bool:
-        """Whether its tenant would hold no more than its share with it."""
+    def stays_within(self, sequence: Sequence, waiting: Iterable[str], *, num_blocks: int, num_rows: int = 1) -> bool:
+        """Whether its tenant would hold no more than its share with it, or so many of its size."""
         tenant = sequence.request.tenant
         share = self._shares(waiting)(tenant)
-        return self._excess(tenant, share, more_rows=1, more_blocks=num_blocks) <= 0
+        return self._excess(tenant, share, more_rows=num_rows, more_blocks=num_rows * num_blocks) <= 0
 
     def _shares(self, wanting: Iterable[str]) -> Callable[[str], float]:
         """What part of all a tenant's share is."""

@@ -66,6 +66,8 @@ PARK_PATIENCE_S = 1.0
 """What copies into KV tiers may take before they are cancelled, when all is to leave the device."""
 BYPASS_SCAN = 256
 """Requests of a tenant, or of all where a policy knows none, that are looked at for one that may pass."""
+MAX_NEWCOMERS = 64
+"""Requests of a tenant that others give way to at a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -417,20 +419,30 @@ class RunQueue:
         sequence = self._head()
         if sequence is None or self.shares.rows.keys() <= {sequence.request.tenant}:
             return
-        wanting = self._wanting()
-        num_blocks = self._blocks_of(sequence)
-        if not self.shares.stays_within(sequence, wanting, num_blocks=num_blocks):
-            return
-        has_slot, coming_blocks = bool(self.free_slots), 0
-        while not (has_slot and self._would_fit(sequence, coming_blocks)):
-            ready = (each for each in self.shares.victims(self.running, wanting) if self.shares.has_gone_on(each))
-            victim = next(ready, None)
-            if victim is None:
+        wanting, num_blocks = self._wanting(), self._blocks_of(sequence)
+        coming_slots = coming_blocks = 0
+        # Room for one a step would make the last of many newcomers wait for as many steps.
+        for place in range(self._num_newcomers(sequence)):
+            if not self.shares.stays_within(sequence, wanting, num_blocks=num_blocks, num_rows=place + 1):
                 return
-            if victim.rows_in_flight:
-                coming_blocks += self._own_blocks(victim)
-            self._preempt_for_share(victim)
-            has_slot, self._promised = True, sequence
+            taken_blocks = place * (num_blocks + self.num_tables)  # by those before, each with its reserve
+            while not (
+                len(self.free_slots) + coming_slots > place and self._would_fit(sequence, coming_blocks - taken_blocks)
+            ):
+                ready = (each for each in self.shares.victims(self.running, wanting) if self.shares.has_gone_on(each))
+                victim = next(ready, None)
+                if victim is None:
+                    return
+                if victim.rows_in_flight:
+                    coming_slots += 1
+                    coming_blocks += self._own_blocks(victim)
+                self._preempt_for_share(victim)
+                self._promised = sequence
+
+    def _num_newcomers(self, sequence: Sequence) -> int:
+        """That there is to be room for: this one, and those that wait for the first time of the same tenant."""
+        num_waiting = self.waiting.tenants.get(sequence.request.tenant, 0)
+        return max(1, min(num_waiting, MAX_NEWCOMERS)) if sequence.state is SequenceState.WAITING else 1
 
     def _wanting(self) -> AbstractSet[str]:
         """Tenants that have something waiting."""
