@@ -205,3 +205,15 @@ def test_many_newcomers_find_room_at_once_where_another_tenant_has_all_slots() -
     assert sum(each > 0 for each in timed.tokens_of("calm", tokens)) >= 12
     _, tokens = timed.steps(4)
     assert min(timed.tokens_of("calm", tokens)) > 0
+
+
+def test_prompt_larger_than_its_share_does_not_wait_for_others_to_end_next_to_an_idle_tenants_prefix() -> None:
+    timed = Timed(row_ms=0.1, num_blocks=100)
+    timed.add("idle", 1, prompt_tokens=160, max_tokens=1)
+    timed.steps(1)
+    timed.add("calm", 1, max_tokens=100)
+    timed.steps(4)
+    timed.add("large", 1, prompt_tokens=260, max_tokens=1)
+    _, tokens = timed.steps(8)
+    assert timed.tokens_of("large", tokens)[0] > 0
+    assert timed.tokens_of("calm", tokens)[0] >= 7

@@ -28,7 +28,12 @@ class BlockAllocation:
 
 
 class BlockAllocator:
-    """Takes blocks from one pool, for `num_tables` block tables of each sequence; calls `hurry` when they are short."""
+    """Takes blocks from one pool, for `num_tables` block tables of each sequence.
+
+    Args:
+        hurry: called when they are short.
+        runs: whether a tenant has anything that runs or loads.
+    """
 
     def __init__(
         self,
@@ -39,6 +44,7 @@ class BlockAllocator:
         matches_prefixes: bool,
         snapshots: Snapshots | None,
         hurry: Callable[[], None],
+        runs: Callable[[str], bool],
     ) -> None:
         self._pool = pool
         self._num_tables = num_tables
@@ -46,6 +52,7 @@ class BlockAllocator:
         self._matches_prefixes = matches_prefixes
         self._snapshots = snapshots
         self._hurry = hurry
+        self._runs = runs
         self.prefixes: StatePrefixes | None = None  # with KV tiers, for a model with recurrent states
 
     def allocate(
@@ -89,10 +96,15 @@ class BlockAllocator:
         return sequence.kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks, windowed_tokens=windowed_tokens)
 
     def _protected_blocks(self, sequence: Sequence, spare_blocks: int) -> int:
-        """Prefixes that other tenants keep, unless nothing else runs: then they would be waited for in vain."""
+        """Prefixes that other tenants keep from one that runs something.
+
+        What that has comes back for its next request. One that has nothing would wait for what others run, with all
+        that comes after it, and a prompt that is larger than its share until nothing runs.
+        """
         if not spare_blocks or self._pool.free_blocks >= self._blocks_for(sequence.known_tokens, None) + spare_blocks:
             return 0
-        return self._pool.protected_blocks(sequence.request.tenant)
+        tenant = sequence.request.tenant
+        return self._pool.protected_blocks(tenant) if self._runs(tenant) else 0
 
     def _windowed_tokens(self, sequence: Sequence, *, is_alone: bool) -> int | None:
         """Tokens that tables with a window get room for, before the sequence begins; None: for all."""

@@ -131,6 +131,7 @@ class RunQueue:
             matches_prefixes=self.matches_prefixes,
             snapshots=self.snapshots,
             hurry=self._hurry_saves,
+            runs=lambda tenant: self.shares.rows[tenant] > 0,
         )
         self.shares = RowShares(self.kv.pool, num_slots=config.max_num_seqs, weight=self.waiting.weight)
         self._divides = self.waiting.shares is not None
