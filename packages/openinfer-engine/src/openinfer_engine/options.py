@@ -98,7 +98,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_num_seqs: int = 256
     """Sequences that run at a time at most."""
     max_step_tokens: int = 4096
-    """Token budget of one step: decode rows and prompt chunks together."""
+    """Token budget of one step: decode rows and prompt chunks together; less where prompts would take over 150 ms."""
     max_itl_ms: int | None = None
     """Milliseconds that a step with decode rows should take at most: prompts wait, or come in smaller chunks, so that
     the next tokens of other requests do not wait. By default prompts get the whole token budget."""

@@ -99,7 +99,10 @@ def test_steps_of_prompts_alone_are_no_longer_than_a_newcomer_may_wait() -> None
     assert pace.budget_tokens(4096, decode_rows=0) == 4096
     pace.note(make_step(planned_s=20, decode_rows=0, prompt_tokens=4096), applied_s=20 + 4096 * 0.3e-3)
     assert pace.budget_tokens(4096, decode_rows=0) == pytest.approx(LONE_MS / 0.3, rel=0.05)
-    for begin_s in (100, 200, 300):
+    for begin_s in (30, 40, 50, 60):  # one that took long says little, and less with each one after
+        pace.note(make_step(planned_s=begin_s, decode_rows=0, prompt_tokens=500), applied_s=begin_s + 0.01)
+    assert pace.budget_tokens(4096, decode_rows=0) > 2500
+    for begin_s in (100, 200, 300, 400, 500, 600, 700, 800):
         pace.note(make_step(planned_s=begin_s, decode_rows=0, prompt_tokens=500), applied_s=begin_s + 60)
     assert pace.budget_tokens(4096, decode_rows=0) == LONE_TOKENS
 

@@ -2,16 +2,17 @@
 
     predicted ms of a step  =  ms of the last steps without prompt tokens  +  tokens x ms per token
 
-Prompts of one tenant next to decode rows of another have `OTHERS_MS`, or as long as these rows take, also where no limit
-is set, less what decode rows of its own take: all that one tenant does may make another's tokens come half as fast, and
-not slower. Where another tenant had rows a moment ago and has none now, prompts have `OTHERS_MS`: its next request waits
-for the step in flight.
+Prompts of one tenant next to decode rows of another have `OTHERS_MS`, or as long as these rows take, also where no
+limit is set, less what decode rows of its own take: all that one tenant does may make another's tokens come half as
+fast, and not slower. Where another tenant had rows a moment ago and has none now, prompts have `OTHERS_MS`: its next
+request waits for the step in flight.
 
-A step of prompts alone is `LONE_MS` long at most, where it has more than `LONE_TOKENS`: whoever comes first waits for it.
+A step of prompts alone is `LONE_MS` long at most, where it has more than `LONE_TOKENS`: who comes first waits for it.
 
 All follow what steps took: from the result before to their own, since a step is planned while the one before runs.
 They rise quickly and fall slowly, so that they are near the dearer steps: the limit is meant for most steps, not for
-the mean. Prompts go on however little time there is, by `LEAST_TOKENS` in a step.
+the mean; that of steps of prompts alone falls quickly, too, since a GPU's first long step is no measure. Prompts go on
+however little time there is, by `LEAST_TOKENS` in a step.
 """
 
 from openinfer_engine.scheduler.step_builder import StepInFlight
@@ -70,11 +71,11 @@ class ItlLimiter:
             token_ms = max(took_ms - decode_ms, 0.1 * took_ms) / prompt_tokens
             self._token_ms = _follow(self._token_ms, token_ms)
             if prompt_tokens >= LONE_TOKENS:
-                self._long_token_ms = _follow(self._long_token_ms, token_ms)
+                self._long_token_ms = _follow(self._long_token_ms, token_ms, fall=_RISE)
 
 
-def _follow(known: float | None, newest: float) -> float:
+def _follow(known: float | None, newest: float, *, fall: float = _FALL) -> float:
     if known is None:
         return newest
     way = min(newest, _MOST_GROWTH * known) - known
-    return known + (_RISE if way > 0 else _FALL) * way
+    return known + (_RISE if way > 0 else fall) * way
