@@ -39,6 +39,8 @@ class WorkerTable:
         self._memory = mmap.mmap(access.descriptor, num_bytes)
         self._numbers = memoryview(self._memory).cast("q")
         self._slots: dict[str, int] = {}
+        others = [worker for worker in range(access.num_workers) if worker != access.worker]
+        self._elsewhere = [[self._place(worker, budget) for worker in others] for budget in range(len(BUDGETS))]
 
     @classmethod
     def create(cls, num_workers: int) -> Self:
@@ -78,8 +80,11 @@ class WorkerTable:
     def elsewhere(self, budget: int, owner: str) -> tuple[int, int]:
         """What an owner, and what all, hold in other workers."""
         slot, numbers = self._slot(owner), self._numbers
-        places = [self._place(worker, budget) for worker in range(self.num_workers) if worker != self._access.worker]
-        return sum(numbers[place + slot] for place in places), sum(numbers[place] for place in places)
+        held = used = 0
+        for place in self._elsewhere[budget]:
+            held += numbers[place + slot]
+            used += numbers[place]
+        return held, used
 
     def _place(self, worker: int, budget: int) -> int:
         return (worker * len(BUDGETS) + budget) * (SLOTS + 1)
