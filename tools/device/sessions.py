@@ -5,21 +5,27 @@
     part        what is played                                                        the table's columns
     alone-NEW   one session without waits, NEW tokens a turn: all of it in the pool   the reference
     many-NEW    the sessions, pool a third of what they hold, host tier for the rest  TTFT by turn, ratio, hits
-    check       many turns of shorter contexts again without a cache                  tokens, log-probabilities
+    check-NAME  many turns of shorter contexts again without a cache                  tokens, log-probabilities
     disk        sessions; the server ends and starts again; the same prompts          what the first turn takes
 
 Weights are random (`tiny` has its own, on the CPU: the rehearsal), prompts are token ids, and the server is asked over
-HTTP. Parts of one server run in the order given. Writes OUT/sessions-MODEL.json after each part.
+HTTP. Parts of one server run in the order given; of `check`, which stands for all its names, two at a time, since
+nothing is timed. One whose server has a planted error is right if the error is found. Writes OUT/sessions-MODEL.json
+after each part.
 """
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +34,10 @@ import msgspec
 from published_configs import PUBLISHED
 
 import openinfer_tiny_model
+from openinfer.models import find_family
 from openinfer_bench.served import OPENINFER, Served, served
 from openinfer_core.provenance import provenance
+from openinfer_engine.testing.adapters import write_adapter
 
 PART_LIMIT_S = 150
 QUIET_S, MOST_SAVES_S = 1.5, 40.0
@@ -39,7 +47,36 @@ COUNTED = (
     "openinfer_kv_tier_failures_total",
     "openinfer_kv_tier_saved_blocks_total",
     "openinfer_kv_tier_evicted_blocks_total",
+    "openinfer_spec_decode_num_accepted_tokens_total",
 )
+ADAPTER = "adapter"
+PLANTS: Mapping[str, str] = {
+    "stale-block": """
+from openinfer_kv_cache import BlockSequence
+
+find = BlockSequence._find_prefix
+
+def find_stale(self, *args):
+    found = find(self, *args)
+    others = [block for block in self._pool._registry.values() if block not in found]
+    return [*found[:-1], others[0]] if found and others else found
+
+BlockSequence._find_prefix = find_stale
+""",
+    "state-one-row-back": """
+from openinfer_engine.worker.state_slots import StateSlots
+
+advance = StateSlots.advance
+
+def advance_and_keep(self, plan):
+    advance(self, plan)
+    self._copy(plan.state_snapshots)
+
+StateSlots.advance = advance_and_keep
+StateSlots.keep = lambda self, plan: None
+""",
+}
+"""Mutants, each the `sitecustomize.py` of a server's processes; the first one is for models without states."""
 GOAL_RATIO, GOAL_MS = 1.2, 10.0
 GOAL_HITS = 0.98
 
@@ -62,33 +99,68 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """Sessions of which some turns are asked again; `planted` is an error that must be found."""
+
+    shape: Shape
+    turns: int
+    flags: Sequence[str]
+    """The server's, after those of its model."""
+    planted: str | None = None
+    has_adapter: bool = False
+
+    @property
+    def held_tokens(self) -> int:
+        """By all sessions at their ends."""
+        shape = self.shape
+        return shape.sessions * (shape.first_tokens + shape.turns * (shape.new_tokens + shape.output_tokens))
+
+    @property
+    def longest_tokens(self) -> int:
+        return self.held_tokens // self.shape.sessions + 64
+
+    @property
+    def num_blocks(self) -> int:
+        """A third of what they hold, but the longest at least; all of it where an error must meet a cached prefix."""
+        part = 48 if self.planted is None else 16
+        return max(self.longest_tokens // 16 + 2, self.held_tokens // part + 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetUp:
     """Of a model: what is played by the name of the part, and the server's flags."""
 
     many: Mapping[str, Shape]
-    check: Shape
-    checked_turns: int
+    checks: Mapping[str, Check]
     disk: Shape
     num_blocks: int
     """About a third of what the sessions of `many` hold at their ends."""
     host: str
     flags: Sequence[str]
-    check_flags: Sequence[str] = ()
-    least_blocks: int = 2_900
-    """Of a pool: `--max-model-tokens` fit."""
     num_token_ids: int = 150_000
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
+INVARIANT, HOST = ("--batch-invariant", "true"), ("--kv-tier", "host=8GiB")
+NGRAM, FP8 = ("--speculative", "ngram,k=4"), ("--kv-cache-dtype", "fp8")
 CUDA = ("--device", "cuda", "--load-format", "dummy", "--grammar-compiler", "none", "--max-num-seqs", "32")
+SOME_STATES = ("--state-snapshot-bytes", str(2 << 30))
+CHECKED = Shape(sessions=8, turns=12, first_tokens=600, new_tokens=400, output_tokens=24, wait_s=0.0)
+LONGER = replace(CHECKED, output_tokens=64)
+"""Rows of which some are preempted."""
+BRIEF = replace(CHECKED, sessions=4, turns=4)
+TINY = Shape(sessions=3, turns=4, first_tokens=100, new_tokens=40, output_tokens=8, wait_s=0.0)
 SET_UPS: Mapping[str, SetUp] = {
     "qwen3-8b": SetUp(
         many={
             "3000": Shape(sessions=6, turns=14, first_tokens=3_000, new_tokens=3_000, wait_s=2.0),
             "150": Shape(sessions=6, turns=40, first_tokens=34_000, new_tokens=150, wait_s=0.5),
         },
-        check=Shape(sessions=6, turns=10, first_tokens=1_000, new_tokens=500, output_tokens=24, wait_s=0.0),
-        checked_turns=30,
+        checks={
+            "ngram-fp8": Check(shape=CHECKED, turns=60, flags=(*HOST, *NGRAM, *FP8)),
+            "invariant-lora-ngram": Check(shape=CHECKED, turns=40, flags=(*HOST, *INVARIANT, *NGRAM), has_adapter=True),
+            "stale-block": Check(shape=BRIEF, turns=8, flags=(), planted="stale-block"),
+        },
         disk=Shape(sessions=3, turns=2, first_tokens=16_000, new_tokens=150, wait_s=0.0),
         num_blocks=5_100,
         host="host=36GiB",
@@ -100,12 +172,16 @@ SET_UPS: Mapping[str, SetUp] = {
             "3000": Shape(sessions=16, turns=11, first_tokens=3_000, new_tokens=3_000, wait_s=2.0),
             "150": Shape(sessions=16, turns=24, first_tokens=28_000, new_tokens=150, wait_s=1.0),
         },
-        check=Shape(sessions=8, turns=12, first_tokens=600, new_tokens=400, output_tokens=8, wait_s=0.0),
-        checked_turns=80,
+        checks={
+            "host": Check(shape=CHECKED, turns=100, flags=(*HOST, *INVARIANT, *SOME_STATES)),
+            "host-ngram": Check(shape=LONGER, turns=60, flags=(*HOST, *INVARIANT, *SOME_STATES, *NGRAM)),
+            "state-one-row-back": Check(
+                shape=BRIEF, turns=8, flags=(*INVARIANT, *SOME_STATES), planted="state-one-row-back"
+            ),
+        },
         disk=Shape(sessions=3, turns=2, first_tokens=26_000, new_tokens=150, wait_s=0.0),
         num_blocks=11_000,
         host="host=40GiB",
-        check_flags=("--batch-invariant", "true"),
         flags=(*CUDA, "--max-model-tokens", "45000", "--state-snapshot-bytes", str(6 << 30)),
     ),
     "tiny": SetUp(
@@ -113,14 +189,17 @@ SET_UPS: Mapping[str, SetUp] = {
             "60": Shape(sessions=3, turns=4, first_tokens=60, new_tokens=60, wait_s=0.05),
             "10": Shape(sessions=3, turns=4, first_tokens=200, new_tokens=10, wait_s=0.05),
         },
-        check=Shape(sessions=3, turns=4, first_tokens=100, new_tokens=40, output_tokens=8, wait_s=0.0),
-        checked_turns=6,
+        checks={
+            "host": Check(shape=TINY, turns=6, flags=("--kv-tier", "host=64MiB", *INVARIANT)),
+            "lora-ngram": Check(
+                shape=TINY, turns=6, flags=("--kv-tier", "host=64MiB", *INVARIANT, *NGRAM), has_adapter=True
+            ),
+            "stale-block": Check(shape=TINY, turns=6, flags=INVARIANT, planted="stale-block"),
+        },
         disk=Shape(sessions=2, turns=2, first_tokens=200, new_tokens=10, wait_s=0.0),
         num_blocks=26,
-        least_blocks=26,
         host="host=64MiB",
         flags=("--device", "cpu", "--max-num-seqs", "8"),
-        check_flags=("--batch-invariant", "true"),
         num_token_ids=2_000,
     ),
 }
@@ -133,6 +212,7 @@ class Runner:
         self.set_up, self._model, self._folder, self._commit = SET_UPS[model], model, folder, commit
         self._file = out / f"sessions-{model}.json"
         self.found: dict[str, Any] = {}
+        self._noting = threading.Lock()
 
     def run(self, parts: Sequence[str]) -> None:
         of_many = [part for part in parts if part.partition("-")[0] in ("alone", "many")]
@@ -140,20 +220,30 @@ class Runner:
             with self._server("--num-blocks", str(self.set_up.num_blocks), "--kv-tier", self.set_up.host) as server:
                 for part in of_many:
                     self._note(part, self._many(server, part))
-        if "check" in parts:
-            with self._server(*self.set_up.check_flags, "--kv-tier", "host=8GiB", *self._small()) as server:
-                sample = ["--check", str(self.set_up.checked_turns)]
-                if self.set_up.check_flags:
-                    sample += ["--tolerance", "0"]
-                self._note("check", self._play(server, self.set_up.check, "check", *sample))
+        with ThreadPoolExecutor(2) as places:
+            names = [name for name in self.set_up.checks if {"check", f"check-{name}"} & set(parts)]
+            list(places.map(self._check, names))
         if "disk" in parts:
             self._disk()
 
-    def _small(self) -> list[str]:
-        """A pool of a third for the sessions that are checked, too, but for one context at least."""
-        shape = self.set_up.check
-        held = shape.sessions * (shape.first_tokens + shape.turns * (shape.new_tokens + shape.output_tokens))
-        return ["--num-blocks", str(max(self.set_up.least_blocks, held // 48))]
+    def _check(self, name: str) -> None:
+        check = self.set_up.checks[name]
+        sample = ["--check", str(check.turns), *(["--tolerance", "0"] if set(INVARIANT) <= set(check.flags) else [])]
+        flags = ["--num-blocks", str(check.num_blocks), "--max-model-tokens", str(check.longest_tokens), *check.flags]
+        with tempfile.TemporaryDirectory(prefix="sessions-check-") as folder:
+            if check.has_adapter:
+                flags += ["--lora", f"{ADAPTER}={self._adapter(Path(folder))}"]
+            command = OPENINFER if check.planted is None else planted(check.planted, Path(folder))
+            with self._server(*flags, command=command) as server:
+                model = ADAPTER if check.has_adapter else "m"
+                found = self._play(server, check.shape, f"check-{name}", *sample, model=model)
+        self._note(f"check-{name}", found | {"flags": flags, "planted": check.planted, **right(check, found)})
+
+    def _adapter(self, scratch: Path) -> Path:
+        family, _ = find_family(self._folder)
+        config = json.loads((self._folder / "config.json").read_bytes())
+        write_adapter(scratch / ADAPTER, family.definition, config, rank=16)
+        return scratch / ADAPTER
 
     def _many(self, server: Served, part: str) -> dict[str, Any]:
         kind, _, new = part.partition("-")
@@ -181,18 +271,19 @@ class Runner:
         return round(same_since_s - began_s, 2)
 
     @contextlib.contextmanager
-    def _server(self, *flags: str) -> Iterator[Served]:
+    def _server(self, *flags: str, command: Sequence[str] = OPENINFER) -> Iterator[Served]:
         common = ("--model", str(self._folder), "--model-name", "m", "--log-level", "warning")
-        with served([*common, *self.set_up.flags, *flags]) as server:
+        of_model = without([*self.set_up.flags], {flag for flag in flags if flag.startswith("--")})
+        with served([*common, *of_model, *flags], command=command) as server:
             print(f"-- ready after {server.ready_s:.1f} s: {' '.join(flags)}", flush=True)
             yield server
 
-    def _play(self, server: Served, shape: Shape, salt: str, *flags: str) -> dict[str, Any]:
+    def _play(self, server: Served, shape: Shape, salt: str, *flags: str, model: str = "m") -> dict[str, Any]:
         began_s, before = time.monotonic(), counters(server)
         with tempfile.TemporaryDirectory(prefix="sessions-") as folder:
             report = Path(folder) / "report.json"
             command = [*OPENINFER, "bench", "sessions", "--url", f"http://127.0.0.1:{server.port}"]
-            command += ["--served-model", "m", "--json", str(report), "--commit", self._commit, "--salt", salt]
+            command += ["--served-model", model, "--json", str(report), "--commit", self._commit, "--salt", salt]
             command += ["--num-token-ids", str(self.set_up.num_token_ids), *shape.flags, *flags]
             done = subprocess.run(command, timeout=PART_LIMIT_S, capture_output=True, text=True, check=False)
             if not report.exists():
@@ -205,9 +296,13 @@ class Runner:
         }
 
     def _note(self, part: str, found: dict[str, Any]) -> None:
+        with self._noting:
+            self._write(part, found)
+
+    def _write(self, part: str, found: dict[str, Any]) -> None:
         self.found[part] = found
         lines = [f"== {part}, {found.get('wall_s', 0)} s", *found.get("said", [found.get("failed")])]
-        print(*lines, found.get("counters"), sep="\n", flush=True)
+        print(*lines, found.get("counters"), found.get("verdicts"), sep="\n", flush=True)
         report = {
             **msgspec.to_builtins(provenance(commit=self._commit)),
             "model": self._model,
@@ -224,6 +319,31 @@ class Runner:
             alone, many = (self.found.get(f"{kind}-{new}", {}).get("rows", ()) for kind in ("alone", "many"))
             tables[new] = [compared(*pair) for pair in zip(alone, many, strict=False) if all(map(has_time, pair))]
         return {new: rows for new, rows in tables.items() if rows}
+
+
+def planted(name: str, scratch: Path) -> Sequence[str]:
+    """The command of a server whose processes have a planted error."""
+    (scratch / "sitecustomize.py").write_text(PLANTS[name])
+    path = os.pathsep.join([str(scratch), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return ("env", f"PYTHONPATH={path}", *OPENINFER)
+
+
+def without(flags: Sequence[str], names: set[str]) -> list[str]:
+    """Pairs of flag and value, but those of some names."""
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    return [text for name, value in pairs if name not in names for text in (name, value)]
+
+
+def right(check: Check, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Verdicts by name; `failed` where turns differ, or where a planted error was not found."""
+    verdicts = Counter(each["verdict"] for each in found.get("checked", ()))
+    told: dict[str, Any] = {"verdicts": dict(verdicts)}
+    differ = verdicts["different"] + verdicts["unanswered"]
+    if check.planted is not None and not verdicts["different"]:
+        told["failed"] = f"the planted error {check.planted} was not found"
+    elif check.planted is None and (differ or verdicts["tie"] * 100 > verdicts.total()):
+        told["failed"] = f"{differ} turns differ"
+    return told
 
 
 def counters(server: Served) -> dict[str, float]:
@@ -271,6 +391,7 @@ def main() -> int:
     model, out, commit, *parts = sys.argv[1:]
     set_up = SET_UPS[model]
     every = [f"{kind}-{new}" for new in set_up.many for kind in ("alone", "many")] + ["check", "disk"]
+    every += [f"check-{name}" for name in set_up.checks]
     if unknown := set(parts) - set(every):
         sys.exit(f"unknown parts {', '.join(sorted(unknown))}; there are {', '.join(every)}")
     Path(out).mkdir(parents=True, exist_ok=True)
