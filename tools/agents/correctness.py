@@ -86,6 +86,7 @@ ARMS: Mapping[str, Arm] = {
     "dense-host": Arm("dense", (*POOL, *HOST)),
     "dense-host-ngram-fp8": Arm("dense", (*POOL, *HOST, *NGRAM, *FP8)),
     "dense-disk-restarted": Arm("dense", (*POOL, *DISK), restarts=True),
+    "dense-fp8": Arm("dense", (*WIDE, *FP8)),
     "dense-lora": Arm("dense", (*WIDER, *LORA), has_adapters=True),
     "dense-lora-host-ngram-fp8": Arm("dense", (*POOL, *LORA, *HOST, *NGRAM, *FP8), has_adapters=True),
     "hybrid": Arm("hybrid", (*WIDE, *STATES)),

@@ -5,11 +5,12 @@
     part        what is played                                                        the table's columns
     alone-NEW   one session without waits, NEW tokens a turn: all of it in the pool   the reference
     many-NEW    the sessions, pool a third of what they hold, host tier for the rest  TTFT by turn, ratio, hits
+    lru-NEW     the same as many-NEW, least recently used evicted first               the order before
     check-NAME  many turns of shorter contexts again without a cache                  tokens, log-probabilities
     disk        sessions; the server ends and starts again; the same prompts          what the first turn takes
 
 Weights are random (`tiny` has its own, on the CPU: the rehearsal), prompts are token ids, and the server is asked over
-HTTP. Parts of one server run in the order given; of `check`, which stands for all its names, two at a time, since
+HTTP. Parts of one server run in the order given; of `check`, which stands for all its names, three at a time, since
 nothing is timed. One whose server has a planted error is right if the error is found. Writes OUT/sessions-MODEL.json
 after each part.
 """
@@ -40,6 +41,7 @@ from openinfer_core.provenance import provenance
 from openinfer_engine.testing.adapters import write_adapter
 
 PART_LIMIT_S = 150
+PLACES = 3
 QUIET_S, MOST_SAVES_S = 1.5, 40.0
 COUNTED = (
     "openinfer_num_preemptions_total",
@@ -50,7 +52,13 @@ COUNTED = (
     "openinfer_spec_decode_num_accepted_tokens_total",
 )
 ADAPTER = "adapter"
+LRU = """
+from openinfer_kv_cache import BlockPool
+
+BlockPool.keeps_conversations = property(lambda self: False)
+"""
 PLANTS: Mapping[str, str] = {
+    "lru": LRU,
     "stale-block": """
 from openinfer_kv_cache import BlockSequence
 
@@ -76,7 +84,8 @@ StateSlots.advance = advance_and_keep
 StateSlots.keep = lambda self, plan: None
 """,
 }
-"""Mutants, each the `sitecustomize.py` of a server's processes; the first one is for models without states."""
+"""Changes of a server, each the `sitecustomize.py` of its processes: an order of eviction, and errors, of which the
+first is for models without states."""
 GOAL_RATIO, GOAL_MS = 1.2, 10.0
 GOAL_HITS = 0.98
 
@@ -154,10 +163,10 @@ SET_UPS: Mapping[str, SetUp] = {
     "qwen3-8b": SetUp(
         many={
             "3000": Shape(sessions=6, turns=14, first_tokens=3_000, new_tokens=3_000, wait_s=2.0),
-            "150": Shape(sessions=6, turns=40, first_tokens=34_000, new_tokens=150, wait_s=0.5),
+            "150": Shape(sessions=6, turns=10, first_tokens=34_000, new_tokens=150, wait_s=2.0),
         },
         checks={
-            "ngram-fp8": Check(shape=CHECKED, turns=60, flags=(*HOST, *NGRAM, *FP8)),
+            "invariant-ngram-fp8": Check(shape=CHECKED, turns=20, flags=(*HOST, *INVARIANT, *NGRAM, *FP8)),
             "invariant-lora-ngram": Check(shape=CHECKED, turns=40, flags=(*HOST, *INVARIANT, *NGRAM), has_adapter=True),
             "stale-block": Check(shape=BRIEF, turns=8, flags=(), planted="stale-block"),
         },
@@ -170,11 +179,11 @@ SET_UPS: Mapping[str, SetUp] = {
     "qwen3.5-4b": SetUp(
         many={
             "3000": Shape(sessions=16, turns=11, first_tokens=3_000, new_tokens=3_000, wait_s=2.0),
-            "150": Shape(sessions=16, turns=24, first_tokens=28_000, new_tokens=150, wait_s=1.0),
+            "150": Shape(sessions=16, turns=10, first_tokens=28_000, new_tokens=150, wait_s=2.0),
         },
         checks={
-            "host": Check(shape=CHECKED, turns=100, flags=(*HOST, *INVARIANT, *SOME_STATES)),
-            "host-ngram": Check(shape=LONGER, turns=60, flags=(*HOST, *INVARIANT, *SOME_STATES, *NGRAM)),
+            "host": Check(shape=CHECKED, turns=45, flags=(*HOST, *INVARIANT, *SOME_STATES)),
+            "host-ngram": Check(shape=LONGER, turns=20, flags=(*HOST, *INVARIANT, *SOME_STATES, *NGRAM)),
             "state-one-row-back": Check(
                 shape=BRIEF, turns=8, flags=(*INVARIANT, *SOME_STATES), planted="state-one-row-back"
             ),
@@ -215,12 +224,11 @@ class Runner:
         self._noting = threading.Lock()
 
     def run(self, parts: Sequence[str]) -> None:
-        of_many = [part for part in parts if part.partition("-")[0] in ("alone", "many")]
-        if of_many:
-            with self._server("--num-blocks", str(self.set_up.num_blocks), "--kv-tier", self.set_up.host) as server:
-                for part in of_many:
-                    self._note(part, self._many(server, part))
-        with ThreadPoolExecutor(2) as places:
+        for kinds, planted_name in ((("alone", "many"), None), (("lru",), "lru")):
+            of_many = [part for part in parts if part.partition("-")[0] in kinds]
+            if of_many:
+                self._play_many(of_many, planted_name)
+        with ThreadPoolExecutor(PLACES) as places:
             names = [name for name in self.set_up.checks if {"check", f"check-{name}"} & set(parts)]
             list(places.map(self._check, names))
         if "disk" in parts:
@@ -245,10 +253,18 @@ class Runner:
         write_adapter(scratch / ADAPTER, family.definition, config, rank=16)
         return scratch / ADAPTER
 
+    def _play_many(self, parts: Sequence[str], planted_name: str | None) -> None:
+        flags = ("--num-blocks", str(self.set_up.num_blocks), "--kv-tier", self.set_up.host)
+        with tempfile.TemporaryDirectory(prefix="sessions-order-") as folder:
+            command = OPENINFER if planted_name is None else planted(planted_name, Path(folder))
+            with self._server(*flags, command=command) as server:
+                for part in parts:
+                    self._note(part, self._many(server, part))
+
     def _many(self, server: Served, part: str) -> dict[str, Any]:
         kind, _, new = part.partition("-")
         shape = self.set_up.many[new]
-        return self._play(server, shape if kind == "many" else replace(shape, sessions=1, wait_s=0.0), part)
+        return self._play(server, shape if kind != "alone" else replace(shape, sessions=1, wait_s=0.0), part)
 
     def _disk(self) -> None:
         with tempfile.TemporaryDirectory(prefix="sessions-kv-") as folder:
@@ -390,7 +406,7 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> None:
 def main() -> int:
     model, out, commit, *parts = sys.argv[1:]
     set_up = SET_UPS[model]
-    every = [f"{kind}-{new}" for new in set_up.many for kind in ("alone", "many")] + ["check", "disk"]
+    every = [f"{kind}-{new}" for new in set_up.many for kind in ("alone", "many", "lru")] + ["check", "disk"]
     every += [f"check-{name}" for name in set_up.checks]
     if unknown := set(parts) - set(every):
         sys.exit(f"unknown parts {', '.join(sorted(unknown))}; there are {', '.join(every)}")

@@ -334,6 +334,18 @@ def test_evicted_prefix_comes_back_from_the_tier(checked_scheduler: type[TokenBu
     assert stats.loading == 0
 
 
+def test_retained_turn_that_is_given_up_all_the_same_is_in_the_tier(
+    checked_scheduler: type[TokenBudgetScheduler],
+) -> None:
+    rig = Rig(checked_scheduler, FakeTier(block_tokens=4))
+    retained = msgspec.structs.replace(request_of(0, range(1, 14)), retain_s=60.0, cache_key="k")
+    rig.run(retained)
+    rig.run(request_of(1, [20] * 28))  # takes the whole pool
+    assert rig.driver.scheduler.stats().retained_blocks == 0
+    assert rig.run(msgspec.structs.replace(retained, request_id=RequestId(2))) == 12
+    assert rig.driver.scheduler.stats().tier_tokens == 12
+
+
 def test_what_did_not_land_is_computed(checked_scheduler: type[TokenBudgetScheduler]) -> None:
     tier = FakeTier(block_tokens=4)
     rig = Rig(checked_scheduler, tier)
@@ -375,6 +387,54 @@ def test_others_are_planned_while_a_prefix_loads(checked_scheduler: type[TokenBu
     tier.loads[-1].polls_left = 1
     rig.driver.run()
     assert rig.driver.accounts[RequestId(3)].scheduled is not None
+
+
+def conversations_rig(factory: type[TokenBudgetScheduler]) -> tuple[FakeTier, Rig]:
+    """One conversation is kept, in 66 of 166 blocks; two others are in the tier alone."""
+    tier = FakeTier(block_tokens=16)
+    rig = Rig(factory, tier, num_blocks=166, max_step_tokens=1024, max_model_tokens=1700)
+    for request_id, first in enumerate((2000, 2000, 4000, 6000)):
+        rig.run(request_of(request_id, range(first, first + 1057)))
+    rig.run(request_of(4, range(9000, 9000 + 1560)))
+    return tier, rig
+
+
+def test_while_one_loads_another_load_does_not_push_out_what_a_conversation_keeps(
+    checked_scheduler: type[TokenBudgetScheduler],
+) -> None:
+    tier, rig = conversations_rig(checked_scheduler)
+    tier.load_polls = NEVER
+    for request_id, first in ((10, 4000), (11, 6000)):
+        rig.driver.submit(request_of(request_id, range(first, first + 1057)))
+    for _ in range(4):
+        rig.driver.step()
+    assert rig.driver.scheduler.stats().loading == 1  # the other one waits for it
+    rig.driver.submit(request_of(12, range(2000, 3057)))
+    for _ in range(12):
+        rig.driver.step()
+    kept = rig.driver.accounts[RequestId(12)].terminal
+    assert isinstance(kept, Finished)
+    assert kept.cached_tokens == 1056
+    assert rig.driver.scheduler.stats().loading == 1
+    tier.load_polls = 1
+    for load in tier.loads:
+        load.polls_left = 1
+    rig.driver.run()
+    assert rig.driver.accounts[RequestId(11)].terminal is not None
+
+
+def test_a_short_prompt_waits_for_no_load(checked_scheduler: type[TokenBudgetScheduler]) -> None:
+    tier, rig = conversations_rig(checked_scheduler)
+    tier.load_polls = NEVER
+    rig.driver.submit(request_of(10, range(4000, 5057)))
+    for request_id, prompt in ((11, range(12000, 12500)), (12, range(13000, 13300))):
+        rig.driver.submit(request_of(request_id, prompt, max_tokens=9))
+    for _ in range(20):
+        rig.driver.step()
+    assert all(rig.driver.accounts[RequestId(each)].terminal is not None for each in (11, 12))
+    for load in tier.loads:
+        load.polls_left = 1
+    rig.driver.run()
 
 
 def test_blocks_of_an_aborted_load_stay_until_no_copy_touches_them(

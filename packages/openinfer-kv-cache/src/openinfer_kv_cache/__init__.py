@@ -15,8 +15,15 @@ from openinfer_kv_cache.errors import (
     LayoutMismatchError,
     SequenceStateError,
 )
+from openinfer_kv_cache.eviction.conversations import Conversations
 from openinfer_kv_cache.eviction.fair import FairLeastRecentlyUsed
-from openinfer_kv_cache.eviction.policy import EvictionPolicy, EvictsByOwner, LeastRecentlyUsed, RetainsBlocks
+from openinfer_kv_cache.eviction.policy import (
+    EvictionPolicy,
+    EvictsByOwner,
+    KeepsConversations,
+    LeastRecentlyUsed,
+    RetainsBlocks,
+)
 from openinfer_kv_cache.layout import GroupKind, KvGroupLayout, KvLayout, KvRegion, check_same_layout
 from openinfer_kv_cache.listener import BlockListener, StoredBlocks
 from openinfer_kv_cache.sequence import BlockSequence
@@ -79,6 +86,7 @@ __all__ = [
     "BlockState",
     "BlockStateError",
     "BlockTable",
+    "Conversations",
     "CopyKind",
     "CopyingTier",
     "DeviceBlock",
@@ -92,6 +100,7 @@ __all__ = [
     "FairLeastRecentlyUsed",
     "GroupKind",
     "IntegrityError",
+    "KeepsConversations",
     "KvCache",
     "KvCacheError",
     "KvCacheOptions",

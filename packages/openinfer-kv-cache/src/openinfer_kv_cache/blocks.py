@@ -33,7 +33,7 @@ from openinfer_kv_cache.counters import EvictionReason, PoolCounters
 from openinfer_kv_cache.digest import Digest
 from openinfer_kv_cache.errors import BlockStateError, EvictionPolicyError, KvConfigError
 from openinfer_kv_cache.eviction.fair import FairLeastRecentlyUsed
-from openinfer_kv_cache.eviction.policy import EvictionPolicy, EvictsByOwner, Expiry, RetainsBlocks
+from openinfer_kv_cache.eviction.policy import EvictionPolicy, EvictsByOwner, Expiry, KeepsConversations, RetainsBlocks
 from openinfer_kv_cache.listener import BlockListener
 from openinfer_kv_cache.states import StateTable, Transition
 
@@ -103,6 +103,7 @@ class BlockPool:
         "_free",
         "_generation",
         "_hit_blocks",
+        "_keeping",
         "_missed_blocks",
         "_num_idle",
         "_num_matches",
@@ -146,6 +147,7 @@ class BlockPool:
         self._policy: EvictionPolicy = FairLeastRecentlyUsed(num_blocks, clock=clock) if policy is None else policy
         self._clock = clock
         self._retaining = self._policy if isinstance(self._policy, RetainsBlocks) else None
+        self._keeping = self._policy if isinstance(self._policy, KeepsConversations) else None
         self._owners = self._policy if isinstance(self._policy, EvictsByOwner) else None
         self._expiry = None if idle_ttl_s is None else Expiry(idle_ttl_s, clock)
         self._pins: Counter[int] = Counter()
@@ -332,6 +334,28 @@ class BlockPool:
     @property
     def retained_blocks(self) -> int:
         return 0 if self._retaining is None else self._retaining.num_retained
+
+    @property
+    def keeps_conversations(self) -> bool:
+        """Whether the policy is a `KeepsConversations`; `keep_conversation` and `drop_conversation` do nothing else."""
+        return self._keeping is not None
+
+    def keep_conversation(self, block_ids: Sequence[int], conversation: int, *, turn: int, interval: int) -> None:
+        """Has a sequence's blocks given up after others, but before what is retained; see `KeepsConversations.keep`."""
+        if self._keeping is not None and block_ids and self._digests[block_ids[0]] is not None:  # None: cleared since
+            self._keeping.keep(block_ids, conversation, turn=turn, interval=interval)
+
+    def drop_conversation(self, conversation: int) -> None:
+        if self._keeping is not None:
+            self._keeping.drop(conversation)
+
+    @property
+    def kept_idle_blocks(self) -> int:
+        """Of the available blocks, those that conversations keep."""
+        return 0 if self._keeping is None else self._keeping.num_kept_idle
+
+    def kept_blocks(self, conversation: int) -> int:
+        return 0 if self._keeping is None else self._keeping.kept_blocks(conversation)
 
     def expire(self) -> int:
         if self._expiry is None:

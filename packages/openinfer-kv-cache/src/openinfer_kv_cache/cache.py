@@ -13,6 +13,7 @@ from openinfer_kv_cache.blocks import BlockPool, BlockState
 from openinfer_kv_cache.checks import check_count
 from openinfer_kv_cache.digest import PrefixHasher, table_digests
 from openinfer_kv_cache.errors import IntegrityError, KvConfigError, SequenceStateError
+from openinfer_kv_cache.eviction.conversations import Conversations
 from openinfer_kv_cache.eviction.policy import EvictionPolicy
 from openinfer_kv_cache.listener import BlockListener
 from openinfer_kv_cache.sequence import BlockSequence
@@ -55,12 +56,14 @@ class KvCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class KvCache:
-    """Bookkeeping of one engine: `pool`, `hasher`, and `slots` (None without slot groups). Used from one thread.
+    """Bookkeeping of one engine: `pool`, `hasher`, `slots` (None without slot groups), and `conversations`.
+
+    `conversations` is told of sequences that end, before they are released. Used from one thread.
 
     A `digest_key` (16 to 64 secret bytes) is the same in every process that shares a tier; None draws a random one.
     """
 
-    __slots__ = ("_live", "_make_sequence", "hasher", "pool", "slots", "table_windows")
+    __slots__ = ("_live", "_make_sequence", "conversations", "hasher", "pool", "slots", "table_windows")
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class KvCache:
             idle_ttl_s=options.idle_ttl_s,
             clock=clock,
         )
+        self.conversations = Conversations(self.pool)
         self.hasher = PrefixHasher(options.block_size_tokens, key=digest_key, layout_digest=options.layout_digest)
         self.slots = (
             StateSlotPool(options.num_state_slots, max_snapshots=options.max_snapshots, clock=clock)
@@ -156,6 +160,7 @@ class KvCache:
         """Voids all cached content, as after a change of weights; see `BlockPool.clear` and `StateSlotPool.clear`."""
         if self.slots is not None:
             self.slots.clear()  # first: it refuses while copies are under way, and then nothing has changed
+        self.conversations.clear()
         self.pool.clear()
 
     def renew(self, weights_version: str) -> None:
@@ -172,6 +177,7 @@ class KvCache:
             raise SequenceStateError("weights cannot change while sequences hold blocks; shrink all to 0 first")
         if self.slots is not None:
             self.slots.restart()
+        self.conversations.clear()
         self.pool.clear()
         self.hasher.weights_version = weights_version
         for sequence in self._live:

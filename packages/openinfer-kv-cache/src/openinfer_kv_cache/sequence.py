@@ -113,6 +113,10 @@ class BlockSequence:
         return self._block_size
 
     @property
+    def owner(self) -> str:
+        return self._owner
+
+    @property
     def num_sealed_blocks(self) -> int:
         return self._num_sealed
 
@@ -285,6 +289,17 @@ class BlockSequence:
         for table in self.tables:
             sealed = table.held[: max(0, self._num_sealed - table.num_void)]
             self._pool.retain(sealed, for_s)
+
+    def sealed_heads(self) -> list[int]:
+        """Blocks of all tables that are sealed, those of the head first."""
+        tables = [table.held[: max(0, self._num_sealed - table.num_void)] for table in self.tables]
+        if len(tables) == 1:
+            return list(tables[0])
+        voids = [table.num_void for table in self.tables]
+        placed = [
+            (void + at, block_id) for void, held in zip(voids, tables, strict=True) for at, block_id in enumerate(held)
+        ]
+        return [block_id for _, block_id in sorted(placed)]
 
     def shrink(self, num_tokens: int) -> int:
         """Gives back the blocks after the first `num_tokens` tokens; the ids stay.

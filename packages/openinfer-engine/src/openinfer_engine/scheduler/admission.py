@@ -18,6 +18,9 @@ from openinfer_engine.scheduler.states.snapshots import Snapshots
 from openinfer_engine.scheduler.windows import Windows
 from openinfer_kv_cache import BlockPool, BlockSequence
 
+_MOST_COMPUTED_TOKENS = 512
+"""Of a prompt that begins on what is in the pool and does not wait for another's load."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockAllocation:
@@ -73,6 +76,7 @@ class BlockAllocator:
         kv, spare_blocks = sequence.kv, self._num_tables * (len(running) + len(loading))
         windowed_tokens = self._windowed_tokens(sequence, is_alone=not spare_blocks)
         spare_blocks += self._protected_blocks(sequence, spare_blocks) + kept_blocks
+        spare_blocks += self._conversation_blocks(sequence, spare_blocks, loading)
         if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks, windowed_tokens=windowed_tokens):
             self._hurry()
             return None
@@ -105,6 +109,23 @@ class BlockAllocator:
             return 0
         tenant = sequence.request.tenant
         return self._pool.protected_blocks(tenant) if self._runs(tenant) else 0
+
+    def _conversation_blocks(self, sequence: Sequence, spare_blocks: int, loading: ListLike[Sequence]) -> int:
+        """Conversations that its tenant keeps, while another load of that tenant is under way.
+
+        Loads share one link to the device: one after the other they take no longer, hold blocks for less time, and what
+        would have made room for them needs no load.
+        """
+        kept_blocks, tenant = self._pool.kept_idle_blocks, sequence.request.tenant
+        if not (kept_blocks and sequence.may_match and any(each.request.tenant == tenant for each in loading)):
+            return 0
+        blocks = self._blocks_for(sequence.known_tokens, None)
+        if self._pool.available_blocks - kept_blocks >= blocks + spare_blocks:
+            return 0
+        cached_blocks = self._num_tables * (sequence.kv.count_cached_tokens() // self._pool.block_size_tokens)
+        if cached_blocks >= blocks - self._num_tables * self._pool.blocks_for(_MOST_COMPUTED_TOKENS):
+            return 0
+        return max(0, kept_blocks - cached_blocks)
 
     def _windowed_tokens(self, sequence: Sequence, *, is_alone: bool) -> int | None:
         """Tokens that tables with a window get room for, before the sequence begins; None: for all."""

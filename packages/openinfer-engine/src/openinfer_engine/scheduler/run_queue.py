@@ -682,6 +682,7 @@ class RunQueue:
             self.free_slots.append(sequence.slot)
             sequence.slot = NO_SLOT
         if sequence.state is SequenceState.FINISHED:
+            self.kv.conversations.ended(sequence.kv)
             self.retention.ended(sequence)
             sequence.kv.release()
         else:

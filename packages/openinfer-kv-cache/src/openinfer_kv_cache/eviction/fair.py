@@ -10,7 +10,8 @@ section 6.5.2). One owner alone is served as by `LeastRecentlyUsed`.
                         └───────────────────────── takes or finds a block ────────────────────────┘
 
 Of each owner, blocks that are retained (`RetainsBlocks`) go after those that are not, until their deadline: an order,
-no pin. An owner with retained blocks is not dormant; beyond its share it gives them up as any other.
+no pin. An owner with retained blocks is not dormant; beyond its share it gives them up as any other. Before those come
+the blocks of conversations that are kept (`KeepsConversations`).
 
 What a dormant owner has goes first. An active one's share is the pool over the number of active owners;
 `protected_blocks` are those that others leave it.
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
 from openinfer_kv_cache.eviction.idle_order import IdleOrder
+from openinfer_kv_cache.eviction.kept import KeptBlocks
 
 TURNOVERS = 4
 """An owner is dormant when the pool has given out so many times its blocks since the owner took one."""
@@ -30,7 +32,7 @@ MAX_PROTECTED_OWNERS = 256
 
 
 class FairLeastRecentlyUsed:
-    """An `EvictsByOwner` that is a `RetainsBlocks`.
+    """An `EvictsByOwner` that is a `RetainsBlocks` and a `KeepsConversations`.
 
     Args:
         num_blocks: blocks of the pool.
@@ -44,6 +46,7 @@ class FairLeastRecentlyUsed:
         "_dormant",
         "_heap",
         "_held",
+        "_kept",
         "_num_blocks",
         "_orders",
         "_owner_of",
@@ -53,6 +56,7 @@ class FairLeastRecentlyUsed:
     def __init__(self, num_blocks: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._deadlines: dict[int, float] = {}  # of retained blocks, in use or idle
+        self._kept = KeptBlocks()
         self._num_blocks = num_blocks
         self._owner_of = [""] * num_blocks
         self._held: dict[str, int] = {}  # in use or idle; only owners that hold any
@@ -111,6 +115,28 @@ class FairLeastRecentlyUsed:
         """Blocks with a deadline that has not been looked at since it passed."""
         return len(self._deadlines)
 
+    def keep(self, block_ids: Sequence[int], conversation: int, *, turn: int, interval: int) -> None:
+        """See `KeepsConversations`."""
+        self._kept.keep(block_ids, conversation, turn=turn, interval=interval)
+
+    def drop(self, conversation: int) -> None:
+        """See `KeepsConversations`."""
+        orders, owner_of = self._orders, self._owner_of
+        found = [(block_id, orders.get(owner_of[block_id])) for block_id in self._kept.blocks(conversation)]
+        idle = [(block_id, order) for block_id, order in found if order is not None and block_id in order]
+        self._kept.drop(conversation)
+        for block_id, order in idle:  # head first: the last one is the first to go
+            order.drop(block_id, conversation)
+
+    def kept_blocks(self, conversation: int) -> int:
+        """See `KeepsConversations`."""
+        return len(self._kept.blocks(conversation))
+
+    @property
+    def num_kept_idle(self) -> int:
+        """See `KeepsConversations`."""
+        return sum(order.num_kept for order in self._orders.values()) if self._kept else 0
+
     def freed(self, block_ids: Sequence[int]) -> None:
         self._unretain(block_ids)
         if len(self._held) == 1:
@@ -129,8 +155,11 @@ class FairLeastRecentlyUsed:
 
     def reuse(self, block_ids: Sequence[int]) -> None:
         orders, owner_of = self._orders, self._owner_of
+        if len(orders) == 1:
+            next(iter(orders.values())).remove(block_ids)
+            return
         for block_id in block_ids:
-            orders[owner_of[block_id]].remove(block_id)
+            orders[owner_of[block_id]].remove((block_id,))
 
     def forget(self, block_ids: Sequence[int]) -> None:
         self.reuse(block_ids)
@@ -187,7 +216,7 @@ class FairLeastRecentlyUsed:
     def _order(self, owner: str) -> IdleOrder:
         order = self._orders.get(owner)
         if order is None:
-            order = self._orders[owner] = IdleOrder(self._deadlines)
+            order = self._orders[owner] = IdleOrder(self._deadlines, self._kept)
         return order
 
     def _admit_several(self, block_ids: Sequence[int]) -> None:
@@ -203,6 +232,8 @@ class FairLeastRecentlyUsed:
         if self._deadlines:
             for block_id in block_ids:
                 self._deadlines.pop(block_id, None)
+        if self._kept:
+            self._kept.forget(block_ids)
 
     def _take_over(self, block_ids: Sequence[int], owner: str) -> int:
         """Makes blocks in use an owner's, and returns how many were another's."""

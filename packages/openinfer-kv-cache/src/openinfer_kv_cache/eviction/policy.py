@@ -83,6 +83,35 @@ class RetainsBlocks(EvictionPolicy, Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsConversations(EvictionPolicy, Protocol):
+    """An `EvictionPolicy` that gives up blocks of some conversations after others; see `conversations.py`.
+
+    A hook that not every policy has. A conversation is known by a number, that of its first turn.
+    """
+
+    def keep(self, block_ids: Sequence[int], conversation: int, *, turn: int, interval: int) -> None:
+        """Blocks of a conversation, head first, are given up after others that are not retained, until `drop`.
+
+        They are in use. What it kept before it keeps, too. It is expected to have gone on `interval` turns after
+        `turn`, of all that are counted. Blocks of another conversation are this one's from here on.
+        """
+        ...
+
+    def drop(self, conversation: int) -> None:
+        """What a conversation keeps is given up first; nothing where it keeps nothing."""
+        ...
+
+    def kept_blocks(self, conversation: int) -> int:
+        """How many it keeps."""
+        ...
+
+    @property
+    def num_kept_idle(self) -> int:
+        """Idle blocks that are given up after others for a conversation."""
+        ...
+
+
 class LeastRecentlyUsed:
     """Evicts the block that has been idle longest."""
 
