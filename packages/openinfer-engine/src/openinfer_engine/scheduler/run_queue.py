@@ -52,6 +52,7 @@ from openinfer_engine.scheduler.followers import MAX_FOLLOWERS, Followers
 from openinfer_engine.scheduler.loads import Loads
 from openinfer_engine.scheduler.order.bypass import Bypass
 from openinfer_engine.scheduler.order.cached_first import SCAN, CachedFirst
+from openinfer_engine.scheduler.order.room_to_grow import RoomToGrow
 from openinfer_engine.scheduler.retention import Retention
 from openinfer_engine.scheduler.row_shares import RowShares
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
@@ -133,6 +134,7 @@ class RunQueue:
             hurry=self._hurry_saves,
             runs=lambda tenant: self.shares.rows[tenant] > 0,
         )
+        self._room_to_grow = RoomToGrow(block_size_tokens=config.block_size_tokens)
         self.shares = RowShares(self.kv.pool, num_slots=config.max_num_seqs, weight=self.waiting.weight)
         self._divides = self.waiting.shares is not None
         self._promised: Sequence | None = None  # others gave way for it
@@ -193,6 +195,7 @@ class RunQueue:
             if len(self.free_slots) <= len(kept) + kept_slots:
                 return None
             kept_blocks += self.num_tables * sum(map(self.followers.own_blocks, kept))
+            kept_blocks += self._room_to_grow.blocks_for(sequence, (*self.running, *self._loading))
             allocation = self._allocator.allocate(
                 sequence, running=self.running, loading=self._loading, kept_blocks=kept_blocks
             )
@@ -535,6 +538,8 @@ class RunQueue:
             if self._give_up_load():
                 continue
             victim = self._choose_victim(planned)
+            if not self.waiting.chooses_victim:  # a policy that does has an order of its own
+                self._room_to_grow.preempted(victim)
             self._preempt(victim)
             if victim is sequence:
                 return None
@@ -670,6 +675,7 @@ class RunQueue:
                 self.released.append(sequence.slot)
                 self.shares.leave(sequence)
         sequence.transition(SequenceState.FINISHED)
+        self._room_to_grow.ended(sequence)
         self.bypass.forget(sequence)
         if self.adapters is not None:
             self.adapters.leave(sequence)
