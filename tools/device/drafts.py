@@ -93,16 +93,22 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device", default="cuda", help="cpu tries the script without a GPU")
     parser.add_argument(
-        "--speculative", nargs="+", metavar="SETTING", help="drafters by name, in place of scripted ones"
+        "--speculative",
+        nargs="+",
+        metavar="SETTING",
+        default=list(DraftKind),
+        help="drafters by name, and kinds of scripted ones, which are the default",
     )
     parser.add_argument("--model", type=Path, default=Path(openinfer_tiny_model.model_dir()), metavar="DIR")
+    parser.add_argument("--only", choices=("invariant", "default"), help="one of the two ways")
     parser.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE", help="engine options")
     given = parser.parse_args()
-    drafters = [DraftKind(each) for each in DraftKind] if given.speculative is None else given.speculative
+    drafters = [DraftKind(each) if each in list(DraftKind) else each for each in given.speculative]
     model = Model(given.model, given.device, dict(each.split("=", 1) for each in given.option))
     rows = [
         row
         for is_invariant in (True, False)
+        if given.only != ("default" if is_invariant else "invariant")
         for row in compare(given.requests, model, drafters, is_invariant=is_invariant)
     ]
     print("batch-invariant  drafter   requests  tokens  drafted  accepted  preempted  faults  ties  wrong")
