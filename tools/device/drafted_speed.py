@@ -133,13 +133,18 @@ class Acceptance:
 
 
 class Simulated:
-    """A drafter that runs, and whose drafts are replaced by those of `bank [CALLS, rows, k]`."""
+    """A drafter that runs, and whose drafts are replaced by those of `bank [CALLS, rows, k]`.
 
-    def __init__(self, inner: Drafter, context: DrafterContext) -> None:
+    It may be captured, so its drafts are taken from one place, to which those of the next call are copied each step.
+    """
+
+    def __init__(self, inner: Drafter, context: DrafterContext, *, is_real: bool) -> None:
         self.inner = inner
         self.ops = context.ops
         self.max_drafts = inner.max_drafts
         self.bank: Any = None
+        self._is_real = is_real
+        self._now = context.ops.zeros((context.max_num_seqs, inner.max_drafts), np.int32)
         self._call = 0
 
     def start(self, starts: Sequence[Any]) -> None:
@@ -147,10 +152,14 @@ class Simulated:
 
     def draft(self, slots: Any, last_ids: Any, hidden: Any, lengths: Any) -> Any:
         drafts = self.inner.draft(slots, last_ids, hidden, lengths)
-        if self.bank is None:
-            return drafts
-        self._call += 1
-        return self.bank[self._call % CALLS][: len(slots)]
+        return drafts if self._is_real else self._now[: len(slots)]
+
+    def turn(self) -> None:
+        """To the next of the bank. Steps on their way may take either, row by row, both as likely to be accepted."""
+        if self.bank is not None:
+            self._call += 1
+            drafts = self.bank[self._call % CALLS]
+            self._now[: len(drafts)] = drafts
 
 
 class SimulatedModel(Simulated):
@@ -169,13 +178,15 @@ class GivenPlugin(Plugin):
 
     factory: Any
     made: list[Simulated]
+    is_real: bool = False
 
     def load(self) -> Any:
         real = self.factory
 
         def make(context: DrafterContext) -> Simulated:
             inner = real(context)
-            drafter = (SimulatedModel if isinstance(inner, KvDrafter) else Simulated)(inner, context)
+            kind = SimulatedModel if isinstance(inner, KvDrafter) else Simulated
+            drafter = kind(inner, context, is_real=self.is_real)
             self.made.append(drafter)
             return drafter
 
@@ -259,7 +270,7 @@ def measure(given: argparse.Namespace, folder: Path, mode: str) -> list[Row]:
     made: list[Simulated] = []
     if plan.drafter is not None:
         entry_point, real = EntryPoint("simulated", "tools:simulated", DRAFTERS), plan.drafter.plugin.load()
-        plugin = GivenPlugin(DRAFTERS, entry_point.name, entry_point, real, made)
+        plugin = GivenPlugin(DRAFTERS, entry_point.name, entry_point, real, made, is_real=given.real)
         plan = replace(plan, drafter=replace(plan.drafter, plugin=plugin))
     began = time.perf_counter()
     loop = build_loop(plan)
@@ -272,7 +283,7 @@ def measure(given: argparse.Namespace, folder: Path, mode: str) -> list[Row]:
                 bank = acceptance.drafts(np.random.default_rng(5), rows=batch, k=drafter.max_drafts)
                 drafter.bank = None if given.real else drafter.ops.upload(bank)
             has_bias = acceptance.name != "plain" and not given.real
-            runs = [run(loop, batch, prompt, given.output, has_bias=has_bias) for _ in range(given.repeats + 1)]
+            runs = [run(loop, made, batch, prompt, given.output, has_bias=has_bias) for _ in range(given.repeats + 1)]
             tpot_ms, step_ms, tokens, prefill_s, before, after = min(runs[1:], key=lambda each: each[0])
             rows.append(
                 Row(
@@ -297,8 +308,9 @@ def measure(given: argparse.Namespace, folder: Path, mode: str) -> list[Row]:
 class Requests:
     """A batch of requests on their way, and what each was answered so far."""
 
-    def __init__(self, loop: Any, batch: int, prompt: int, *, has_bias: bool) -> None:
+    def __init__(self, loop: Any, drafters: Sequence[Simulated], batch: int, prompt: int, *, has_bias: bool) -> None:
         rng = np.random.default_rng(0)
+        self._drafters = drafters
         first = int(time.monotonic_ns() % 2**40)
         bias = {ANSWER: BIAS} if has_bias else {}
         sampling = SamplingParams(max_tokens=3000 - prompt, temperature=0.0, logit_bias=bias)
@@ -310,6 +322,8 @@ class Requests:
             self._take(loop.submit(request))
 
     def step(self) -> None:
+        for drafter in self._drafters:
+            drafter.turn()
         self._take(self._loop.step())
 
     @property
@@ -331,10 +345,12 @@ class Requests:
                 raise SystemExit(f"a request failed: {event}")
 
 
-def run(loop: Any, batch: int, prompt: int, output: int, *, has_bias: bool) -> tuple[Any, ...]:
+def run(
+    loop: Any, drafters: Sequence[Simulated], batch: int, prompt: int, output: int, *, has_bias: bool
+) -> tuple[Any, ...]:
     """TPOT, ms a step, tokens of a request and step, seconds until all had a token, counters before and after."""
     began = time.perf_counter()
-    requests = Requests(loop, batch, prompt, has_bias=has_bias)
+    requests = Requests(loop, drafters, batch, prompt, has_bias=has_bias)
     while not all(requests.answers.values()):
         requests.step()
     prefill_s, stats = time.perf_counter() - began, loop.stats()

@@ -83,6 +83,8 @@ class Recorded(ScriptedDrafter):
 
     def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array:
         found = np.asarray(self._inner.draft(slots, last_ids, hidden, lengths))
+        if not self._requests:  # the worker is about to capture
+            return np.asarray(found).view(type(slots))
         for slot, length, drafts in zip(slots.tolist(), lengths.tolist(), found.tolist(), strict=True):
             self._record.drafts[int(self._requests[slot].request_id), length] = drafts
         return super().draft(slots, last_ids, hidden, lengths)

@@ -16,6 +16,7 @@ import numpy as np
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
+from openinfer_engine.cuda.captured_spans import CapturedAccept, CapturedSpans, SpanArrays, SpanGraphs
 from openinfer_engine.cuda.drafted_sampling import DraftedSamplingState
 from openinfer_engine.cuda.drafted_states import DraftedStates
 from openinfer_engine.cuda.graphs import CapturedDecode
@@ -62,6 +63,14 @@ class DraftedSteps:
         self._score_prompts = score_prompts
         self._pending: _Pending | None = None
         self._most_logits = limits.max_num_seqs + PROMPT_LOGPROB_ROWS  # that the memory ledger has room for
+        self.graphs = SpanGraphs(
+            max_num_seqs=limits.max_num_seqs,
+            max_drafts=drafter.max_drafts,
+            most_logits=self._most_logits,
+            accept=self._queue_accept,
+            # A drafter that is captured does no more than to call operators.
+            draft=self._queue_draft if drafter.observes and drafter.requirements.is_queued else None,
+        )
 
     def draft_pending(self, plan: StepPlan) -> None:
         """Before the slots are brought up to date for a plan: has drafts made that were put off.
@@ -87,14 +96,18 @@ class DraftedSteps:
         if self._states is not None:
             self._states.save(plan)
         (num_planned,) = staging.upload(plan.draft_counts)
+        replayed = self._replayed(plan)
         inputs, hidden = self._mixed.run(
             columns_of(plan, num_token_ids=self._limits.num_token_ids),
             staging,
             correct=lambda inputs: self._drafts.place_rows(inputs, num_planned),
+            least_tokens=0 if replayed is None else len(replayed.mixed.inputs.token_ids),
         )
         prompts = self._score_prompts(plan, hidden, staging)
         rows = np.flatnonzero(plan.max_new)
-        if len(rows):
+        if replayed is not None and hidden is replayed.mixed.hidden:
+            tokens = self._replay(plan, rows, replayed, staging)
+        elif len(rows):
             spans, logprobs = self._sample(plan, rows, inputs, hidden, staging)
             tokens = self._finish(plan, rows, spans, logprobs=logprobs, hidden=hidden, staging=staging)
         else:
@@ -122,9 +135,51 @@ class DraftedSteps:
         if self._states is not None:
             self._states.advance(plan)
 
+    def _replayed(self, plan: StepPlan) -> CapturedSpans | None:
+        """What replays sampling of a plan, where nothing else is asked of it than tokens."""
+        slots = plan.slots
+        if plan.token_masks or plan.wants_drafts.any() or (self._slots.logprobs[slots] >= 0).any():
+            return None
+        return self.graphs.of(plan)
+
+    def _replay(
+        self, plan: StepPlan, rows: HostArray, replayed: CapturedSpans, staging: StagingBuffer
+    ) -> DraftedTokens:
+        arrays, spans = replayed.arrays, replayed.arrays.spans
+        firsts = np.cumsum(plan.counts) - plan.max_new
+        staging.upload_into(arrays.lines(plan.slots, firsts, plan.max_new, plan.draft_counts), arrays.columns)
+        accept = replayed.full if self._slots.changes_logits(plan) else replayed.plain
+        accept.graph.launch()
+        pending = _Pending(spans, accept.last_hidden, had_drafts=True, captured=accept)
+        if self._drafter.observes:
+            self._pending = pending
+        else:
+            self._draft(pending)
+        return self._downloaded(plan, rows, spans, logprobs=[], drafts=None, num_drafts=None, staging=staging)
+
+    def _queue_accept(self, arrays: SpanArrays, inputs: MixedInputs, hidden: Array, changes: bool) -> Array:  # noqa: FBT001 - as `Accept`
+        """Samples the rows of a captured step at all its positions."""
+        spans, count = arrays.spans, len(arrays.chosen)
+        logits = self._model.logits(self._ops.embedding(arrays.tokens, hidden))
+        for position in range(arrays.positions):
+            sampled = self._drafts.open_position(spans, arrays.chosen, position, inputs)
+            token_ids = self._sampler.sample(logits[position * count :][:count], sampled, changes=changes)
+            self._drafts.accept(spans, arrays.chosen, position, token_ids, inputs)
+        self._drafts.finish(spans, inputs)
+        return self._ops.embedding(spans.last_tokens, hidden)
+
+    def _queue_draft(self, spans: Spans, hidden: Array) -> tuple[Array, Array]:
+        drafts = self._drafter.propose(spans.slots, spans.last_ids, hidden, spans.lengths)
+        kept = self._drafts.keep_drafts(spans, drafts, num_token_ids=self._limits.num_token_ids)
+        return kept if drafts is None else drafts, kept
+
     def _draft(self, pending: "_Pending") -> tuple[Array | None, Array]:
         """The drafts of spans, and how many of them are kept."""
         spans = pending.spans
+        captured = None if pending.captured is None else pending.captured.drafts
+        if captured is not None and self._drafter.observes:
+            captured.graph.launch()
+            return captured.drafts, captured.num_drafts
         drafts = self._drafter.propose(spans.slots, spans.last_ids, pending.hidden, spans.lengths)
         return drafts, self._drafts.keep_drafts(spans, drafts, num_token_ids=self._limits.num_token_ids)
 
@@ -186,7 +241,7 @@ class DraftedSteps:
         hidden: Array,
         staging: StagingBuffer,
     ) -> DraftedTokens:
-        """Asks for the next drafts, and brings to the host what the step's result has."""
+        """Asks for the next drafts, and begins to bring to the host what the step's result has."""
         last_hidden = self._ops.embedding(spans.last_tokens, hidden)
         pending = _Pending(spans, last_hidden, had_drafts=bool((plan.max_new > 1).any()))
         wants_drafts = plan.wants_drafts[rows]
@@ -195,6 +250,23 @@ class DraftedSteps:
             self._pending = pending
         else:
             drafts, num_drafts = self._draft(pending)
+        return self._downloaded(
+            plan, rows, spans, logprobs=logprobs, drafts=drafts, num_drafts=num_drafts, staging=staging
+        )
+
+    def _downloaded(
+        self,
+        plan: StepPlan,
+        rows: HostArray,
+        spans: Spans,
+        *,
+        logprobs: list[PositionLogprobs],
+        drafts: Array | None,
+        num_drafts: Array | None,
+        staging: StagingBuffer,
+    ) -> DraftedTokens:
+        """Begins to bring to the host what the step's result has."""
+        wants_drafts = plan.wants_drafts[rows]
         return DraftedTokens(
             rows=rows,
             token_ids=staging.download(spans.token_ids),
@@ -215,6 +287,7 @@ class _Pending:
     spans: Spans
     hidden: Array
     had_drafts: bool
+    captured: CapturedAccept | None = None
 
 
 def nothing_sampled() -> DraftedTokens:

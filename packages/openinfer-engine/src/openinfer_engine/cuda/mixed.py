@@ -100,6 +100,7 @@ class MixedForward:
         staging: StagingBuffer,
         *,
         correct: Callable[[MixedInputs], None] | None = None,
+        least_tokens: int = 0,
     ) -> tuple[MixedInputs, Array]:
         """A forward pass of these rows.
 
@@ -107,11 +108,12 @@ class MixedForward:
             columns: of the rows.
             staging: of the step.
             correct: queues what changes the record on the device before the pass reads it.
+            least_tokens: what is replayed was captured for so many at least.
 
         Returns:
             Its inputs, and `[T or more, h]` hidden states; both are those of a graph if one was replayed.
         """
-        captured = self.captured_for(int(columns.counts.sum()))
+        captured = self.captured_for(max(int(columns.counts.sum()), least_tokens))
         if captured is None:
             inputs = self.inputs_of(columns, staging)
         else:

@@ -186,8 +186,10 @@ class CudaWorker:
             with self._ops.tuning():
                 for inputs in (way for each in decode for way in self._ways(each)):
                     self._sampler.sample_fully(self._decode_step(inputs)[0], inputs)
-                for inputs in (way for each in mixed for way in self._ways(each)):
-                    self._mixed.hidden_of(inputs)
+                for each in mixed:
+                    hidden = [self._mixed.hidden_of(way) for way in self._ways(each)]
+                    if capture and self._drafted is not None:
+                        self._drafted.graphs.tune(each, hidden[0])
                 self._stream.synchronize()
             mark("tuning")
             if capture:
@@ -201,6 +203,8 @@ class CudaWorker:
                     for inputs in reversed(decode):
                         for way, found in zip(self._ways(inputs), (self._decode, self._adapted_decode), strict=False):
                             found[inputs.rows.shape[1]] = capture_decode(self._stream, way, work)
+                    if self._drafted is not None:
+                        self._drafted.graphs.capture(self._stream, self._mixed.captured)
                 self._stream.synchronize()
                 mark("capture")
 
@@ -305,6 +309,8 @@ class CudaWorker:
         self._stream.synchronize()
         for captured in (self._decode, self._adapted_decode, self._mixed.captured, self._mixed.adapted):
             captured.clear()
+        if self._drafted is not None:
+            self._drafted.graphs.clear()
         if self._sleeping_memory is not None:
             self._sleeping_memory.close()
         self._communicator.close()

@@ -100,7 +100,8 @@ extern "C" __global__ void drafts_open_position(const Spans spans, const int* ch
   if (i >= count) return;
   const int span = chosen[i], slot = spans.slots[span];
   const bool is_reached = position == 0 || spans.alive[span] != 0;
-  sampled.set(i, is_reached ? slots.params[slot] : NOT_SAMPLED, positions[spans.firsts[span] + position] + 1);
+  const int at = spans.firsts[span] + min(position, spans.max_new[span] - 1);  // a captured step opens all it has room for
+  sampled.set(i, is_reached ? slots.params[slot] : NOT_SAMPLED, positions[at] + 1);
   sampled_slots[i] = is_reached ? slot : -1;
 }
 

@@ -1,0 +1,165 @@
+"""Steps of a few rows with drafts, captured from sampling on: launched one by one, their kernels wait for the host.
+
+    forward (captured by tokens) ─► replay: { sample, accept } per position, finish ─► to the host
+                                                     before the next step ─► replay: the drafter, keep
+
+Rows with fewer drafts than a graph has room for end early, which the device sees: `max_new` of a row is its data.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from openinfer_core.scheduling import StepPlan
+from openinfer_engine.cuda.graphs import CapturedMixed
+from openinfer_engine.cuda.step_buckets import TOKEN_BUCKETS, bucket_of
+from openinfer_kernels import Array, HostArray
+from openinfer_kernels.cuda.common.graphs import Graph, Stream
+from openinfer_kernels.cuda.common.libraries import cupy
+from openinfer_kernels.cuda.sampling.draft_state import SPAN_LINES, Spans
+from openinfer_kernels.cuda.sampling.step_inputs import MixedInputs
+
+MOST_ROWS = 8
+"""More rows keep the device busy for longer than it takes to launch what follows a forward pass."""
+_POSITIONS = 2, 4, 8
+"""Sampled positions of a row that are captured, next to the most there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanArrays:
+    """What rows of one number sample at up to `positions` positions."""
+
+    positions: int
+    columns: Array
+    """`[SPAN_LINES + positions, R]` int32, which the host writes: `Spans.columns`, then of each sampled position the
+    token of the step, or the row's last one for a position that it does not have."""
+    chosen: Array
+    """`[R]` int32: all of them."""
+    spans: Spans
+
+    @classmethod
+    def make(cls, rows: int, positions: int) -> "SpanArrays":
+        first: HostArray = np.zeros((SPAN_LINES + positions, rows), np.int32)
+        first[0], first[2] = np.arange(rows), 1
+        columns = cupy.asarray(first)
+        chosen = cupy.asarray(np.arange(rows, dtype=np.int32))
+        spans = Spans.make(columns[:SPAN_LINES], positions=positions)
+        return cls(positions=positions, columns=columns, chosen=chosen, spans=spans)
+
+    @property
+    def tokens(self) -> Array:
+        """`[positions * R]` of the step, position by position."""
+        return self.columns[SPAN_LINES:].reshape(-1)
+
+    def lines(self, slots: HostArray, firsts: HostArray, max_new: HostArray, num_planned: HostArray) -> HostArray:
+        """What the host writes for these rows."""
+        steps = np.minimum(np.arange(self.positions)[:, None], max_new - 1)
+        return np.concatenate((np.stack([slots, firsts, max_new, num_planned]), firsts + steps)).astype(np.int32)
+
+
+Accept: TypeAlias = Callable[[SpanArrays, MixedInputs, Array, bool], Array]
+"""Queues sampling and accepting, of the step's hidden states `[T, h]`, with changes of logits or without; returns those
+of each row's last token, `[R, h]`."""
+Draft: TypeAlias = Callable[[Spans, Array], tuple[Array, Array]]
+"""Queues the drafter and keeping its drafts; returns them, and how many each row has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedDrafts:
+    """The drafter's graph, and what it leaves."""
+
+    graph: Graph
+    drafts: Array
+    num_drafts: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedAccept:
+    """A way of sampling, and the drafter after it."""
+
+    graph: Graph
+    last_hidden: Array
+    drafts: CapturedDrafts | None
+    """None for a drafter that is asked as it is in other steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedSpans:
+    """Steps of so many rows, from the hidden states of `mixed` on."""
+
+    arrays: SpanArrays
+    mixed: CapturedMixed
+    plain: CapturedAccept
+    full: CapturedAccept
+    """With penalties and biases."""
+
+
+class SpanGraphs:
+    """By rows and positions.
+
+    Args:
+        max_num_seqs: of the engine.
+        max_drafts: of a row.
+        most_logits: rows of logits that there is room for.
+        accept: what is captured.
+        draft: what is captured of a drafter that allows it, else None.
+    """
+
+    def __init__(
+        self, *, max_num_seqs: int, max_drafts: int, most_logits: int, accept: Accept, draft: Draft | None
+    ) -> None:
+        self._accept, self._draft = accept, draft
+        ladder = sorted({*(each for each in _POSITIONS if each <= max_drafts), max_drafts + 1})
+        self._sizes = [
+            (rows, positions)
+            for positions in ladder
+            for rows in range(1, min(MOST_ROWS, max_num_seqs) + 1)
+            if rows * positions <= min(most_logits, TOKEN_BUCKETS[-1])
+        ]
+        self._captured: dict[tuple[int, int], CapturedSpans] = {}
+        self._ladder = ladder
+        self._arrays = {size: SpanArrays.make(*size) for size in self._sizes}
+
+    def tune(self, inputs: MixedInputs, hidden: Array) -> None:
+        """Queues once what will be captured with these inputs: nothing is compiled or measured in a capture."""
+        for size in self._of_bucket(len(inputs.token_ids)):
+            arrays = self._arrays[size]
+            for changes in (False, True):
+                last = self._accept(arrays, inputs, hidden, changes)
+                if self._draft is not None:
+                    self._draft(arrays.spans, last)
+
+    def capture(self, stream: Stream, captured: Mapping[int, CapturedMixed]) -> None:
+        for bucket, mixed in captured.items():
+            for size in self._of_bucket(bucket):
+                self._captured[size] = self._capture(stream, self._arrays[size], mixed)
+
+    def clear(self) -> None:
+        self._captured.clear()
+
+    def of(self, plan: StepPlan) -> CapturedSpans | None:
+        """What replays a plan whose rows all sample, some at several positions; None if nothing does."""
+        most = int(plan.max_new.max())
+        positions = next((each for each in self._ladder if each >= most), None)
+        if most < 2 or positions is None or not plan.max_new.all() or plan.num_tokens > plan.num_rows * positions:
+            return None
+        return self._captured.get((plan.num_rows, positions))
+
+    def _of_bucket(self, bucket: int) -> list[tuple[int, int]]:
+        return [size for size in self._sizes if bucket_of(TOKEN_BUCKETS, size[0] * size[1]) == bucket]
+
+    def _capture(self, stream: Stream, arrays: SpanArrays, mixed: CapturedMixed) -> CapturedSpans:
+        plain, full = (self._capture_way(stream, arrays, mixed, changes=changes) for changes in (False, True))
+        return CapturedSpans(arrays=arrays, mixed=mixed, plain=plain, full=full)
+
+    def _capture_way(
+        self, stream: Stream, arrays: SpanArrays, mixed: CapturedMixed, *, changes: bool
+    ) -> CapturedAccept:
+        graph, last_hidden = stream.capture(lambda: self._accept(arrays, mixed.inputs, mixed.hidden, changes))
+        drafts, draft = None, self._draft
+        if draft is not None:
+            drafting, (ids, num_ids) = stream.capture(lambda: draft(arrays.spans, last_hidden))
+            drafts = CapturedDrafts(graph=drafting, drafts=ids, num_drafts=num_ids)
+        return CapturedAccept(graph=graph, last_hidden=last_hidden, drafts=drafts)
