@@ -17,7 +17,16 @@ from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.weights.stored_tensor import TensorSpec
-from openinfer_kernels import Array, AttentionBatch, CacheFormat, Ops, PagedCache, RopeParameters, WeightPart
+from openinfer_kernels import (
+    Array,
+    AttentionBatch,
+    CacheFormat,
+    KeptInputs,
+    Ops,
+    PagedCache,
+    RopeParameters,
+    WeightPart,
+)
 from openinfer_kv_cache import KvDtype, KvSpec
 
 if TYPE_CHECKING:
@@ -120,6 +129,28 @@ class ModelOfDealtExperts(Protocol):
 
     def join_step(self) -> None:
         """Of a rank without rows in a step: computes its experts' part of the other ranks' rows."""
+        ...
+
+
+@runtime_checkable
+class ReplayedModel(Protocol):
+    """A `Model` all of whose recurrent states can take in tokens of a row once it is known which of them count.
+
+    A forward pass then leaves the states of the rows that `AttentionBatch.kept_rows` names as they are, and keeps what
+    these tokens would change them by.
+    """
+
+    def keep_inputs(self, states: Mapping[str, Array], *, most_tokens: int) -> KeptInputs | None:
+        """Memory for `AttentionBatch.kept` of `states [slots, ...]`; None where states of this shape are not replayed.
+
+        Args:
+            states: by name, as in a batch; those of sequence slots alone.
+            most_tokens: of a row.
+        """
+        ...
+
+    def replay(self, states: Mapping[str, Array], kept: KeptInputs, *, slots: Array, counts: Array) -> None:
+        """Has states of `slots [n]` int32 take in the first `counts [n]` int32 tokens that were kept of them."""
         ...
 
 

@@ -194,7 +194,7 @@ class DrafterBench(on_host.Bench):
         }
         if not cuda:
             return ThreadRunner([CpuWorker(model, **given)])
-        worker = CudaWorker(TappedModel(model) if needed.taps else on_host.PaddedModel(model), **given)
+        worker = CudaWorker(TappedModel(model) if needed.taps else on_host.padded(model), **given)
         if capture:
             worker.warm_up(capture=True, mark=lambda _: None)
         return ThreadRunner([worker])
@@ -225,10 +225,12 @@ def check(bench: DrafterBench) -> None:
     assert len(right) > 50, len(right)
     assert len({tuple(each) for each in right.values()}) > 10, "the drafter drafts the same whatever it is told"
     for record in records[1:]:
-        # A GPU's worker does not ask where no step takes the drafts.
-        assert record.drafts.keys() <= right.keys()
-        assert len(record.drafts) > len(right) // 2, (len(record.drafts), len(right))
-        differing = [key for key, drafts in record.drafts.items() if drafts != right[key]]
+        # A GPU's worker does not ask where no step takes the drafts. Where it replays states it takes none after a
+        # chunk of a prompt, and so asks after tokens that a CPU had accepted at once.
+        assert bench.name == "mtp" or record.drafts.keys() <= right.keys()
+        common = record.drafts.keys() & right.keys()
+        assert len(common) > len(right) // 2, (len(common), len(right))
+        differing = [key for key in common if record.drafts[key] != right[key]]
         assert not differing, f"{len(differing)} of {len(right)}: {differing[:5]}"
 
 

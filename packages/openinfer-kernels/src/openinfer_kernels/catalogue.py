@@ -254,11 +254,16 @@ SERVINGS = (
         operators=("gated_qk_norm_rope_append", "output_gate"),
         kernel="gated_attention",
     ),
-    Serving(part="short convolutions", phase=Phase.ANY, operators=("causal_conv_silu",), kernel="causal_conv"),
+    Serving(
+        part="short convolutions",
+        phase=Phase.ANY,
+        operators=("causal_conv_silu", "replay_inputs"),
+        kernel="causal_conv",
+    ),
     Serving(
         part="linear attention",
         phase=Phase.DECODE,
-        operators=("gated_delta_rule",),
+        operators=("gated_delta_rule", "replay_inputs"),
         kernel="gated_delta_steps",
         measured="states of 64 rows of Qwen3.5-4B read and written at 3.5 TB/s; a copy reaches 4.2",
         source=_LINEAR_ATTENTION,

@@ -15,13 +15,15 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from openinfer_kernels.errors import KernelProviderError
-from openinfer_kernels.ops import DraftingOps, MemoryOps, NgramOps, Ops, RoutingOps, SamplingOps
+from openinfer_kernels.ops import DraftingOps, KeptInputs, MemoryOps, NgramOps, Ops, ReplayOps, RoutingOps, SamplingOps
 from openinfer_kernels.ops.extra import ExtraOperators
 
 Operator: TypeAlias = Callable[..., Any]
 """Has the parameters, result and effects of the method of `Ops` in whose place it stands."""
 
-_NOT_PROVIDABLE = (DraftingOps, MemoryOps, NgramOps, RoutingOps, SamplingOps)
+_NOT_PROVIDABLE = (DraftingOps, MemoryOps, NgramOps, ReplayOps, RoutingOps, SamplingOps)
+_KEEPING = ("causal_conv_silu", "gated_delta_rule")
+"""Operators that keep inputs of `AttentionBatch.kept_rows`."""
 _CPU = "cpu"
 
 
@@ -35,7 +37,7 @@ PROVIDABLE = tuple(name for name in operators_of(Ops) if name not in operators_o
 """The methods of `Ops` that models call, and a provider may serve.
 
 Memory and sampling are not among them: a seeded draw is promised to be the same everywhere. Nor are routers, which
-answer by a choice, and what drafters ask for, which is copies and choices.
+answer by a choice, what drafters ask for, which is copies and choices, and what reads inputs that our own kernels kept.
 """
 
 
@@ -145,6 +147,10 @@ class _ProvidedOps:
         self._own = own
         self._operators = operators
         self.extra = extra
+
+    def keep_inputs(self, **given: Any) -> KeptInputs | None:
+        """None where an operator that keeps inputs is another's: it has states take in all tokens."""
+        return None if self._operators.keys() & {*_KEEPING} else self._own.keep_inputs(**given)
 
     def __getattr__(self, name: str) -> Any:
         operator = self._operators.get(name)

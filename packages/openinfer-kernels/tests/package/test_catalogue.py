@@ -23,6 +23,7 @@ OF_MEMORY = {
     "upload",
     "upload_float32",
     "download",
+    "keep_inputs",
     "zeros",
     "copy_rows",
     "host_weights",

@@ -76,8 +76,27 @@ def test_every_operator_of_the_contract_is_providable_but_for_memory_and_samplin
     }
     choices = {"sample", "logprobs", "ngram_drafts", "top_experts", "table_experts"}
     drafting = {"hidden_before", "keep_hidden", "settle_hidden", "join_columns", "put_ids", "draft_ids"}
-    assert contract - memory - choices - drafting == {*PROVIDABLE}
+    replay = {"keep_inputs", "replay_inputs"}
+    assert contract - memory - choices - drafting - replay == {*PROVIDABLE}
     assert list(PROVIDABLE) == sorted(CASES)
+
+
+@pytest.mark.parametrize("operator", ["causal_conv_silu", "gated_delta_rule", "rms_norm"])
+def test_inputs_are_kept_by_our_own_operators_alone(operator: str):
+    """Another's convolution would have states take in drafts that are refused."""
+    own = CpuOps()
+
+    class Other:
+        operators = frozenset({operator})
+        architectures = frozenset({"cpu"})
+
+        def bind(self, own: Ops) -> dict[str, Any]:
+            return {operator: getattr(own, operator)}
+
+    provided = provide(own, {operator: Other()})
+    shapes = {"conv": np.zeros((2, 1, 12, 3), np.float32), "state": np.zeros((2, 1, 1, 4, 4), np.float32)}
+    kept = provided.keep_inputs(**shapes, most_tokens=3)
+    assert (kept is None) == (operator != "rms_norm")
 
 
 @pytest.mark.parametrize("operator", PROVIDABLE)

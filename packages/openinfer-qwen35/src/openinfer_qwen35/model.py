@@ -48,6 +48,7 @@ from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import (
     Array,
     AttentionBatch,
+    KeptInputs,
     LinearWeight,
     Ops,
     PagedCache,
@@ -581,6 +582,16 @@ class Qwen35Model:
         """`[n, V]` float32 for `hidden [n, h]`, on every rank."""
         piece = self._ops.logits(hidden, self.weights.lm_head)
         return self._communicator.all_gather(piece, axis=1)[:, : self.config.vocab_size]
+
+    def keep_inputs(self, states: Mapping[str, Array], *, most_tokens: int) -> KeptInputs | None:
+        """As `openinfer_engine.model.ReplayedModel`."""
+        conv, state = (states[f"{LINEAR_ATTENTION}.{name}"] for name in ("conv", "state"))
+        return self._ops.keep_inputs(conv=conv, state=state, most_tokens=most_tokens)
+
+    def replay(self, states: Mapping[str, Array], kept: KeptInputs, *, slots: Array, counts: Array) -> None:
+        """Likewise."""
+        conv, state = (states[f"{LINEAR_ATTENTION}.{name}"] for name in ("conv", "state"))
+        self._ops.replay_inputs(kept, conv=conv, state=state, slots=slots, counts=counts)
 
     def _attention(self, x: Array, mixer: AttentionWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
         """`[T, h]` of a full-attention mixer for the normed `x [T, h]`."""

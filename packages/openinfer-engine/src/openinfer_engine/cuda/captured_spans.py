@@ -122,8 +122,8 @@ class SpanGraphs:
         self._ladder = ladder
         self._arrays = {size: SpanArrays.make(*size) for size in self._sizes}
 
-    def tune(self, inputs: MixedInputs, hidden: Array) -> None:
-        """Queues once what will be captured with these inputs: nothing is compiled or measured in a capture."""
+    def warm_up(self, inputs: MixedInputs, hidden: Array) -> None:
+        """Queues once what will be captured with these inputs: nothing is loaded or uploaded in a capture."""
         for size in self._of_bucket(len(inputs.token_ids)):
             arrays = self._arrays[size]
             for changes in (False, True):

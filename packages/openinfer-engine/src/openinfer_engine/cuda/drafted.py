@@ -21,6 +21,7 @@ from openinfer_engine.cuda.drafted_sampling import DraftedSamplingState
 from openinfer_engine.cuda.drafted_states import DraftedStates
 from openinfer_engine.cuda.graphs import CapturedDecode
 from openinfer_engine.cuda.mixed import MixedForward, RowColumns
+from openinfer_engine.cuda.replayed_states import ReplayedStates
 from openinfer_engine.cuda.results import DraftedTokens, PositionLogprobs, ScoredPrompt
 from openinfer_engine.cuda.sampler import CudaSampler, download_logprobs
 from openinfer_engine.drafting import SharedDrafter
@@ -49,6 +50,7 @@ class DraftedSteps:
         drafter: SharedDrafter,
         limits: WorkerLimits,
         states: DraftedStates | None,
+        replayed: ReplayedStates | None,
         score_prompts: ScorePrompts,
     ) -> None:
         self._model = model
@@ -60,6 +62,7 @@ class DraftedSteps:
         self._drafter = drafter
         self._limits = limits
         self._states = states
+        self._replayed_states = replayed
         self._score_prompts = score_prompts
         self._pending: _Pending | None = None
         self._most_logits = limits.max_num_seqs + PROMPT_LOGPROB_ROWS  # that the memory ledger has room for
@@ -87,7 +90,9 @@ class DraftedSteps:
             self._drafts.keep_drafts(pending.spans, None, num_token_ids=self._limits.num_token_ids)
 
     def place(self, plan: StepPlan) -> StepPlan:
-        """The plan with true positions where the host knows them: of a model with states, which waits for its steps."""
+        """The plan with true positions where the host knows them: of states that are not replayed, but waited for."""
+        if self._replayed_states is not None:
+            return self._replayed_states.place(plan)
         return plan if self._states is None else self._states.place(plan)
 
     def run(self, plan: StepPlan, staging: StagingBuffer) -> tuple[DraftedTokens, list[ScoredPrompt]]:
@@ -95,12 +100,12 @@ class DraftedSteps:
         self._drafter.start(plan.started)
         if self._states is not None:
             self._states.save(plan)
-        (num_planned,) = staging.upload(plan.draft_counts)
+        num_planned, max_new = staging.upload(plan.draft_counts, plan.max_new.astype(np.int32))
         replayed = self._replayed(plan)
         inputs, hidden = self._mixed.run(
             columns_of(plan, num_token_ids=self._limits.num_token_ids),
             staging,
-            correct=lambda inputs: self._drafts.place_rows(inputs, num_planned),
+            correct=lambda inputs: self._drafts.place_rows(inputs, num_planned, max_new),
             least_tokens=0 if replayed is None else len(replayed.mixed.inputs.token_ids),
         )
         prompts = self._score_prompts(plan, hidden, staging)
@@ -165,7 +170,7 @@ class DraftedSteps:
             sampled = self._drafts.open_position(spans, arrays.chosen, position, inputs)
             token_ids = self._sampler.sample(logits[position * count :][:count], sampled, changes=changes)
             self._drafts.accept(spans, arrays.chosen, position, token_ids, inputs)
-        self._drafts.finish(spans, inputs)
+        self._finish_spans(spans, inputs)
         return self._ops.embedding(spans.last_tokens, hidden)
 
     def _queue_draft(self, spans: Spans, hidden: Array) -> tuple[Array, Array]:
@@ -208,8 +213,13 @@ class DraftedSteps:
             if top >= 0:
                 found = self._ops.logprobs(logits, token_ids, top=top)
                 logprobs.append(PositionLogprobs(spans=having, logprobs=download_logprobs(found, staging)))
-        self._drafts.finish(spans, inputs)
+        self._finish_spans(spans, inputs)
         return spans, logprobs
+
+    def _finish_spans(self, spans: Spans, inputs: MixedInputs) -> None:
+        self._drafts.finish(spans, inputs)
+        if self._replayed_states is not None:
+            self._replayed_states.take_in(spans)
 
     def _logits(
         self, firsts: HostArray, max_new: HostArray, hidden: Array, staging: StagingBuffer

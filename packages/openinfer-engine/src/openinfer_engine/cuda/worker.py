@@ -25,6 +25,7 @@ from openinfer_engine.cuda.drafted_states import DraftedStates
 from openinfer_engine.cuda.graphs import CapturedDecode, StepWork, capture_decode, capture_mixed
 from openinfer_engine.cuda.memory_budget import slot_sizes
 from openinfer_engine.cuda.mixed import MixedForward, RowColumns
+from openinfer_engine.cuda.replayed_states import ReplayedStates
 from openinfer_engine.cuda.results import DraftedTokens, QueuedStep, SampledTokens, ScoredPrompt
 from openinfer_engine.cuda.sampler import CudaSampler, download_logprobs
 from openinfer_engine.cuda.sampling_state import CudaSamplingState, UnscoredRow
@@ -98,11 +99,17 @@ class CudaWorker:
         self._model = model
         self._states = states
         self._sleeping_memory = sleeping_memory  # of weights, KV and graphs; None where none of them can change
+        self._replayed = (
+            ReplayedStates.of(model, states.tensors, max_num_seqs=limits.max_num_seqs, max_drafts=drafter.max_drafts)
+            if states is not None and drafter is not None
+            else None
+        )
         self._memory = memory = BatchMemory(
             block_tokens=limits.block_size_tokens,
             num_tables=limits.num_tables,
             caches=kv_pool.tensors,
             states=None if states is None else states.tensors,
+            kept=None if self._replayed is None else self._replayed.kept,
         )
         self._kv_pool = kv_pool
         self._ops = ops
@@ -142,6 +149,7 @@ class CudaWorker:
                 drafter=drafter,
                 limits=limits,
                 states=self._drafted_states(states),
+                replayed=self._replayed,
                 score_prompts=self._score_prompts,
             )
             if drafter.observes:
@@ -160,7 +168,8 @@ class CudaWorker:
         )
 
     def _drafted_states(self, states: StateSlots | None) -> DraftedStates | None:
-        if states is None:
+        """Those of a model that does not replay them."""
+        if states is None or self._replayed is not None:
             return None
         return DraftedStates(
             states,
@@ -186,27 +195,34 @@ class CudaWorker:
             with self._ops.tuning():
                 for inputs in (way for each in decode for way in self._ways(each)):
                     self._sampler.sample_fully(self._decode_step(inputs)[0], inputs)
-                for each in mixed:
-                    hidden = [self._mixed.hidden_of(way) for way in self._ways(each)]
-                    if capture and self._drafted is not None:
-                        self._drafted.graphs.tune(each, hidden[0])
+                for inputs in (way for each in mixed for way in self._ways(each)):
+                    self._mixed.hidden_of(inputs)
                 self._stream.synchronize()
             mark("tuning")
             if capture:
+                self._warm_up_drafts(mixed)
                 scratch = None if self._sleeping_memory is None else self._sleeping_memory.scratch_pool()
                 with self._stream.private_pool(scratch):  # every graph's scratch; inputs lie elsewhere
-                    for inputs in reversed(mixed):
-                        for way, found in zip(
-                            self._ways(inputs), (self._mixed.captured, self._mixed.adapted), strict=False
-                        ):
-                            found[len(inputs.token_ids)] = capture_mixed(self._stream, way, work)
-                    for inputs in reversed(decode):
-                        for way, found in zip(self._ways(inputs), (self._decode, self._adapted_decode), strict=False):
-                            found[inputs.rows.shape[1]] = capture_decode(self._stream, way, work)
-                    if self._drafted is not None:
-                        self._drafted.graphs.capture(self._stream, self._mixed.captured)
+                    self._capture(decode, mixed, work)
                 self._stream.synchronize()
                 mark("capture")
+
+    def _warm_up_drafts(self, mixed: Sequence[MixedInputs]) -> None:
+        if self._drafted is None:
+            return
+        for inputs in mixed:
+            self._drafted.graphs.warm_up(inputs, self._mixed.hidden_of(inputs))
+        self._stream.synchronize()
+
+    def _capture(self, decode: Sequence[DecodeInputs], mixed: Sequence[MixedInputs], work: StepWork) -> None:
+        for inputs in reversed(mixed):
+            for way, found in zip(self._ways(inputs), (self._mixed.captured, self._mixed.adapted), strict=False):
+                found[len(inputs.token_ids)] = capture_mixed(self._stream, way, work)
+        for inputs in reversed(decode):
+            for way, found in zip(self._ways(inputs), (self._decode, self._adapted_decode), strict=False):
+                found[inputs.rows.shape[1]] = capture_decode(self._stream, way, work)
+        if self._drafted is not None:
+            self._drafted.graphs.capture(self._stream, self._mixed.captured)
 
     def _ways(self, inputs: _Inputs) -> tuple[_Inputs, ...]:
         """A step without adapters, and where they are served one with them: both read the same arrays."""
@@ -316,7 +332,7 @@ class CudaWorker:
         self._communicator.close()
 
     def _queue(self, plan: StepPlan) -> QueuedStep:
-        entries = self._tables.advance(plan)
+        entries, planned = self._tables.advance(plan), plan
         if self._drafted is not None:
             self._drafted.draft_pending(plan)
             plan = self._drafted.place(plan)
@@ -328,7 +344,8 @@ class CudaWorker:
         # Queued before the step on the same stream, whose kernels read the tables and records that this writes.
         self._slots.update(plan, entries, staging)
         if self._states is not None:
-            self._states.advance(plan)
+            # Where states are replayed, the scheduler's positions are bounds, with the drafts that were left out.
+            self._states.advance(plan if self._replayed is None else planned, are_bounds=self._replayed is not None)
         # States were restored above, before the rows that go on from them; they are kept below, after these rows.
         sampled, prompts = self._run(plan, staging) if plan.num_rows else (nothing_sampled(), [])
         if self._states is not None:

@@ -59,7 +59,8 @@ class DrafterRequirements:
     """Positions that one call of `draft` adds KV for at most."""
     is_queued: bool = False
     """Whether `observe` and `draft` do no more than to call operators, and read nothing on the host: what a GPU asks
-    for, where `observe` is captured once for each number of tokens, with rows that are padding, and then replayed."""
+    for, where `observe` is captured once for each number of tokens, with rows that are padding, and then replayed, and
+    `draft` for small numbers of rows, before any sequence began: slots are any, and what it drafts is of no use."""
     bytes_per_token: int = 0
     """Memory that `observe` works in for each token of a step, at most, next to what is kept."""
     bytes_per_sequence: int = 0

@@ -53,12 +53,18 @@ class StateSlots:
         """`GROUP.TENSOR` -> `[slots, layers, *shape]`, as a batch carries them; each piece of a layer is contiguous."""
         return self._tensors
 
-    def advance(self, plan: StepPlan) -> None:
-        """Restores states that sequences begin on, and notes each slot's new end; `ContractViolation` for a gap."""
+    def advance(self, plan: StepPlan, *, are_bounds: bool = False) -> None:
+        """Restores states that sequences begin on, and notes each slot's new end; `ContractViolation` for a gap.
+
+        Args:
+            plan: of the step.
+            are_bounds: whether a plan's positions are upper bounds, and the true ones the device's.
+        """
         for start in plan.started:
             self._consumed[start.slot] = 0
         self._copy(plan.state_restores)
-        astray = np.flatnonzero(self._consumed[plan.slots] != plan.starts)
+        consumed = self._consumed[plan.slots]
+        astray = np.flatnonzero((consumed < plan.starts) if are_bounds else (consumed != plan.starts))
         if len(astray):
             row = int(astray[0])
             raise ContractViolation(

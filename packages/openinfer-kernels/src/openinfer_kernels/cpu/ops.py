@@ -31,6 +31,7 @@ from openinfer_kernels.cpu.gemm.quantised import (
 )
 from openinfer_kernels.cpu.linear_attention.causal_conv import causal_conv_silu
 from openinfer_kernels.cpu.linear_attention.gated_delta_rule import gated_delta_rule
+from openinfer_kernels.cpu.linear_attention.kept_inputs import keep_inputs, replay_inputs
 from openinfer_kernels.cpu.mla.latent_attention import latent_attention, latent_norm_rope_append
 from openinfer_kernels.cpu.moe.experts import experts, limited_swiglu
 from openinfer_kernels.cpu.moe.routing import table_experts, top_experts
@@ -101,6 +102,8 @@ class CpuOps:
     latent_attention = staticmethod(latent_attention)
     causal_conv_silu = staticmethod(causal_conv_silu)
     gated_delta_rule = staticmethod(gated_delta_rule)
+    keep_inputs = staticmethod(keep_inputs)
+    replay_inputs = staticmethod(replay_inputs)
 
     norm_rope_tail = staticmethod(norm_rope_tail)
     rope_tail = staticmethod(rope_tail)

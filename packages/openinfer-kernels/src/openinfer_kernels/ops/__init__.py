@@ -16,14 +16,14 @@ from typing import Any, Protocol
 
 from openinfer_kernels.ops.arrays import Array, HostArray
 from openinfer_kernels.ops.attention import AttentionOps
-from openinfer_kernels.ops.batch import AttentionBatch
+from openinfer_kernels.ops.batch import AttentionBatch, KeptInputs
 from openinfer_kernels.ops.cache import CacheFormat, PagedCache
 from openinfer_kernels.ops.dense import DenseOps
 from openinfer_kernels.ops.drafting import DraftingOps, HiddenMemory, NgramHistory, NgramMatch, NgramOps, NgramRule
 from openinfer_kernels.ops.experts import ExpertChoice, ExpertOps, GroupScore, Routing, RoutingOps, Scoring
 from openinfer_kernels.ops.hyper_connections import HyperConnectionOps, HyperMix, HyperWeights
 from openinfer_kernels.ops.latent_attention import LatentAttentionOps
-from openinfer_kernels.ops.linear_attention import LinearAttentionOps
+from openinfer_kernels.ops.linear_attention import LinearAttentionOps, ReplayOps
 from openinfer_kernels.ops.lora import LoraOps
 from openinfer_kernels.ops.memory import MemoryOps
 from openinfer_kernels.ops.norms import NormOps
@@ -48,6 +48,7 @@ __all__ = [
     "HyperConnectionOps",
     "HyperMix",
     "HyperWeights",
+    "KeptInputs",
     "LatentAttentionOps",
     "LinearAttentionOps",
     "LinearWeight",
@@ -63,6 +64,7 @@ __all__ = [
     "PagedCache",
     "Penalties",
     "QuantisedWeight",
+    "ReplayOps",
     "Routing",
     "RoutingOps",
     "SamplingBatch",
@@ -80,6 +82,7 @@ class Ops(
     NormOps,
     AttentionOps,
     LinearAttentionOps,
+    ReplayOps,
     LatentAttentionOps,
     SparseAttentionOps,
     HyperConnectionOps,

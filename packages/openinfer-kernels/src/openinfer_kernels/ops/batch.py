@@ -7,6 +7,26 @@ from openinfer_kernels.ops.arrays import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptInputs:
+    """What the tokens of some rows would change recurrent states by, kept until it is known which tokens count.
+
+    `S` state slots, `L` layers; of each slot the tokens of the last such row, up to `M`.
+    """
+
+    conv_inputs: Array
+    """`[S, L, M, C]` what the convolution was given."""
+    keys_values: Array
+    """`[S, L, M, Hk dk + N dv]` keys and values as the rule was given them."""
+    gates: Array
+    """`[S, L, M, N, 2]` float32: the logarithm of the decay, and beta."""
+
+    @property
+    def most_tokens(self) -> int:
+        """`M`"""
+        return int(self.gates.shape[2])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch:
     """Where the tokens of one step stand. A chunk of a prompt and a decode row are the same kind of row.
 
@@ -49,6 +69,11 @@ class AttentionBatch:
 
     Each layer of a slot is a contiguous piece; layers and slots may lie further apart.
     """
+    kept: KeptInputs | None = None
+    """Where inputs of the rows that `kept_rows` names are kept; None where states take in all tokens."""
+    kept_rows: Array | None = None
+    """`[R]` int32, 1 for a row whose tokens may not count, of `kept.most_tokens` at most and after its sequence's
+    first: its states stay what they are, and its inputs are kept. Given with `kept`."""
     block_tokens: int = 0
     """`B`; told to operators whose caches have fewer rows than tokens. 0 where no operator of the model asks."""
     caches: Mapping[str, Array] = field(default_factory=dict[str, Array])

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from openinfer_kernels.ops.arrays import Array
-from openinfer_kernels.ops.batch import AttentionBatch
+from openinfer_kernels.ops.batch import AttentionBatch, KeptInputs
 
 
 class LinearAttentionOps(Protocol):
@@ -20,7 +20,7 @@ class LinearAttentionOps(Protocol):
             state: `[slots, layers, C, W - 1]`, the last inputs of each sequence, oldest first; mutated: those of
                 `batch.state_slots` in this layer.
             layer: index into the layer axis.
-            batch: rows of any length.
+            batch: rows of any length; of `batch.kept_rows` the state is not changed.
         """
         ...
 
@@ -49,6 +49,32 @@ class LinearAttentionOps(Protocol):
             state: `[slots, layers, N, dk, dv]` float32, `S` of each sequence; mutated: those of `batch.state_slots` in
                 this layer.
             layer: index into the layer axis.
-            batch: rows of any length.
+            batch: as above.
+        """
+        ...
+
+
+class ReplayOps(Protocol):
+    """States that take in tokens of a row once it is known which of them count. Our own operators alone keep inputs."""
+
+    def keep_inputs(self, *, conv: Array, state: Array, most_tokens: int) -> KeptInputs | None:
+        """Memory for `AttentionBatch.kept`; None where states of this shape are not replayed.
+
+        Args:
+            conv: of `causal_conv_silu`.
+            state: of `gated_delta_rule`.
+            most_tokens: of a row.
+        """
+        ...
+
+    def replay_inputs(self, kept: KeptInputs, *, conv: Array, state: Array, slots: Array, counts: Array) -> None:
+        """Has states take in the first tokens of rows whose inputs were kept, bit for bit as steps of one token do.
+
+        Args:
+            kept: of the step before.
+            conv: mutated in `slots`, all layers.
+            state: likewise.
+            slots: `[n]` int32, each at most once.
+            counts: `[n]` int32 tokens of each, `0 .. M`.
         """
         ...

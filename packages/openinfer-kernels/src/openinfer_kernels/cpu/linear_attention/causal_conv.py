@@ -29,9 +29,19 @@ def causal_conv_silu(
         before = read_states(state, layer, slots[[row]], np.array([begins]))[0]
         window = np.concatenate((before, x[tokens].T), axis=1)  # [C, W - 1 + n]
         out[tokens] = _taps(window, weight).T
-        state[slots[row], layer] = window[:, 1 - weight.shape[1] :]
+        if batch.kept is not None and batch.kept_rows is not None and batch.kept_rows[row]:
+            batch.kept.conv_inputs[slots[row], layer, : tokens.stop - tokens.start] = x[tokens]
+        else:
+            state[slots[row], layer] = window[:, 1 - weight.shape[1] :]
     out /= 1.0 + np.exp(-out)
     return out
+
+
+def replay_convolutions(inputs: NDArray[Any], state: NDArray[Any], slots: NDArray[Any], counts: NDArray[Any]) -> None:
+    """Has `state [slots, layers, C, W - 1]` take in the first of `inputs [slots, layers, M, C]`."""
+    for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+        window = np.concatenate((state[slot], inputs[slot, :, :count].swapaxes(1, 2)), axis=2)
+        state[slot] = window[..., count:]
 
 
 def _taps(window: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:

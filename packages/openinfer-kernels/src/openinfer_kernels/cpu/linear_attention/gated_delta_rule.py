@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.linear_attention.state_rows import batch_slots, long_rows, read_states, single_rows
-from openinfer_kernels.ops import AttentionBatch
+from openinfer_kernels.ops import AttentionBatch, KeptInputs
 
 CHUNK_TOKENS = 64
 _L2_EPS = 1e-6
@@ -69,8 +69,30 @@ def gated_delta_rule(
             piece = slice(first, min(first + chunk_tokens, tokens.stop))
             some = inputs.at(piece)
             out[piece] = _step(some, states) if chunk_tokens == 1 else _chunk(some, states[0])
-        state[slots[row], layer] = states[0]
+        if batch.kept is not None and batch.kept_rows is not None and batch.kept_rows[row]:
+            _keep(batch.kept, inputs.at(tokens), qkv[tokens], slot=int(slots[row]), layer=layer)
+        else:
+            state[slots[row], layer] = states[0]
     return out.reshape(len(qkv), -1)
+
+
+def _keep(kept: KeptInputs, inputs: _Inputs, qkv: NDArray[Any], *, slot: int, layer: int) -> None:
+    count = len(qkv)
+    kept.keys_values[slot, layer, :count] = qkv[:, -kept.keys_values.shape[3] :]
+    kept.gates[slot, layer, :count, :, 0], kept.gates[slot, layer, :count, :, 1] = inputs.log_decay, inputs.beta
+
+
+def replay_rules(kept: KeptInputs, state: NDArray[Any], slots: NDArray[Any], counts: NDArray[Any]) -> None:
+    """Has `state [slots, layers, N, dk, dv]` take in the first tokens that were kept of some slots."""
+    num_heads, key_dim, value_dim = state.shape[2:]
+    for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+        for token in range(count):
+            keys_values, gates = kept.keys_values[slot, :, token], kept.gates[slot, :, token]
+            keys = keys_values.shape[1] - num_heads * value_dim
+            k = _unit(keys_values[:, :keys], key_dim)
+            k = np.repeat(k, num_heads // k.shape[1], axis=1)
+            v = keys_values[:, keys:].reshape(-1, num_heads, value_dim)
+            _step(_Inputs(q=k, k=k, v=v, beta=gates[..., 1], log_decay=gates[..., 0]), state[slot])
 
 
 def _inputs(

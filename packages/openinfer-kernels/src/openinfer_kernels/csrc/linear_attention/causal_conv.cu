@@ -24,6 +24,9 @@ struct Arguments {
   StateRows rows;
   int64_t x_stride, slot_stride;
   int channels;
+  const int* kept_rows;  // [R], 1 for a row whose state stays as it is; null: there is none
+  bf16* kept;            // this layer of state slot 0: [M, C], where the inputs of such a row go
+  int64_t kept_stride;   // from slot to slot
 };
 
 // kWidth channels of kTaps taps.
@@ -90,7 +93,8 @@ struct Window {
 };
 
 template <int kWidth, int kTaps>
-__device__ void walk(const Arguments& a, Window<kWidth, kTaps>& window, const StateRow& row, int tile_first, int channel) {
+__device__ void walk(const Arguments& a, Window<kWidth, kTaps>& window, const StateRow& row, bool is_kept, int tile_first,
+                     int channel) {
   constexpr int kHeld = kTaps - 1;
   const bf16* x = a.x + int64_t(row.first) * a.x_stride + channel;
   bf16* out = a.out + int64_t(row.first) * a.channels + channel;
@@ -107,6 +111,7 @@ __device__ void walk(const Arguments& a, Window<kWidth, kTaps>& window, const St
   } else {
     window.load_state(state);
   }
+  bf16* kept = is_kept ? a.kept + row.slot * a.kept_stride + channel : nullptr;
   const int end = min(tile_first + kTileTokens, row.count);
   Vector<kWidth> ahead[kAhead];
 #pragma unroll
@@ -118,13 +123,14 @@ __device__ void walk(const Arguments& a, Window<kWidth, kTaps>& window, const St
       const int t = begin + i;
       if (t >= end) break;
       unpack(ahead[i], values);
+      if (is_kept) store(kept + int64_t(t) * a.channels, ahead[i]);
       if (t + kAhead < end) ahead[i] = load<kWidth>(x + (t + kAhead) * a.x_stride);
       window.sums(values, y);
       window.push(values);
       store(out + int64_t(t) * a.channels, pack(y));
     }
   }
-  if (tile_first > 0) return;
+  if (tile_first > 0 || is_kept) return;
   if (row.count > kTileTokens) {
 #pragma unroll
     for (int v = 0; v < kHeld; v++) {
@@ -144,7 +150,7 @@ __device__ void run_steps(const Arguments& a) {
   launch_dependents();
   wait_for_previous_kernel();
   const StateRow row = state_row(a.rows, blockIdx.y);
-  if (channel < a.channels && row.count > 0) walk(a, window, row, 0, channel);
+  if (channel < a.channels && row.count > 0) walk(a, window, row, false, 0, channel);
 }
 
 // Grid: chunks of the channels, as many tiles as there can be.
@@ -159,8 +165,17 @@ __device__ void run_tiles(const Arguments& a) {
   const attention::QueryTile tile = attention::find_tile<kWarps>(
       blockIdx.y, a.rows.query_starts, a.rows.context_lens, a.rows.num_rows, 1, 1, kTileTokens, scratch);
   if (tile.row < 0 || channel >= a.channels) return;
-  walk(a, window, state_row(a.rows, tile.row), tile.first_query_row, channel);
+  const bool is_kept = a.kept_rows != nullptr && a.kept_rows[tile.row] != 0;
+  walk(a, window, state_row(a.rows, tile.row), is_kept, tile.first_query_row, channel);
 }
+
+struct Replay {
+  bf16* state;       // of slot 0 and layer 0: [C, W - 1]
+  const bf16* kept;  // likewise: [M, C]
+  const int *slots, *counts;
+  int64_t state_strides[2], kept_strides[2];  // from slot to slot, from layer to layer
+  int channels, held;                         // held: W - 1
+};
 
 }  // namespace
 
@@ -171,6 +186,22 @@ __device__ void run_tiles(const Arguments& a) {
   extern "C" __global__ void __launch_bounds__(kThreads) causal_conv_tiles_##NAME(const __grid_constant__ Arguments a) { \
     run_tiles<WIDTH, TAPS>(a);                                                                                      \
   }
+
+// The state after the first `counts` tokens of rows whose inputs were kept. Grid: chunks of the channels, rows, layers.
+extern "C" __global__ void __launch_bounds__(kThreads) causal_conv_replay(const __grid_constant__ Replay a) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int channel = blockIdx.x * blockDim.x + threadIdx.x, count = a.counts[blockIdx.y];
+  if (channel >= a.channels || count <= 0) return;
+  const int64_t slot = a.slots[blockIdx.y], layer = blockIdx.z;
+  bf16* state = a.state + slot * a.state_strides[0] + layer * a.state_strides[1] + int64_t(channel) * a.held;
+  const bf16* kept = a.kept + slot * a.kept_strides[0] + layer * a.kept_strides[1] + channel;
+  // From the front: what is written was read before, as it moves towards the front.
+  for (int i = 0; i < a.held; i++) {
+    const int at = count + i;
+    state[i] = at < a.held ? state[at] : kept[int64_t(at - a.held) * a.channels];
+  }
+}
 
 CAUSAL_CONV(vectors_4, 8, 4)
 CAUSAL_CONV(singles_2, 1, 2)

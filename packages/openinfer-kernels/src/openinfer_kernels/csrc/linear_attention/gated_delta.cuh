@@ -7,6 +7,14 @@ namespace gated_delta {
 
 constexpr float kLengthEps = 1e-6f;
 
+// What the tokens of some rows would change their states by, kept instead of changing them.
+struct Kept {
+  const int* rows;     // [R], 1 for such a row; null: there is none
+  bf16* keys_values;   // this layer of state slot 0: [M, Hk dk + N dv]
+  float* gates;        // this layer of state slot 0: [M, N, 2], the logarithm of the decay, and beta
+  int64_t keys_values_stride, gates_stride;  // from slot to slot
+};
+
 struct Arguments {
   const bf16* qkv;        // [T, 2 Hk dk + N dv], rows `qkv_stride` apart
   const bf16* gates;      // [T, 2 N], b of each value head, then a; rows `gates_stride` apart
@@ -19,6 +27,7 @@ struct Arguments {
   int64_t qkv_stride, gates_stride, slot_stride;
   int key_heads, heads, key_dim, value_dim;
   int most_tokens, least_tokens;  // of a row: steps take rows of at most, chunks of at least so many
+  Kept kept;                      // of rows that steps take
 
   __device__ __forceinline__ int reads(int head) const { return head / (heads / key_heads); }
 

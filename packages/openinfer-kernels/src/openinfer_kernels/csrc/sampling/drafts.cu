@@ -55,11 +55,13 @@ extern "C" __global__ void drafts_start_slots(const DraftArrays drafts, int* num
 // Brings the record of a mixed batch (`steps_prepare_chunks`: `rows` [6, padded_rows], then the host's ids) to what the
 // device knows: rows that begin with the last id of their slot begin where the slot stands, and the last `num_planned`
 // [num_rows] of a row's ids are the slot's drafts, 0 where it has fewer. The host's start is a bound that its blocks
-// cover, and it stays one whatever the slot says.
+// cover, and it stays one whatever the slot says. `kept_rows`, if not null, are those that sample several positions.
 extern "C" __global__ void drafts_place_rows(int* record, int padded_rows, const int* num_planned,
-                                             const DraftArrays drafts, int num_rows) {
+                                             const DraftArrays drafts, int num_rows, const int* max_new,
+                                             int* kept_rows) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= num_rows) return;
+  if (kept_rows != nullptr) kept_rows[row] = max_new[row] > 1;
   const int slot = record[row], count = record[2 * padded_rows + row], num_host = record[3 * padded_rows + row];
   int* start = record + padded_rows + row;
   if (count > num_host) *start = max(0, min(*start, drafts.lengths[slot] - 1));
@@ -139,10 +141,11 @@ extern "C" __global__ void drafts_accept(const Spans spans, const int* chosen, i
 }
 
 // Where each slot stands after the step, and what a drafter is told, `[spans]` each: `last_tokens` of the step that
-// predicted its last one, `last_ids`, `lengths`. `compared` are drafts that there were.
+// predicted its last one, `last_ids`, `lengths`. `compared` are drafts that there were. `consumed` are the tokens of a row
+// with drafts that count: all but the last of what it yielded, after the one that it begins with.
 extern "C" __global__ void drafts_finish(const Spans spans, const SlotArrays slots, const DraftArrays drafts,
                                          const int* positions, int* last_tokens, int* last_ids, int* lengths,
-                                         int* compared) {
+                                         int* compared, int* consumed) {
   const int span = blockIdx.x * blockDim.x + threadIdx.x;
   if (span >= spans.count) return;
   const int slot = spans.slots[span], first = spans.firsts[span], num_new = spans.new_counts[span];
@@ -150,6 +153,7 @@ extern "C" __global__ void drafts_finish(const Spans spans, const SlotArrays slo
   last_tokens[span] = first + max(num_new, 1) - 1;
   last_ids[span] = slots.last_ids[slot];
   compared[span] = spans.num_compared(span, drafts);
+  consumed[span] = spans.max_new[span] > 1 ? max(num_new, 1) : 0;
 }
 
 // Leaves drafts `given` [spans, max_drafts] for the slots, up to each row's first that is no id; null: none. A span that

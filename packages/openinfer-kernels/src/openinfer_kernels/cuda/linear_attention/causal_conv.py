@@ -14,11 +14,13 @@ from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.linear_attention.state_rows import (
     StateRows,
+    kept_rows,
     layer_of_states,
     most_pieces,
     require_states,
     state_rows,
     states_fit_vectors,
+    strides_of_states,
 )
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, AttentionBatch
@@ -39,6 +41,18 @@ class _Arguments(ctypes.Structure):
         ("x_stride", ctypes.c_int64),
         ("slot_stride", ctypes.c_int64),
         ("channels", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("kept_rows", "kept")),
+        ("kept_stride", ctypes.c_int64),
+    )
+
+
+class _Replay(ctypes.Structure):
+    """`struct Replay` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("state", "kept", "slots", "counts")),
+        *((name, ctypes.c_int64 * 2) for name in ("state_strides", "kept_strides")),
+        *((name, ctypes.c_int) for name in ("channels", "held")),
     )
 
 
@@ -50,6 +64,7 @@ class CausalConv:
             taps: tuple(device.kernel(_STEM, f"causal_conv_{kind}_singles_{taps}") for kind in ("steps", "tiles"))
             for taps in _TAPS
         }
+        self._replay = device.kernel(_STEM, "causal_conv_replay")
         self._vectors = tuple(
             device.kernel(_STEM, f"causal_conv_{kind}_vectors_{_VECTOR_TAPS}") for kind in ("steps", "tiles")
         )
@@ -68,8 +83,11 @@ class CausalConv:
         out = cupy.empty((num_tokens, channels), bfloat16)
         begin, slot_stride = layer_of_states(state, layer)
         rows = state_rows(batch)
+        kept = kept_rows(batch)
+        kept_at = (None, 0) if kept is None else layer_of_states(kept.conv_inputs, layer)
         arguments = _Arguments(
-            address(x), address(weight), begin, address(out), rows, row_stride(x), slot_stride, channels
+            *(address(x), address(weight), begin, address(out), rows, row_stride(x), slot_stride, channels),
+            *(None if kept is None else address(batch.kept_rows), *kept_at),
         )
         is_wide = (
             taps == _VECTOR_TAPS
@@ -86,3 +104,13 @@ class CausalConv:
             num_tiles = most_pieces(batch, num_tokens, piece_tokens=_TILE_TOKENS, least_tokens=1)
             tiles((blocks, num_tiles, 1), (_THREADS, 1, 1), [arguments], overlap=True)
         return out
+
+    def replay(self, inputs: Array, state: Array, slots: Array, counts: Array) -> None:
+        """Has `state [S, L, C, W - 1]` take in the first `counts [n]` of `inputs [S, L, M, C]` of `slots [n]`."""
+        num_layers, channels, held = state.shape[1:]
+        arguments = _Replay(
+            *map(address, (state, inputs, slots, counts)),
+            *(strides_of_states(each) for each in (state, inputs)),
+            *(channels, held),
+        )
+        self._replay((-(-channels // _THREADS), len(slots), num_layers), (_THREADS, 1, 1), [arguments], overlap=True)

@@ -15,14 +15,16 @@ from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.linear_attention.state_rows import (
     StateRows,
+    kept_rows,
     layer_of_states,
     most_pieces,
     require_states,
     state_rows,
     states_fit_vectors,
+    strides_of_states,
 )
 from openinfer_kernels.errors import ArrayMismatchError
-from openinfer_kernels.ops import Array, AttentionBatch
+from openinfer_kernels.ops import Array, AttentionBatch, KeptInputs
 
 _DIM = 128
 _WALK_SLICES = 4
@@ -45,6 +47,25 @@ _EVERY = 2**31 - 1
 _FLOAT32 = np.dtype(np.float32)
 
 
+class _Kept(ctypes.Structure):
+    """`gated_delta::Kept` of `csrc/linear_attention/gated_delta.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "keys_values", "gates")),
+        *((name, ctypes.c_int64) for name in ("keys_values_stride", "gates_stride")),
+    )
+
+
+class _Replay(ctypes.Structure):
+    """`Replay` of `csrc/linear_attention/gated_delta_steps.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("state", "keys_values", "gates", "slots", "counts")),
+        *((name, ctypes.c_int64 * 2) for name in ("state_strides", "keys_values_strides", "gates_strides")),
+        *((name, ctypes.c_int) for name in ("key_heads", "heads")),
+    )
+
+
 class _Arguments(ctypes.Structure):
     """`gated_delta::Arguments` of `csrc/linear_attention/gated_delta.cuh`."""
 
@@ -56,6 +77,7 @@ class _Arguments(ctypes.Structure):
             (name, ctypes.c_int)
             for name in ("key_heads", "heads", "key_dim", "value_dim", "most_tokens", "least_tokens")
         ),
+        ("kept", _Kept),
     )
 
 
@@ -80,6 +102,9 @@ class GatedDeltaRule:
         self._in_chunks = in_chunks
         self._steps = {
             columns: device.kernel("gated_delta_steps", f"gated_delta_steps_{columns}") for columns in (_NARROW, _WIDE)
+        }
+        self._replays = {
+            columns: device.kernel("gated_delta_steps", f"gated_delta_replay_{columns}") for columns in (_NARROW, _WIDE)
         }
         self._any = device.kernel("gated_delta_steps", "gated_delta_steps_any")
         self._prepare = device.kernel("gated_delta_prepare", "gated_delta_prepare", shared_bytes=_PREPARE_SHARED_BYTES)
@@ -115,8 +140,11 @@ class GatedDeltaRule:
             rows,
             *(row_stride(qkv), row_stride(gates), slot_stride),
             *(key_heads, heads, key_dim, value_dim, _EVERY, _LEAST_CHUNK_TOKENS),
+            _kept(batch, layer),
         )
         if (key_dim, value_dim) != (_DIM, _DIM) or not (rows_fit_vectors(qkv) and states_fit_vectors(state)):
+            if batch.kept is not None:
+                raise ArrayMismatchError(f"inputs for heads of {key_dim} x {value_dim} are not kept")
             self._any((heads, rows.num_rows, 1), (_ANY_THREADS, 1, 1), [arguments], overlap=True)
             return out
         in_chunks = self._in_chunks and most >= _LEAST_CHUNK_TOKENS
@@ -133,6 +161,18 @@ class GatedDeltaRule:
             self._steps[columns](grid, (4 * columns, 1, 1), [arguments], overlap=True)
         return out
 
+    def replay(self, kept: KeptInputs, state: Array, slots: Array, counts: Array) -> None:
+        """Has `state` take in the first `counts [n]` tokens that were kept of `slots [n]`."""
+        num_layers, heads, key_dim, value_dim = state.shape[1:]
+        columns = _NARROW if len(slots) * num_layers <= _NARROW_ROWS else _WIDE
+        arguments = _Replay(
+            *map(address, (state, kept.keys_values, kept.gates, slots, counts)),
+            *map(strides_of_states, (state, kept.keys_values, kept.gates)),
+            *((kept.keys_values.shape[3] - heads * value_dim) // key_dim, heads),
+        )
+        grid = (heads * _DIM // columns, len(slots), num_layers)
+        self._replays[columns](grid, (4 * columns, 1, 1), [arguments], overlap=True)
+
     def _run_chunks(self, walk: Kernel, arguments: _Arguments, batch: AttentionBatch, num_tokens: int) -> None:
         heads, least = arguments.heads, _LEAST_CHUNK_TOKENS
         wide = [cupy.empty((num_tokens, heads, _DIM), bfloat16) for _ in range(2)]
@@ -144,6 +184,31 @@ class GatedDeltaRule:
         given = [arguments, scratch]
         self._prepare((num_chunks * arguments.key_heads, 1, 1), (_CHUNK_THREADS, 1, 1), given, overlap=True)
         walk((heads * _WALK_SLICES, num_rows, 1), (_CHUNK_THREADS, 1, 1), given, overlap=True)
+
+
+def keep_inputs(conv: Array, state: Array, most_tokens: int) -> KeptInputs | None:
+    """As `LinearAttentionOps.keep_inputs`: for heads of 128 x 128, and rows that are too short for chunks."""
+    slots, num_layers, heads, key_dim, value_dim = state.shape
+    channels = conv.shape[2]
+    is_served = (key_dim, value_dim) == (_DIM, _DIM) and most_tokens < _LEAST_CHUNK_TOKENS
+    if not is_served or channels % 8 or not states_fit_vectors(state):
+        return None
+    keys_values = (channels - heads * value_dim) // 2 + heads * value_dim
+    tokens = slots, num_layers, most_tokens
+    return KeptInputs(
+        conv_inputs=cupy.zeros((*tokens, channels), bfloat16),
+        keys_values=cupy.zeros((*tokens, keys_values), bfloat16),
+        gates=cupy.zeros((*tokens, heads, 2), np.float32),
+    )
+
+
+def _kept(batch: AttentionBatch, layer: int) -> _Kept:
+    kept = kept_rows(batch)
+    if kept is None:
+        return _Kept()
+    keys_values, keys_values_stride = layer_of_states(kept.keys_values, layer)
+    gates, gates_stride = layer_of_states(kept.gates, layer)
+    return _Kept(address(batch.kept_rows), keys_values, gates, keys_values_stride, gates_stride)
 
 
 def _check(qkv: Array, gates: Array, *, a_log: Array, dt_bias: Array, state: Array) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors, require
 from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kernels.errors import ArrayMismatchError
-from openinfer_kernels.ops import Array, AttentionBatch
+from openinfer_kernels.ops import Array, AttentionBatch, KeptInputs
 
 _INT32 = np.dtype(np.int32)
 
@@ -37,6 +37,21 @@ def require_states(state: Array, dtype: np.dtype[Any], *, ndim: int, what: str) 
     if not isinstance(state, cupy.ndarray) or state.ndim != ndim:
         raise ArrayMismatchError(f"{what} must be an array with {ndim} axes on the GPU, not {type(state).__name__}")
     require(state[0, 0], dtype, ndim=ndim - 2, what=f"a layer of {what}")
+
+
+def kept_rows(batch: AttentionBatch) -> KeptInputs | None:
+    """Where the inputs of `batch.kept_rows` go; None where states take in all tokens."""
+    if batch.kept is None or batch.kept_rows is None:
+        return None
+    require(batch.kept_rows, _INT32, ndim=1, what="batch.kept_rows")
+    if len(batch.kept_rows) != len(batch.context_lens):
+        raise ArrayMismatchError(f"{len(batch.kept_rows)} of batch.kept_rows for {len(batch.context_lens)} rows")
+    return batch.kept
+
+
+def strides_of_states(state: Array) -> "ctypes.Array[ctypes.c_int64]":
+    """Of `state [slots, layers, ...]`: values from slot to slot, and from layer to layer."""
+    return (ctypes.c_int64 * 2)(*(stride // state.dtype.itemsize for stride in state.strides[:2]))
 
 
 def layer_of_states(state: Array, layer: int) -> tuple[int, int]:

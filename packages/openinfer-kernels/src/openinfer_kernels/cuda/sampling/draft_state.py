@@ -53,6 +53,8 @@ class Spans:
     """`[J, S]`, its tokens from the front; the rest is of no meaning."""
     compared: Array
     """Drafts that there were."""
+    consumed: Array
+    """Tokens of a row with drafts that count, which its states are yet to take in; 0 for other rows."""
     last_tokens: Array
     """Token of the step that predicted the span's last one."""
     last_ids: Array
@@ -62,7 +64,7 @@ class Spans:
     @classmethod
     def make(cls, columns: Array, *, positions: int) -> "Spans":
         """Arrays for spans of up to so many sampled positions."""
-        names = ("alive", "new_counts", "compared", "last_tokens", "last_ids", "lengths")
+        names = ("alive", "new_counts", "compared", "consumed", "last_tokens", "last_ids", "lengths")
         count = columns.shape[1]
         arrays = {name: cupy.empty(count, np.int32) for name in names}
         return cls(columns=columns, token_ids=cupy.empty((positions, count), np.int32), **arrays)
@@ -115,18 +117,22 @@ class DraftedSlotState(SlotState):
         """As `set_bias`, for positions at which the slot may not sample a stop token yet."""
         self.set_bias(self._num_slots + slot, token_ids, values)
 
-    def place_rows(self, inputs: MixedInputs, num_planned: Array) -> None:
+    def place_rows(self, inputs: MixedInputs, num_planned: Array, max_new: Array) -> None:
         """Corrects `inputs.record` before it is used: `csrc/sampling/drafts.cu` says how.
 
         Args:
             inputs: of a mixed batch.
             num_planned: `[r]` int32 ids at the end of each row that are drafts of its slot; the host has sent 0.
+            max_new: `[r]` int32 sampled positions of each row; of those with several, inputs are kept.
         """
         count, padded = num_planned.shape[0], len(inputs.batch.context_lens)
         self._run(
             "place_rows",
             count,
-            [inputs.record, ctypes.c_int(padded), num_planned, self._draft_arrays(), ctypes.c_int(count)],
+            [
+                *(inputs.record, ctypes.c_int(padded), num_planned, self._draft_arrays(), ctypes.c_int(count)),
+                *(max_new, inputs.batch.kept_rows),
+            ],
         )
 
     def place_decode(self, inputs: DecodeInputs, count: int) -> None:
@@ -201,6 +207,7 @@ class DraftedSlotState(SlotState):
             spans.last_ids,
             spans.lengths,
             spans.compared,
+            spans.consumed,
         ]
         self._run("finish", len(spans.alive), arguments)
 

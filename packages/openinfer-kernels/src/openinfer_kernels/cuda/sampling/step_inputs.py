@@ -14,7 +14,16 @@ import numpy as np
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kernels.cuda.sampling.slot_record import ROW_COLUMNS
-from openinfer_kernels.ops import Array, AttentionBatch, Bias, HostArray, Penalties, SamplingBatch, TokenMask
+from openinfer_kernels.ops import (
+    Array,
+    AttentionBatch,
+    Bias,
+    HostArray,
+    KeptInputs,
+    Penalties,
+    SamplingBatch,
+    TokenMask,
+)
 from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES
 
 MASK_LINE = 3
@@ -48,6 +57,8 @@ class BatchMemory:
     caches: Mapping[str, Array] = field(default_factory=dict[str, Array])
     states: Mapping[str, Array] | None = None
     """None for a model that has none."""
+    kept: KeptInputs | None = None
+    """Where mixed batches keep inputs of rows with drafts; None where their states take in all tokens."""
 
     def fields(self, slots: Array) -> dict[str, Any]:
         """As a batch takes them, with `slots [R]` of its rows, which the host writes as they are."""
@@ -202,6 +213,8 @@ class MixedInputs:
             max_context_tokens=longest[1],
             chunk_context_tokens=chunk_context_tokens,
             adapter_slots=place[MIXED_LINES * num_rows + num_tokens :] if has_adapters else None,
+            kept=memory.kept,
+            kept_rows=None if memory.kept is None else cupy.zeros(num_rows, np.int32),
             **memory.tables(num_rows=num_rows, num_tokens=num_tokens, max_blocks=max_blocks),
             **memory.fields(place[:num_rows]),
         )
