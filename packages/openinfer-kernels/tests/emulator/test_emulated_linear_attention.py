@@ -76,7 +76,7 @@ def empty(shape: Any, dtype: Any) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def operators(compile_emulated: Callable[..., Any]) -> Iterator[Any]:
-    """`CausalConv`, `GatedDeltaRule` and `keep_inputs` over arrays of NumPy."""
+    """`CausalConv`, `GatedDeltaRule` and `KeptStates` over arrays of NumPy."""
     if importlib.util.find_spec("cupy") is not None:
         pytest.skip("CuPy is installed: kernels run on its GPU")
     libraries: dict[str, ctypes.CDLL] = {}
@@ -98,10 +98,10 @@ def operators(compile_emulated: Callable[..., Any]) -> Iterator[Any]:
         patch.setattr(arrays, "address", lambda array: array.ctypes.data)
         conv = importlib.import_module("openinfer_kernels.cuda.linear_attention.causal_conv")
         rule = importlib.import_module("openinfer_kernels.cuda.linear_attention.gated_delta_rule")
+        states = importlib.import_module("openinfer_kernels.cuda.linear_attention.kept_inputs")
         device = SimpleNamespace(kernel=kernel, max_shared_bytes=1 << 20)
-        yield SimpleNamespace(
-            conv=conv.CausalConv(device), rule=rule.GatedDeltaRule(device), keep_inputs=rule.keep_inputs
-        )
+        conv, rule = conv.CausalConv(device), rule.GatedDeltaRule(device)
+        yield SimpleNamespace(conv=conv, rule=rule, kept=states.KeptStates(conv, rule))
     for name in set(sys.modules) - before:
         if name.startswith("openinfer_kernels.cuda"):
             del sys.modules[name]
@@ -161,7 +161,7 @@ def test_states_that_take_in_what_was_kept_are_those_of_single_steps(
     operators: Any, on_device: Any, accepted: tuple[int, int]
 ) -> None:
     drafted, plain = (Layers(operators, on_device, tokens=3) for _ in range(2))
-    kept = operators.keep_inputs(drafted.conv, drafted.state, 3)
+    kept = operators.kept.keep_inputs(conv=drafted.conv, state=drafted.state, most_tokens=3)
     assert kept is not None
     states = drafted.state.copy(), drafted.conv.copy()
     # Slots 2 and 0 have drafts, and slot 1 one token without: its states take that in at once.
@@ -170,8 +170,7 @@ def test_states_that_take_in_what_was_kept_are_those_of_single_steps(
         np.testing.assert_array_equal(after[[0, 2]], before[[0, 2]])
         assert (after[1] != before[1]).any()
     slots, counts = np.array([2, 1, 0], np.int32), np.array([accepted[0], 0, accepted[1]], np.int32)
-    operators.conv.replay(kept.conv_inputs, drafted.conv, slots, counts)
-    operators.rule.replay(kept, drafted.state, slots, counts)
+    operators.kept.replay_inputs(kept, conv=drafted.conv, state=drafted.state, slots=slots, counts=counts)
 
     steps = [plain.run([(1, 0, 1)])]
     for slot, count in ((2, accepted[0]), (0, accepted[1])):

@@ -33,7 +33,8 @@ from openinfer_kernels.cuda.gemm.output_head import Fp8Heads, OutputHeads
 from openinfer_kernels.cuda.gemm.projections import Projections
 from openinfer_kernels.cuda.gemm.quantised import Quantised
 from openinfer_kernels.cuda.linear_attention.causal_conv import CausalConv
-from openinfer_kernels.cuda.linear_attention.gated_delta_rule import GatedDeltaRule, keep_inputs
+from openinfer_kernels.cuda.linear_attention.gated_delta_rule import GatedDeltaRule
+from openinfer_kernels.cuda.linear_attention.kept_inputs import KeptStates
 from openinfer_kernels.cuda.lora.adapted_gemm import AdaptedGemm
 from openinfer_kernels.cuda.lora.lora import Lora
 from openinfer_kernels.cuda.lowbit.low_bit_activations import LowBitActivations
@@ -48,7 +49,6 @@ from openinfer_kernels.cuda.sampling.drafting import Drafting
 from openinfer_kernels.cuda.sampling.logprobs import LogprobsKernels
 from openinfer_kernels.cuda.sampling.ngram import NgramDrafts
 from openinfer_kernels.cuda.sampling.sampling import Sampling
-from openinfer_kernels.ops import Array, KeptInputs
 from openinfer_kernels.ops.extra import ExtraOperators
 from openinfer_kernels.weights.low_bit_activations import PromptSteps
 
@@ -213,6 +213,10 @@ class CudaOps:
         return GatedDeltaRule(self.device)
 
     @cached_property
+    def _kept_states(self) -> KeptStates:
+        return KeptStates(self._causal_conv, self._gated_delta_rule)
+
+    @cached_property
     def _rope_tail(self) -> RopeTail:
         return RopeTail(self.device)
 
@@ -304,14 +308,8 @@ class CudaOps:
     latent_attention = served_by(_latent_attention, LatentAttention.latent_attention)
     causal_conv_silu = served_by(_causal_conv, CausalConv.causal_conv_silu)
     gated_delta_rule = served_by(_gated_delta_rule, GatedDeltaRule.gated_delta_rule)
-
-    @staticmethod
-    def keep_inputs(*, conv: Array, state: Array, most_tokens: int) -> KeptInputs | None:
-        return keep_inputs(conv, state, most_tokens)
-
-    def replay_inputs(self, kept: KeptInputs, *, conv: Array, state: Array, slots: Array, counts: Array) -> None:
-        self._causal_conv.replay(kept.conv_inputs, conv, slots, counts)
-        self._gated_delta_rule.replay(kept, state, slots, counts)
+    keep_inputs = served_by(_kept_states, KeptStates.keep_inputs)
+    replay_inputs = served_by(_kept_states, KeptStates.replay_inputs)
 
     norm_rope_tail = served_by(_rope_tail, RopeTail.norm_rope_tail)
     rope_tail = served_by(_rope_tail, RopeTail.rope_tail)

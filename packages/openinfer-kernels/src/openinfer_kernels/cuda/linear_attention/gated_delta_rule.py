@@ -186,20 +186,15 @@ class GatedDeltaRule:
         walk((heads * _WALK_SLICES, num_rows, 1), (_CHUNK_THREADS, 1, 1), given, overlap=True)
 
 
-def keep_inputs(conv: Array, state: Array, most_tokens: int) -> KeptInputs | None:
-    """As `LinearAttentionOps.keep_inputs`: for heads of 128 x 128, and rows that are too short for chunks."""
+def kept_rule_inputs(state: Array, *, channels: int, most_tokens: int) -> tuple[Array, Array] | None:
+    """`keys_values` and `gates` of `KeptInputs`: for heads of 128 x 128, and rows that are too short for chunks."""
     slots, num_layers, heads, key_dim, value_dim = state.shape
-    channels = conv.shape[2]
     is_served = (key_dim, value_dim) == (_DIM, _DIM) and most_tokens < _LEAST_CHUNK_TOKENS
-    if not is_served or channels % 8 or not states_fit_vectors(state):
+    if not is_served or not states_fit_vectors(state):
         return None
     keys_values = (channels - heads * value_dim) // 2 + heads * value_dim
     tokens = slots, num_layers, most_tokens
-    return KeptInputs(
-        conv_inputs=cupy.zeros((*tokens, channels), bfloat16),
-        keys_values=cupy.zeros((*tokens, keys_values), bfloat16),
-        gates=cupy.zeros((*tokens, heads, 2), np.float32),
-    )
+    return cupy.zeros((*tokens, keys_values), bfloat16), cupy.zeros((*tokens, heads, 2), np.float32)
 
 
 def _kept(batch: AttentionBatch, layer: int) -> _Kept:
