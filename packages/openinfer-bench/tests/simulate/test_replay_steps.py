@@ -198,7 +198,7 @@ def record(path: Path, *, seed: int = 1, policy: str = "fair-share") -> tuple[St
 def test_a_run_is_repeated_exactly(tmp_path: Path, policy: str) -> None:
     loop, num_tokens = record(tmp_path / "steps", policy=policy)
     stats = loop.stats()
-    assert stats.preemptions > 5
+    assert stats.preemptions > 2  # each leaves the tenant's rows more room: there are fewer than without that
     assert stats.cached_tokens > 100
     replayed = replay_steps(tmp_path / "steps")
     assert replayed.difference is None, replayed
