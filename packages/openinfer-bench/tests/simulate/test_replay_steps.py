@@ -38,6 +38,7 @@ from openinfer_engine.loop import StepLoop
 from openinfer_engine.tracing.step_trace import Begin, StepTrace
 from openinfer_engine.worker.runner import DoneStep
 
+NUM_REQUESTS = 99
 # So few blocks that sequences give way.
 CONFIG = SchedulerConfig(
     num_blocks=28, block_size_tokens=4, max_num_seqs=6, max_step_tokens=32, max_model_tokens=96, max_itl_ms=20
@@ -158,7 +159,7 @@ class Adapters:
 def conversations(draw: random.Random) -> Iterator[GenerateRequest]:
     """Turns that begin with those before them, what the model said among it; some stop early, some have a salt."""
     told: list[tuple[int, ...]] = [(1, 2, 3, 4, 5, 6, 7, 8, 9)]
-    for number in range(1, 60):
+    for number in range(1, 1 + NUM_REQUESTS):
         prompt = (*draw.choice(told), *draw.choices(range(1, 64), k=draw.randint(1, 12)))[:60]
         sampling = SamplingParams(
             max_tokens=draw.randint(1, 30),
@@ -198,11 +199,11 @@ def record(path: Path, *, seed: int = 1, policy: str = "fair-share") -> tuple[St
 def test_a_run_is_repeated_exactly(tmp_path: Path, policy: str) -> None:
     loop, num_tokens = record(tmp_path / "steps", policy=policy)
     stats = loop.stats()
-    assert stats.preemptions > 2  # each leaves the tenant's rows more room: there are fewer than without that
+    assert stats.preemptions > 5
     assert stats.cached_tokens > 100
     replayed = replay_steps(tmp_path / "steps")
     assert replayed.difference is None, replayed
-    assert (replayed.steps, replayed.requests) == (stats.steps, 59)
+    assert (replayed.steps, replayed.requests) == (stats.steps, NUM_REQUESTS)
     assert replayed.tokens == num_tokens > 500
     assert replay_steps(tmp_path / "steps") == replayed
 
