@@ -3,6 +3,7 @@
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +31,20 @@ def fixtures() -> Path:
 def harness() -> partial[FamilyHarness]:
     """Takes the folder of a model, and what else `FamilyHarness` does."""
     return partial(FamilyHarness, Qwen3Definition())
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One for each graph that was captured."""
+    pytest.importorskip("cupy", reason="graphs are CUDA's")
+    from openinfer_kernels.cuda.common.graphs import Stream
+
+    found: list[None] = []
+    capture = Stream.capture
+
+    def counted(stream: Any, work: Any) -> Any:
+        found.append(None)
+        return capture(stream, work)
+
+    monkeypatch.setattr(Stream, "capture", counted)
+    return found

@@ -1,15 +1,14 @@
 """Adapters of engines that sleep and change their weights: slots come back, and KV is of adapter and weights."""
 
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from lifecycle_models import CPU_CONFIG as CONFIG
+from lifecycle_models import LEVELS, RANKS, write_adapted
 
 from openinfer_core import (
     EngineCapability,
@@ -27,8 +26,7 @@ from openinfer_core.control import LoadAdapter, Pause, Resume, Sleep, UnloadAdap
 from openinfer_core.engine import EngineState
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.lora.rank_adapters import RankAdapters
-from openinfer_engine.testing import Answer, random_weights
-from openinfer_engine.testing.adapters import write_adapter
+from openinfer_engine.testing import Answer
 from openinfer_engine.testing.answers import run_at_once
 from openinfer_engine.testing.quantised_checkpoints import SCHEMES, write_quantised
 from openinfer_engine.testing.quantised_family import projections
@@ -36,30 +34,7 @@ from openinfer_qwen3.family import Qwen3Definition
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux")
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "max_position_embeddings": 512,
-    "model_type": "qwen3",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "vocab_size": 128,
-}
 ADAPTERS = {"two": 2, "eight": 8, "sixteen": 16}
-RANKS = [
-    pytest.param({}, id="one-rank"),
-    pytest.param({"tensor_parallel_size": 2}, id="two-threads"),
-    pytest.param({"tensor_parallel_size": 2, "rank_host": "process"}, id="two-processes"),
-]
-LEVELS = [pytest.param(True, id="level-1"), pytest.param(False, id="level-2")]
 PROMPT = tuple(range(41))
 MakeLoop = Callable[..., StepLoop]
 Said = Mapping[int, tuple[list[int], list[float]]]
@@ -68,17 +43,7 @@ Said = Mapping[int, tuple[list[int], list[float]]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models of one config, `old` and `new`, and adapters."""
-    made = tmp_path_factory.mktemp("adapted")
-    weights = random_weights(Qwen3Definition(), CONFIG)
-    rng = np.random.default_rng(1)
-    other = {name: each * rng.uniform(0.7, 1.3, each.shape).astype(np.float32) for name, each in weights.items()}
-    for name, tensors in (("old", weights), ("new", other)):
-        (made / name).mkdir()
-        (made / name / "config.json").write_text(json.dumps(CONFIG))
-        save_file(tensors, made / name / "model.safetensors")
-    for seed, (name, rank) in enumerate(ADAPTERS.items()):
-        write_adapter(made / name, Qwen3Definition(), CONFIG, rank=rank, seed=seed)
-    return made
+    return write_adapted(tmp_path_factory.mktemp("adapted"), CONFIG, ADAPTERS)
 
 
 @pytest.fixture

@@ -3,15 +3,13 @@
 Random weights at a head dimension that the GPU's attention serves. Skipped, with the reason, where there is no GPU.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from gpu_model import CONFIG
-from safetensors.numpy import save_file
+from lifecycle_models import LEVELS, write_adapted
 
 from openinfer_core import EngineCapability, GenerateRequest, RequestId, SamplingParams, TokenEvent
 from openinfer_core.control import LoadAdapter, Sleep, UnloadAdapter, UpdateWeights, Wake
@@ -19,15 +17,13 @@ from openinfer_core.errors import Refused
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.options import DeviceKind
-from openinfer_engine.testing import Answer, random_weights, run_at_once
-from openinfer_engine.testing.adapters import write_adapter
+from openinfer_engine.testing import Answer, run_at_once
 from openinfer_engine.testing.quantised_checkpoints import SCHEMES, write_quantised
 from openinfer_engine.testing.quantised_family import projections
 from openinfer_qwen3.family import Qwen3Definition
 
 pytestmark = pytest.mark.gpu
 ADAPTERS = {"one": 1, "eight": 8, "sixteen": 16}
-LEVELS = [pytest.param(True, id="level-1"), pytest.param(False, id="level-2")]
 OPTIONS: list[Any] = [
     pytest.param({"max_lora_rank": 16}, id="in the products"),
     pytest.param({"max_lora_rank": 64, "max_loras": 3}, id="around the products"),
@@ -40,17 +36,7 @@ MakeLoop = Callable[..., StepLoop]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models of one config, `old` and `new`, and adapters."""
-    made = tmp_path_factory.mktemp("adapted")
-    weights = random_weights(Qwen3Definition(), CONFIG)
-    rng = np.random.default_rng(1)
-    other = {name: each * rng.uniform(0.7, 1.3, each.shape).astype(np.float32) for name, each in weights.items()}
-    for name, tensors in (("old", weights), ("new", other)):
-        (made / name).mkdir()
-        (made / name / "config.json").write_text(json.dumps(CONFIG))
-        save_file(tensors, made / name / "model.safetensors")
-    for seed, (name, rank) in enumerate(ADAPTERS.items()):
-        write_adapter(made / name, Qwen3Definition(), CONFIG, rank=rank, seed=seed)
-    return made
+    return write_adapted(tmp_path_factory.mktemp("adapted"), CONFIG, ADAPTERS)
 
 
 @pytest.fixture
@@ -70,23 +56,6 @@ def make_loop(folder: Path) -> Iterator[MakeLoop]:
     yield make
     for loop in loops:
         loop.close()
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One for each graph that was captured."""
-    pytest.importorskip("cupy", reason="graphs are CUDA's")
-    from openinfer_kernels.cuda.common.graphs import Stream
-
-    found: list[None] = []
-    capture = Stream.capture
-
-    def counted(stream: Any, work: Any) -> Any:
-        found.append(None)
-        return capture(stream, work)
-
-    monkeypatch.setattr(Stream, "capture", counted)
-    return found
 
 
 def one(number: int, lora: str | None, *, max_tokens: int = 16) -> GenerateRequest:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from lifecycle_models import CPU_CONFIG, LEVELS, RANKS
 from safetensors.numpy import save_file
 
 from openinfer_core import (
@@ -36,29 +37,7 @@ from openinfer_qwen3.family import Qwen3, Qwen3Definition
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux")
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "max_position_embeddings": 512,
-    "model_type": "qwen3",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "vocab_size": 128,
-}
-RANKS = [
-    pytest.param({}, id="one-rank"),
-    pytest.param({"tensor_parallel_size": 2}, id="two-threads"),
-    pytest.param({"tensor_parallel_size": 2, "rank_host": "process"}, id="two-processes"),
-]
-LEVELS = [pytest.param(True, id="level-1"), pytest.param(False, id="level-2")]
+CONFIG = CPU_CONFIG | {"tie_word_embeddings": True}
 MakeLoop = Callable[..., StepLoop]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_model import CONFIG
+from lifecycle_models import LEVELS
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
@@ -38,7 +39,6 @@ MIXTURE = CONFIG | {
 FAMILIES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {"qwen3": (Qwen3, CONFIG), "qwen3_moe": (Qwen3Moe, MIXTURE)}
 Weights = Mapping[str, NDArray[np.float32]]
 MakeLoop = Callable[..., StepLoop]
-LEVELS = [pytest.param(True, id="level-1"), pytest.param(False, id="level-2")]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -69,23 +69,6 @@ def make_loop() -> Iterator[MakeLoop]:
     yield make
     for loop in loops:
         loop.close()
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One for each graph that was captured."""
-    pytest.importorskip("cupy", reason="graphs are CUDA's")
-    from openinfer_kernels.cuda.common.graphs import Stream
-
-    found: list[None] = []
-    capture = Stream.capture
-
-    def counted(stream: Any, work: Any) -> Any:
-        found.append(None)
-        return capture(stream, work)
-
-    monkeypatch.setattr(Stream, "capture", counted)
-    return found
 
 
 def weights_of(family: str, *, seed: int = 0) -> dict[str, NDArray[np.float32]]:

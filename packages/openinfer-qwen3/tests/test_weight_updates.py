@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from lifecycle_models import CPU_CONFIG as CONFIG
+from lifecycle_models import RANKS, Weights, changed, write_model
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from openinfer_core import (
     EngineCapability,
@@ -52,43 +53,7 @@ from openinfer_engine.testing.quantised_family import projections
 from openinfer_engine.weights.checkpoint import Checkpoint
 from openinfer_qwen3.family import Qwen3Definition
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "max_position_embeddings": 512,
-    "model_type": "qwen3",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "vocab_size": 128,
-}
-RANKS = [
-    pytest.param({}, id="one-rank"),
-    pytest.param({"tensor_parallel_size": 2}, id="two-threads"),
-    pytest.param({"tensor_parallel_size": 2, "rank_host": "process"}, id="two-processes"),
-]
-Weights = Mapping[str, NDArray[np.float32]]
 MakeLoop = Callable[..., StepLoop]
-
-
-def changed(weights: Weights, *, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Other numbers of the same shapes: every tensor differs."""
-    rng = np.random.default_rng(seed)
-    return {name: each * rng.uniform(0.7, 1.3, each.shape).astype(np.float32) for name, each in weights.items()}
-
-
-def write_model(folder: Path, weights: Weights) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    save_file(dict(weights), folder / "model.safetensors")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +75,12 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def old(root: Path, tmp_path: Path, old_weights: Weights) -> Path:
     root.mkdir()
-    return write_model(tmp_path / "old", old_weights)
+    return write_model(tmp_path / "old", old_weights, CONFIG)
 
 
 @pytest.fixture
 def new(root: Path, old: Path, new_weights: Weights) -> Path:
-    return write_model(root / "new", new_weights)
+    return write_model(root / "new", new_weights, CONFIG)
 
 
 @pytest.fixture
@@ -407,7 +372,7 @@ def test_weights_that_do_not_fit_change_nothing(
 ) -> None:
     wrong = dict(new_weights)
     change(wrong)
-    write_model(root / "wrong", wrong)
+    write_model(root / "wrong", wrong, CONFIG)
     loop, other = make_loop(old, **ranks), make_loop(old)
     events = loop.submit(one(1, tuple(range(30)))) + loop.step() + loop.step()
     with pytest.raises(Refused, match=message):

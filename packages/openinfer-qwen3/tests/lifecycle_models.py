@@ -1,0 +1,64 @@
+"""Small Qwen3 models, and adapters of them, for engines that sleep and change their weights; on a CPU and on a GPU."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from openinfer_engine.testing import random_weights
+from openinfer_engine.testing.adapters import write_adapter
+from openinfer_qwen3.family import Qwen3Definition
+
+CPU_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "vocab_size": 128,
+}
+RANKS = [
+    pytest.param({}, id="one-rank"),
+    pytest.param({"tensor_parallel_size": 2}, id="two-threads"),
+    pytest.param({"tensor_parallel_size": 2, "rank_host": "process"}, id="two-processes"),
+]
+LEVELS = [pytest.param(True, id="level-1"), pytest.param(False, id="level-2")]
+"""Of sleep, as `keeps_weights`."""
+Weights = Mapping[str, NDArray[np.float32]]
+
+
+def changed(weights: Weights, *, seed: int) -> dict[str, NDArray[np.float32]]:
+    """Other numbers of the same shapes: every tensor differs."""
+    rng = np.random.default_rng(seed)
+    return {name: each * rng.uniform(0.7, 1.3, each.shape).astype(np.float32) for name, each in weights.items()}
+
+
+def write_model(folder: Path, weights: Weights, config: Mapping[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(dict(weights), folder / "model.safetensors")
+    return folder
+
+
+def write_adapted(folder: Path, config: Mapping[str, Any], adapters: Mapping[str, int]) -> Path:
+    """Two models of one config, `old` and `new`, and adapters, by name with their ranks."""
+    weights = random_weights(Qwen3Definition(), config)
+    write_model(folder / "old", weights, config)
+    write_model(folder / "new", changed(weights, seed=1), config)
+    for seed, (name, rank) in enumerate(adapters.items()):
+        write_adapter(folder / name, Qwen3Definition(), config, rank=rank, seed=seed)
+    return folder
