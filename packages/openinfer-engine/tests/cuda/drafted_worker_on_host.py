@@ -271,7 +271,8 @@ def serve(
 
 
 def check(bench: Bench, *, capture: bool, max_drafts: int, kinds: Sequence[DraftKind] = tuple(DraftKind)) -> None:
-    requests = drafted_requests(NUM_TOKEN_IDS, count=12)
+    # Where states are replayed, rows with other tokens have no drafts: it takes more requests for as many.
+    requests = drafted_requests(NUM_TOKEN_IDS, count=30 if bench.replays and sys.argv[1] == "qwen3_5" else 12)
     plain, _ = serve(bench.cuda(capture=False), requests, seed=1)
     if bench.ranks == 1:  # sums over ranks round elsewhere
         assert serve(bench.cpu(), requests, seed=0)[0] == plain
@@ -284,8 +285,7 @@ def check(bench: Bench, *, capture: bool, max_drafts: int, kinds: Sequence[Draft
         assert drafts.faults.count == 0, f"drafter {kind} was told something wrong"
         for request_id, answer in plain.items():
             assert found[request_id] == answer, f"request {request_id}, drafter {kind}, {max_drafts} drafts"
-        # Where states are replayed, rows with other tokens have no drafts.
-        assert steps.num_compared > (20 if bench.replays and sys.argv[1] == "qwen3_5" else 50), steps.num_compared
+        assert steps.num_compared > 50, steps.num_compared
         assert steps.num_preemptions > 0
         assert kind is not DraftKind.RIGHT or steps.num_accepted > 0.5 * steps.num_compared
 
