@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from openinfer_core import RequestId
 from openinfer_core.queue_policies import FairShare, FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicyConfig
 from openinfer_engine.scheduler.row_shares import LEAST_PROGRESS_TOKENS
@@ -155,3 +156,20 @@ def test_choices_of_one_request_weigh_as_one_among_a_tenants(make_driver: Any, m
         order += [start.request.request_id for start in plan.started] if plan else []
     driver.run()
     assert order == [1, 10, 20, 11, 21, 12, 22, 13]
+
+
+def test_what_a_tenant_keeps_idle_is_room_for_what_it_held_lately(make_driver: Any, make_request: Any) -> None:
+    """Both are left to it, and one of them: else nothing of a small pool is left for the tenant that asks."""
+    driver = make_driver(policy=fair(), max_num_seqs=8, max_step_tokens=256, max_model_tokens=256, num_blocks=72)
+    driver.submit(make_request(1, tuple(range(80)), tenant="a", max_tokens=2))  # 21 blocks, 20 of them kept
+    driver.run()
+    driver.submit(make_request(10, (102,) * 60, tenant="b", max_tokens=2))  # 15 of b's own, which may go
+    driver.run()
+    driver.submit(make_request(2, (100,) * 80, tenant="b", max_tokens=100))
+    driver.step()
+    driver.submit(make_request(3, (101,) * 80, tenant="b", max_tokens=2))  # beyond the half that is b's
+    assert steps_until_running(driver, 3, most=4) <= 1
+    assert driver.scheduler.stats().protected_blocks == 0  # none waits
+    driver.submit(make_request(4, tuple(range(80)), tenant="a", max_tokens=2))
+    driver.run()
+    assert driver.accounts[RequestId(4)].scheduled.cached_tokens >= 76

@@ -23,7 +23,7 @@ straight to free.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -218,7 +218,11 @@ class BlockPool:
 
     def protected_blocks(self, owner: str | None = None) -> int:
         """Of the available blocks, idle ones that an owner, or anyone, should leave others, within their shares."""
-        return 0 if self._owners is None else self._owners.protected_blocks(owner)
+        return sum(self.protected_by_owner(owner).values())
+
+    def protected_by_owner(self, owner: str | None = None) -> Mapping[str, int]:
+        """The same, by the owner whose they are; one that is not there has none."""
+        return {} if self._owners is None else self._owners.protected_blocks(owner)
 
     def counters(self) -> PoolCounters:
         return PoolCounters(

@@ -6,7 +6,7 @@ A model with recurrent states shares a prefix up to where copies of the states a
 is cached beyond that is computed again, and given back before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
@@ -65,17 +65,22 @@ class BlockAllocator:
         running: ListLike[Sequence],
         loading: ListLike[Sequence],
         kept_blocks: int = 0,
+        kept_for: Mapping[str, int] | None = None,
     ) -> BlockAllocation | None:
         """Takes blocks for every id a sequence knows; each that runs or loads keeps one per table in reserve.
 
-        `kept_blocks` more are left for others.
+        `kept_blocks` more are left for others, and `kept_for` for these tenants, prefixes that they keep among them.
 
         None, with nothing changed, if blocks are short, or others compute or load what it needs first.
         """
         # One block per table stays spare: a newcomer that took the last ones would be preempted at their next block.
         kv, spare_blocks = sequence.kv, self._num_tables * (len(running) + len(loading))
         windowed_tokens = self._windowed_tokens(sequence, is_alone=not spare_blocks)
-        spare_blocks += self._protected_blocks(sequence, spare_blocks) + kept_blocks
+        protected = self._protected_blocks(sequence, spare_blocks)
+        for tenant, num_blocks in (kept_for or {}).items():
+            # A tenant that comes back begins on its prefixes, or gives them up: they are room for it already.
+            kept_blocks += max(0, num_blocks - protected.get(tenant, 0))
+        spare_blocks += sum(protected.values()) + kept_blocks
         spare_blocks += self._conversation_blocks(sequence, spare_blocks, loading)
         if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks, windowed_tokens=windowed_tokens):
             self._hurry()
@@ -96,19 +101,19 @@ class BlockAllocator:
         """Whether `allocate` would find room beside `num_active` others, with so many blocks more."""
         spare_blocks = self._num_tables * num_active
         windowed_tokens = self._windowed_tokens(sequence, is_alone=not spare_blocks)
-        spare_blocks += self._protected_blocks(sequence, spare_blocks) - coming_blocks
+        spare_blocks += sum(self._protected_blocks(sequence, spare_blocks).values()) - coming_blocks
         return sequence.kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks, windowed_tokens=windowed_tokens)
 
-    def _protected_blocks(self, sequence: Sequence, spare_blocks: int) -> int:
-        """Prefixes that other tenants keep from one that runs something.
+    def _protected_blocks(self, sequence: Sequence, spare_blocks: int) -> Mapping[str, int]:
+        """Prefixes that other tenants keep from one that runs something, by tenant.
 
         What that has comes back for its next request. One that has nothing would wait for what others run, with all
         that comes after it, and a prompt that is larger than its share until nothing runs.
         """
         if not spare_blocks or self._pool.free_blocks >= self._blocks_for(sequence.known_tokens, None) + spare_blocks:
-            return 0
+            return {}
         tenant = sequence.request.tenant
-        return self._pool.protected_blocks(tenant) if self._runs(tenant) else 0
+        return self._pool.protected_by_owner(tenant) if self._runs(tenant) else {}
 
     def _conversation_blocks(self, sequence: Sequence, spare_blocks: int, loading: ListLike[Sequence]) -> int:
         """Conversations that its tenant keeps, while another load of that tenant is under way.

@@ -92,21 +92,25 @@ class RowShares:
         """Tenants that had something running in the last steps."""
         return self._recent_rows.tenants()
 
-    def kept_from(self, sequence: Sequence, *, num_blocks: int) -> tuple[int, int]:
-        """Slots and blocks that a sequence leaves to others, which held them lately; none within its tenant's share."""
+    def kept_from(self, sequence: Sequence, *, num_blocks: int) -> tuple[int, Mapping[str, int]]:
+        """What a sequence leaves to others, which held it lately; none within its tenant's share.
+
+        Returns:
+            Slots, and blocks by tenant. What a tenant still has of these, idle, is among them.
+        """
         tenant = sequence.request.tenant
         recent = self.recent_tenants
         if not self.rows[tenant] or not recent - {tenant}:
-            return 0, 0  # where nothing of it runs, it may be the only one that goes on
+            return 0, {}  # where nothing of it runs, it may be the only one that goes on
         share = self._shares(recent | {tenant})
         if self._excess(tenant, share(tenant), more_rows=1, more_blocks=num_blocks) <= 0:
-            return 0, 0
-        slots = blocks = 0
+            return 0, {}
+        slots, blocks = 0, dict[str, int]()
         for other in recent - {tenant}:
             part = share(other)
             slots += max(0, min(self._recent_rows.of(other), int(part * self._num_slots)) - self.rows[other])
             most_blocks = min(self._recent_blocks.of(other), int(part * self._pool.num_blocks))
-            blocks += max(0, most_blocks - self._pool.used_blocks(other))
+            blocks[other] = max(0, most_blocks - self._pool.used_blocks(other))
         return slots, blocks
 
     def full(self, waiting: Mapping[str, int], preempted: Iterable[Sequence]) -> AbstractSet[str]:

@@ -36,7 +36,7 @@ of a chunk as a decode row gets its own, by age and with preemption, more only a
 """
 
 import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -191,13 +191,13 @@ class RunQueue:
             if sequence is None or not self.free_slots:
                 return None
             kept = self._kept_for_overdue(sequence)
-            kept_slots, kept_blocks = self._kept_from(sequence)
+            kept_slots, kept_for = self._kept_from(sequence)
             if len(self.free_slots) <= len(kept) + kept_slots:
                 return None
-            kept_blocks += self.num_tables * sum(map(self.followers.own_blocks, kept))
+            kept_blocks = self.num_tables * sum(map(self.followers.own_blocks, kept))
             kept_blocks += self._room_to_grow.blocks_for(sequence, (*self.running, *self._loading))
             allocation = self._allocator.allocate(
-                sequence, running=self.running, loading=self._loading, kept_blocks=kept_blocks
+                sequence, running=self.running, loading=self._loading, kept_blocks=kept_blocks, kept_for=kept_for
             )
             if allocation is None:
                 return None
@@ -206,9 +206,9 @@ class RunQueue:
                 return self._start(sequence, allocation.cached_tokens)
         return self._start(*ready)
 
-    def _kept_from(self, sequence: Sequence) -> tuple[int, int]:
+    def _kept_from(self, sequence: Sequence) -> tuple[int, Mapping[str, int]]:
         if not self._divides:
-            return 0, 0
+            return 0, {}
         return self.shares.kept_from(sequence, num_blocks=self._blocks_of(sequence))
 
     def _blocks_of(self, sequence: Sequence) -> int:

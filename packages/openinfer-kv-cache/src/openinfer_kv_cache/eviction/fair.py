@@ -19,7 +19,7 @@ What a dormant owner has goes first. An active one's share is the pool over the 
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from openinfer_kv_cache.eviction.idle_order import IdleOrder
@@ -196,17 +196,18 @@ class FairLeastRecentlyUsed:
     def share_blocks(self) -> int:
         return self._num_blocks // max(1, len(self._active))
 
-    def protected_blocks(self, owner: str | None) -> int:
+    def protected_blocks(self, owner: str | None) -> Mapping[str, int]:
         self._expire()
         active = self._active
         num_active = len(active) + (owner is not None and owner not in active)
         if not 1 < num_active <= MAX_PROTECTED_OWNERS:
-            return 0
-        share, held, protected = self._num_blocks // num_active, self._held, 0
-        for other, order in self._orders.items():
-            if order and other != owner and other in active:
-                protected += max(0, min(len(order), share - held[other] + len(order)))
-        return protected
+            return {}
+        share, held = self._num_blocks // num_active, self._held
+        return {
+            other: max(0, min(len(order), share - held[other] + len(order)))
+            for other, order in self._orders.items()
+            if order and other != owner and other in active
+        }
 
     # Private.
 

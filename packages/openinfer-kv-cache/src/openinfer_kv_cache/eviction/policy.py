@@ -1,7 +1,7 @@
 """Which idle block is given up first: the `EvictionPolicy` protocol, and `LeastRecentlyUsed`."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 
@@ -58,8 +58,11 @@ class EvictsByOwner(EvictionPolicy, Protocol):
         """What of the pool is each active owner's."""
         ...
 
-    def protected_blocks(self, owner: str | None) -> int:
-        """Idle blocks that this owner should leave others, where it can wait or give something up; of None, all."""
+    def protected_blocks(self, owner: str | None) -> Mapping[str, int]:
+        """Idle blocks that this owner should leave others, where it can wait or give something up; of None, all.
+
+        By the owner whose they are; one that is not there has none.
+        """
         ...
 
 

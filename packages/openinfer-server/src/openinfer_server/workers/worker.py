@@ -96,7 +96,8 @@ async def serve_launch(launch: WorkerLaunch, lines: FileIO, out: BinaryIO) -> in
 
     if launch.takes_large:
         os.nice(LARGE_NICENESS)
-    handle = join_engine(launch.engine)
+    # Off the loop: an engine that is short of memory or descriptors takes the link when it can.
+    handle = await asyncio.to_thread(join_engine, launch.engine)
     try:
         with listen_for_large(launch.large) if launch.takes_large else listen(launch.options) as listener:
             app = load_app(handle, Path(launch.model_dir), launch.options)
