@@ -54,6 +54,9 @@ class VirtualEventLoop(asyncio.BaseEventLoop):
         self._selector = _Selector(world)
         self.longest_turn_s = 0.0
 
+    def time(self) -> float:
+        return self._world.now_s
+
     def _run_once(self) -> None:
         num_callbacks = len(self._ready)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownArgumentType, reportUnknownMemberType]
         began_s = self._world.now_s

@@ -13,6 +13,7 @@ import subprocess
 import threading
 from asyncio import StreamReader, StreamReaderProtocol
 from collections.abc import Callable
+from types import GenericAlias
 from typing import Any
 
 from openinfer_core.testing.simulation.descriptors import VirtualFile
@@ -117,6 +118,8 @@ class VirtualPopen:
 
     processes: Processes
     world: World
+
+    __class_getitem__ = classmethod(GenericAlias)  # annotations name what its pipes carry
 
     def __init__(self, arguments: list[str], *, stdin: int, stdout: int) -> None:
         del stdin, stdout

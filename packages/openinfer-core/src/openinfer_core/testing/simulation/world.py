@@ -30,7 +30,7 @@ class TaskContext(Protocol):
     """What belongs to the running thread of a real process and has to change hands with the task."""
 
     def leave(self) -> Any:
-        """Takes the running task's share away, and returns it."""
+        """Takes the running task's share away, and returns it; None if it has none."""
         ...
 
     def enter(self, share: Any) -> None: ...
@@ -179,13 +179,15 @@ class World:
 
     def park(self, timeout_s: float | None = None) -> bool:
         """Lets others run until one of them wakes the running task, or time is over; returns whether it was woken."""
-        task = self._require_current()
-        if task.process.has_ended:
+        task = self._current
+        if task is None:
+            raise Stuck("only a task of the world can wait")
+        if task.process.exit_code is not None:
             raise greenlet.GreenletExit
         task.is_parked, task.was_woken = True, False
         task.ticket += 1
         if timeout_s is not None:
-            due_s = self.now_s + max(0.0, timeout_s)
+            due_s = self.now_s + timeout_s if timeout_s > 0 else self.now_s
             heapq.heappush(self._timers, (due_s, next(self._numbers), task, task.ticket))
         self._leave()
         return task.was_woken
@@ -230,7 +232,7 @@ class World:
     def sleep(self, duration_s: float) -> None:
         """The running task does nothing for so long; nothing cuts it short."""
         due_s = self.now_s + duration_s
-        if self.process.has_ended:
+        if self.process.exit_code is not None:
             raise greenlet.GreenletExit
         if self._is_alone_until(due_s):
             self.now_s = due_s
@@ -277,11 +279,6 @@ class World:
         """Whether no other task can run before then, so that switching to the hub and back would change nothing."""
         return self._current is not None and not self._ready and not (self._timers and self._timers[0][0] <= due_s)
 
-    def _require_current(self) -> Task:
-        if self._current is None:
-            raise Stuck("only a task of the world can wait")
-        return self._current
-
     def _run_task(self, task: Task, function: Callable[[], object]) -> None:
         try:
             function()
@@ -298,16 +295,48 @@ class World:
         task.process.tasks.pop(task.ident, None)
 
     def _leave(self) -> None:
-        shares = [context.leave() for context in self.contexts]
-        self._hub.switch()
-        for context, share in zip(self.contexts, shares, strict=True):
-            context.enter(share)
+        """The running task goes on when it is drawn: straight from the one before it, where it need not be told to."""
+        contexts = self.contexts
+        shares = [context.leave() for context in contexts]
+        following = self._next_without_calls()
+        if following is None:
+            self._hub.switch()
+        elif following is not self._current:
+            self.num_switches += 1
+            self._current = following
+            following.greenlet.switch()
+        for index, share in enumerate(shares):
+            if share is not None:
+                contexts[index].enter(share)
 
     def _resume(self, task: Task) -> None:
         self.num_switches += 1
         self._current = task
         task.greenlet.switch()
         self._current = None
+
+    def _next_without_calls(self) -> Task | None:
+        """The next one to run; None if something is to be called first, which only the hub may do."""
+        ready, timers = self._ready, self._timers
+        while not ready:
+            if not timers or not isinstance(timers[0][2], Task):
+                return None
+            due_s, _, task, ticket = heapq.heappop(timers)
+            if task.is_parked and task.ticket == ticket:  # type: ignore[union-attr] # looked at before
+                self.now_s = max(self.now_s, due_s)
+                task.is_parked = False  # type: ignore[union-attr]
+                return task  # type: ignore[return-value]
+        if len(ready) == 1:
+            return ready.pop()
+        return self._draw()
+
+    def _draw(self) -> Task:
+        """One of those that are ready."""
+        ready = self._ready
+        index = self._scheduling.randrange(len(ready)) if len(ready) > 1 else 0
+        # The last one takes the place of the one that is drawn: the order is drawn anyway.
+        ready[index], ready[-1] = ready[-1], ready[index]
+        return ready.pop()
 
     def _next(self) -> Task:
         while not self._ready:
@@ -321,7 +350,4 @@ class World:
                 self.now_s = max(self.now_s, due_s)
                 task.is_parked = False
                 self._ready.append(task)
-        index = self._scheduling.randrange(len(self._ready)) if len(self._ready) > 1 else 0
-        # The last one takes the place of the one that is drawn: the order is drawn anyway.
-        self._ready[index], self._ready[-1] = self._ready[-1], self._ready[index]
-        return self._ready.pop()
+        return self._draw()
