@@ -33,9 +33,12 @@ from openinfer_core.testing.simulation.world import Process, World
 from openinfer_engine.worker import process as rank_process
 from openinfer_engine.worker.process_group import CHILD_MODULE as RANK
 from openinfer_kv_cache.testing.tier_faults import FaultInjector
+from openinfer_server import app as server_app
 from openinfer_server import server
+from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.http import request as http_request
 from openinfer_server.options import EventLoop, ServerOptions
+from openinfer_server.parsers import ModelParsers
 from openinfer_server.text.control_tokens import BegunEncoding, ControlTokens
 from openinfer_server.text.marked_text import MarkedText
 from openinfer_server.text.tokenizer import Tokenizer
@@ -212,6 +215,11 @@ def _share_one_process() -> None:
             await asyncio.sleep(_TICK_S)
 
     uvicorn.Server.main_loop = main_loop  # type: ignore[method-assign]
+    _read_once()
+
+
+def _read_once() -> None:
+    """What every process of one model reads, and then does not change: it is most of what a start computes."""
     texts: dict[Path, Any] = {}
     load = Tokenizer.load.__func__  # type: ignore[attr-defined]
 
@@ -224,6 +232,27 @@ def _share_one_process() -> None:
         return cls(texts[model_dir], num_token_ids=options.get("num_token_ids", 0))
 
     Tokenizer.load = classmethod(load_once)  # type: ignore[method-assign, assignment]
+    templates: dict[tuple[Path, float, int], ChatTemplate | None] = {}
+    load_template = ChatTemplate.load.__func__  # type: ignore[attr-defined]
+
+    def template_once(
+        cls: type[ChatTemplate], model_dir: Path, *, timeout_s: float, max_characters: int
+    ) -> ChatTemplate | None:
+        key = (model_dir, timeout_s, max_characters)
+        if key not in templates:
+            templates[key] = load_template(cls, model_dir, timeout_s=timeout_s, max_characters=max_characters)
+        return templates[key]
+
+    ChatTemplate.load = classmethod(template_once)  # type: ignore[method-assign, assignment]
+    parsers: dict[tuple[str | None, str], ModelParsers] = {}
+    choose_parsers = server_app.parsers_for
+
+    def parsers_once(template: str | None, family: str, options: ServerOptions) -> ModelParsers:
+        if (template, family) not in parsers:  # options are the same for all
+            parsers[template, family] = choose_parsers(template, family, options)
+        return parsers[template, family]
+
+    setattr(server_app, "parsers_for", parsers_once)  # noqa: B010 - what it has imported
 
 
 def _remember_apps(world: World, module: Any, name: str) -> None:

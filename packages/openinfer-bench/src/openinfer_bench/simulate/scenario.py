@@ -78,6 +78,7 @@ def main(world: World, **options: Any) -> dict[str, Any]:
     gc.disable()  # it would run at moments that differ between processes; `_collect` runs it at virtual ones
     with ExitStack() as stack:
         run = Run(world, msgspec.convert(options, RunOptions), stack)
+        gc.freeze()  # what is imported stays, and most of a collection would be looking at it
         return run.run()
 
 

@@ -49,7 +49,7 @@ class LlguidanceCompiler:
             raise Refused(f"{vocabulary.model_dir} has no tokenizer, which grammars need")
         self._vocabulary = vocabulary
         self._guard = guard or GrammarGuard()
-        self._kept = KeptGrammars(clock=clock)
+        self._kept = KeptGrammars[LLMatcher](clock=clock)
         self._queue = FairQueue("openinfer-grammars")
         self._queue.submit("", self._read_tokenizer)
 

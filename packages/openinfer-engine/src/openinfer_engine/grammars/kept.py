@@ -4,9 +4,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
-
-from llguidance import LLMatcher
+from typing import Generic, NamedTuple, TypeVar
 
 from openinfer_core import Grammar, InvalidRequest
 from openinfer_engine.grammars.guard import GrammarTooCostly
@@ -19,8 +17,11 @@ _BYTES, _BYTES_PER_CHARACTER = 256 * 2**10, 100
 _REFUSAL_BYTES = 1024
 
 
-class _Entry(NamedTuple):
-    value: "LLMatcher | InvalidRequest"
+Compiled = TypeVar("Compiled")
+
+
+class _Entry(NamedTuple, Generic[Compiled]):
+    value: Compiled | InvalidRequest
     num_bytes: int
     until_s: float
 
@@ -30,7 +31,7 @@ def bytes_of(grammar: Grammar) -> int:
     return _BYTES + _BYTES_PER_CHARACTER * len(grammar.text)
 
 
-class KeptGrammars:
+class KeptGrammars(Generic[Compiled]):
     """For the engine's thread and the one that compiles; the least recently used make room.
 
     Args:
@@ -41,7 +42,7 @@ class KeptGrammars:
         self.max_bytes = max_bytes
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, _Entry[Compiled]] = OrderedDict()
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -51,7 +52,7 @@ class KeptGrammars:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def get(self, key: bytes) -> "LLMatcher | InvalidRequest | None":
+    def get(self, key: bytes) -> Compiled | InvalidRequest | None:
         with self._lock:
             found = self._entries.get(key)
             if found is None:
@@ -62,7 +63,7 @@ class KeptGrammars:
             self._entries.move_to_end(key)
             return found.value
 
-    def put(self, key: bytes, grammar: Grammar, value: "LLMatcher | InvalidRequest") -> None:
+    def put(self, key: bytes, grammar: Grammar, value: Compiled | InvalidRequest) -> None:
         """A compiled grammar of more than all bytes is not kept."""
         is_refusal = isinstance(value, InvalidRequest)
         until_s = self._clock() + REFUSAL_KEPT_S if isinstance(value, GrammarTooCostly) else float("inf")
