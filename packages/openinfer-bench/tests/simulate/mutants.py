@@ -2,6 +2,7 @@
 
 # ruff: noqa: SLF001 - a mutant changes what is private
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -413,3 +414,189 @@ def no_descriptor_and_no_pause(world: World) -> None:
     from openinfer_server.http.acceptor import Acceptor
 
     Acceptor._go_on = lambda self: None  # type: ignore[method-assign]
+
+
+@mutant
+def worker_joins_on_its_loop(world: World) -> None:
+    """A worker that starts waits in its event loop for an engine that is short of memory."""
+    from openinfer_server.workers import worker
+
+    class OnTheLoop:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(asyncio, name)
+
+        async def to_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+            return function(*arguments)
+
+    worker.asyncio = OnTheLoop()  # type: ignore[attr-defined]
+
+
+@mutant
+def leaked_budget(world: World) -> None:
+    """What a request held of a server's budget is not given back, seldom."""
+    from openinfer_server.limits.shared_budget import SharedBudget
+
+    give_back = SharedBudget.give_back
+
+    def forgetful(self: SharedBudget, owner: str, amount: int) -> None:
+        if world.random.random() >= 0.02:
+            give_back(self, owner, amount)
+
+    SharedBudget.give_back = forgetful  # type: ignore[method-assign]
+
+
+@mutant
+def budget_of_a_dead_worker(world: World) -> None:
+    """What a worker held that has died is counted for ever."""
+    from openinfer_server.limits.worker_table import WorkerTable
+
+    WorkerTable.clear = lambda self, worker: None  # type: ignore[method-assign]
+
+
+@mutant
+def account_left_open(world: World) -> None:
+    """The ledger goes on with a request that has failed."""
+    from openinfer_core.events import Failed
+    from openinfer_core.ledger import Ledger
+
+    admit = Ledger._admit
+
+    def kept(self: Ledger, event: Any) -> Any:
+        account = self._open.get(event.request_id)
+        admitted = admit(self, event)
+        if admitted is not None and isinstance(event, Failed) and account is not None:
+            self._open[event.request_id] = account
+        return admitted
+
+    Ledger._admit = kept  # type: ignore[method-assign]
+
+
+@mutant
+def usage_under_preemption(world: World) -> None:
+    """A token of a request that was preempted counts twice."""
+    from openinfer_core.events import Tokens
+    from openinfer_core.ledger import Ledger
+    from openinfer_engine.scheduler.run_queue import RunQueue
+
+    admit, step_back = Ledger._admit, RunQueue._step_back
+    preempted: set[Any] = set()
+
+    def noting(self: RunQueue, sequence: Any) -> None:
+        preempted.add(sequence.request_id)
+        step_back(self, sequence)
+
+    def twice(self: Ledger, event: Any) -> Any:
+        account = self._open.get(event.request_id)
+        if account is not None and isinstance(event, Tokens) and event.request_id in preempted:
+            preempted.remove(event.request_id)
+            account.completion_tokens += 1
+        return admit(self, event)
+
+    Ledger._admit, RunQueue._step_back = twice, noting  # type: ignore[method-assign]
+
+
+@mutant
+def cached_tokens_of_a_resumption(world: World) -> None:
+    """A request that was preempted is told what was cached of its prompt and its output."""
+    from openinfer_core.events import Scheduled
+    from openinfer_core.ledger import Ledger
+    from openinfer_engine.scheduler.run_queue import RunQueue
+
+    admit, start = Ledger._admit, RunQueue._start
+
+    def told_again(self: Ledger, event: Any) -> Any:
+        account = self._open.get(event.request_id)
+        if account is not None and isinstance(event, Scheduled):
+            account.cached_tokens = event.cached_tokens
+        return admit(self, event)
+
+    def start_anew(self: RunQueue, sequence: Any, cached_tokens: int) -> Any:
+        sequence.has_run = False
+        return start(self, sequence, cached_tokens)
+
+    Ledger._admit, RunQueue._start = told_again, start_anew  # type: ignore[method-assign]
+
+
+@mutant
+def starved_tenant(world: World) -> None:
+    """One tenant is hardly ever served while another runs or waits."""
+    from openinfer_core.scheduling.waiting_queue import WaitingQueue
+
+    following = WaitingQueue.next
+
+    def others_first(self: Any, full: Any) -> Any:
+        item = following(self, {*full, "b"})
+        is_passed_over = item is not None and item.request.tenant == "b" and world.random.random() > 1 / 400
+        return None if is_passed_over else item
+
+    WaitingQueue.next = others_first  # type: ignore[method-assign]
+
+
+@mutant
+def deadline_by_the_wall_clock(world: World) -> None:
+    import time
+
+    from openinfer_core.process.host import LoopRunner
+
+    begin = LoopRunner.__init__
+
+    def by_the_wall(self: LoopRunner, loop: Any) -> None:
+        begin(self, loop, clock=time.time)
+
+    LoopRunner.__init__ = by_the_wall  # type: ignore[method-assign]
+
+
+@mutant
+def no_time_to_try_again(world: World) -> None:
+    """A refusal that passes does not say when."""
+    from openinfer_server.http.api_errors import ApiError
+
+    begin = ApiError.__init__
+
+    def without(self: ApiError, *arguments: Any, headers: Any = (), **named: Any) -> None:
+        begin(self, *arguments, headers=tuple(each for each in headers if each[0] != b"retry-after"), **named)
+
+    ApiError.__init__ = without  # type: ignore[method-assign]
+
+
+@mutant
+def connection_left_in_its_table(world: World) -> None:
+    """A connection that has ended is counted on, seldom."""
+    from openinfer_server.http.connections import ConnectionTable
+
+    leave = ConnectionTable.leave
+
+    def forgetful(self: ConnectionTable, slot: Any) -> None:
+        if world.random.random() >= 0.02:
+            leave(self, slot)
+
+    ConnectionTable.leave = forgetful  # type: ignore[method-assign]
+
+
+@mutant
+def block_evicted_while_it_is_used(world: World) -> None:
+    """A block that is found again stays where blocks are given up from."""
+    from openinfer_kv_cache.eviction.fair import FairLeastRecentlyUsed
+
+    reuse = FairLeastRecentlyUsed.reuse
+
+    def forgetful(self: FairLeastRecentlyUsed, block_ids: Any) -> None:
+        reuse(self, block_ids[1:] if len(block_ids) > 1 and world.random.random() < 0.05 else block_ids)
+
+    FairLeastRecentlyUsed.reuse = forgetful  # type: ignore[method-assign]
+
+
+@mutant
+def record_of_another_block(world: World) -> None:
+    """The disk tier reads the record before the one that was asked for, seldom, and takes its word for what it is."""
+    from openinfer_kv_offload.disk import segment
+    from openinfer_kv_offload.format.checksum import BlockChecksum
+
+    read = segment.SegmentFile.read
+
+    def beside(self: Any, offset_bytes: int, into: memoryview) -> None:
+        is_there = offset_bytes >= len(into) and world.random.random() < 0.1
+        read(self, offset_bytes - len(into) if is_there else offset_bytes, into)
+
+    segment.SegmentFile.read = beside  # type: ignore[method-assign]
+    BlockChecksum.is_intact = lambda self, *what: True  # type: ignore[method-assign]

@@ -101,13 +101,15 @@ class AnswerChecks:
         """How a request ended that was not answered; None if it may not."""
         if ask.is_refused and answer.status == 400 and answer.is_whole:
             return "invalid"
+        if answer.status in _BUSY and answer.is_whole and "retry-after" not in answer.headers:
+            raise self._wrong(ask, answer, f"status {answer.status} does not say when to try again")
         reasons = {
             "left": answer.has_left,
             "died": circumstances.engine_died and (answer.status in (0, 500, 503) or not answer.is_whole),
             "refused": circumstances.is_draining and answer.status in (0, 503),
             "evicted": circumstances.makes_room and answer.status == 0,
             "busy": answer.status in _BUSY and answer.is_whole,
-            "late": answer.status == _LATE and ask.deadline_s is not None,
+            "late": answer.status == _LATE and self._is_over(ask, answer),
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -147,7 +149,7 @@ class AnswerChecks:
             return "left"
         if circumstances.engine_died:
             return "died"
-        if ask.deadline_s is not None and error is not None and "deadline" in error:
+        if error is not None and "deadline" in error and self._is_over(ask, answer):
             return "late"
         if ask.manners.reads_slowly_s:
             return "slow"
@@ -181,6 +183,11 @@ class AnswerChecks:
         if not is_right:
             raise self._wrong(ask, answer, f"it calls {got}; the model called {TOOL} with {ARGUMENTS}")
 
+    @staticmethod
+    def _is_over(ask: Ask, answer: Answer) -> bool:
+        """Whether a request's deadline has passed: it is not over before."""
+        return ask.deadline_s is not None and answer.ended_s - answer.sent_s >= ask.deadline_s
+
     def _check_time(self, ask: Ask, answer: Answer, circumstances: Circumstances) -> None:
         manners = ask.manners
         slack_s = (
@@ -212,6 +219,9 @@ class AnswerChecks:
             raise self._wrong(
                 ask, answer, f"usage is {reading.usage}; {prompt_tokens} and {generated} tokens were there"
             )
+        # The last token of a prompt is computed whatever is cached.
+        if reading.cached_tokens is not None and not 0 <= reading.cached_tokens < prompt_tokens:
+            raise self._wrong(ask, answer, f"{reading.cached_tokens} of {prompt_tokens} tokens were cached, it says")
 
     def _wrong(self, ask: Ask, answer: Answer, what: str) -> Violation:
         return Violation(

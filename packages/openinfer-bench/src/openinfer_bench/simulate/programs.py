@@ -86,8 +86,9 @@ class Programs:
         _charge_for_decoding(world, options.cpu)
         _charge_for_encoding(world, options.cpu)
         _share_one_process()
-        _remember_apps(world, server, "app_of")
-        _remember_apps(world, worker, "load_app")
+        _remember(world, server, "app_of", note="app")
+        _remember(world, worker, "load_app", note="app")
+        _remember(world, engine_process, "LoopRunner", note="host")
 
     def start(self, life: Life) -> None:
         """Starts a server."""
@@ -255,13 +256,13 @@ def _read_once() -> None:
     setattr(server_app, "parsers_for", parsers_once)  # noqa: B010 - what it has imported
 
 
-def _remember_apps(world: World, module: Any, name: str) -> None:
+def _remember(world: World, module: Any, name: str, *, note: str) -> None:
+    """What is made by that name is a note of the process that makes it."""
     make = getattr(module, name)
 
     def remembered(*arguments: Any) -> Any:
-        app = make(*arguments)
-        world.process.notes["app"] = app
-        return app
+        made = world.process.notes[note] = make(*arguments)
+        return made
 
     setattr(module, name, remembered)
 

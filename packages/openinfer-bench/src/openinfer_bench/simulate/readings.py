@@ -38,12 +38,14 @@ class Reading:
         calls: of the first choice.
         error: the message that ended the answer.
         usage: tokens of the prompt and of the output.
+        cached_tokens: of the prompt, as usage has it.
     """
 
     said: dict[int, Any] = field(default_factory=dict[int, Any])
     calls: list[Call] = field(default_factory=list[Call])
     error: str | None = None
     usage: tuple[int, int] | None = None
+    cached_tokens: int | None = None
 
     def say(self, index: int, part: Any) -> None:
         self.said[index] = self.said[index] + part if index in self.said else part
@@ -129,6 +131,7 @@ def _take_choice(reading: Reading, choice: Any, message: Any) -> None:
 def _take_usage(reading: Reading, usage: Any) -> None:
     if usage:
         reading.usage = usage["prompt_tokens"], usage["completion_tokens"]
+        reading.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
 # --- Anthropic's messages ------------------------------------------------------------------------------------
@@ -168,7 +171,7 @@ def _take_message_event(reading: Reading, event: Any) -> None:
         case "content_block_delta":
             _take_block_delta(reading, event["delta"])
         case "message_delta":
-            reading.usage = _message_usage(event["usage"])
+            _take_message_usage(reading, event["usage"])
         case "error":
             reading.error = str(event["error"]["message"])
         case _:
@@ -176,7 +179,7 @@ def _take_message_event(reading: Reading, event: Any) -> None:
 
 
 def _read_message(reading: Reading, body: Any) -> None:
-    reading.usage = _message_usage(body["usage"])
+    _take_message_usage(reading, body["usage"])
     for block in body["content"]:
         _take_block(reading, block, is_whole=True)
 
@@ -195,8 +198,10 @@ def _take_block_delta(reading: Reading, delta: Any) -> None:
         reading.calls[-1].arguments += delta["partial_json"]
 
 
-def _message_usage(usage: Any) -> tuple[int, int]:
-    return usage["input_tokens"] + usage["cache_read_input_tokens"], usage["output_tokens"]
+def _take_message_usage(reading: Reading, usage: Any) -> None:
+    cached_tokens = usage["cache_read_input_tokens"]
+    reading.usage = usage["input_tokens"] + cached_tokens, usage["output_tokens"]
+    reading.cached_tokens = cached_tokens
 
 
 # --- OpenAI's responses --------------------------------------------------------------------------------------
@@ -250,7 +255,7 @@ def _take_end(reading: Reading, response: Any) -> None:
     _read_response(whole, response)
     if (whole.said.get(0, ""), whole.calls) != (reading.said.get(0, ""), reading.calls):
         raise OutOfOrder(f"the last event says {whole}; the ones before it said {reading}")
-    reading.usage, reading.error = whole.usage, whole.error
+    reading.usage, reading.cached_tokens, reading.error = whole.usage, whole.cached_tokens, whole.error
 
 
 def _read_response(reading: Reading, body: Any) -> None:
@@ -264,6 +269,7 @@ def _read_response(reading: Reading, body: Any) -> None:
         reading.error = str(body["error"]["message"])
     if body["usage"]:
         reading.usage = body["usage"]["input_tokens"], body["usage"]["output_tokens"]
+        reading.cached_tokens = body["usage"]["input_tokens_details"]["cached_tokens"]
 
 
 _WHOLE: dict[Api, Callable[[Reading, Any], None]] = {

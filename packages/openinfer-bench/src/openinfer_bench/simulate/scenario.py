@@ -340,6 +340,7 @@ class Run:
             engine = life.engine
             if engine is not None and not engine.loop.busy and not life.num_open and life.is_settled():
                 engine.check_is_idle()
+                self._check_nothing_is_open(life)
                 self._check_turns(life)
                 self._check_descriptors(life)
                 return
@@ -352,6 +353,20 @@ class Run:
 
     def _lives_on(self, life: Life) -> bool:
         return life is self.life and life.is_ready and not life.is_stopping and life.excuse is None
+
+    def _check_nothing_is_open(self, life: Life) -> None:
+        """Nothing of a request is left in the ledger, or in a budget of any worker."""
+        host = None if life.engine_process is None else life.engine_process.notes.get("host")
+        if host is not None and host.num_open:
+            raise Violation(f"the ledger has {host.num_open} open requests, and none is asked")
+        for worker in life.workers:
+            budgets = worker.notes["app"].service.budgets
+            used = {use.budget: use.used for use in budgets.uses() if use.used}
+            # what all workers hold, one that has died among them
+            shared = {"requests": budgets.requests.used_by_all, "body_bytes": budgets.body_bytes.used_by_all}
+            used |= {name: amount for name, amount in shared.items() if amount}
+            if used:
+                raise Violation(f"{worker.name} has {used} of its budgets in use, and nothing is asked")
 
     def _check_turns(self, life: Life) -> None:
         """What holds the event loop up holds up every stream."""

@@ -130,6 +130,11 @@ class LoopRunner:
         self._has_ended = False
 
     @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._ledger)
+
+    @property
     def reason(self) -> str | None:
         """Why the loop died, where clients may be told."""
         return str(self.died) if isinstance(self.died, PluginFault) else None
