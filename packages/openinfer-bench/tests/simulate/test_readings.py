@@ -27,7 +27,11 @@ RESPONSE = [
     {"type": "response.output_item.done", "item": ITEM},
     {
         "type": "response.completed",
-        "response": {"output": TEXT, "error": None, "usage": {"input_tokens": 5, "output_tokens": 4}},
+        "response": {
+            "output": TEXT,
+            "error": None,
+            "usage": {"input_tokens": 5, "output_tokens": 4, "input_tokens_details": {"cached_tokens": 2}},
+        },
     },
 ]
 
@@ -43,8 +47,8 @@ def numbered(events: list[Any]) -> list[Any]:
 
 
 def test_messages_and_responses_say_text_and_usage() -> None:
-    assert streamed(Api.MESSAGES, MESSAGE) == Reading({0: "a"}, usage=(5, 4))
-    assert streamed(Api.RESPONSES, numbered(RESPONSE)) == Reading({0: "a"}, usage=(5, 4))
+    assert streamed(Api.MESSAGES, MESSAGE) == Reading({0: "a"}, usage=(5, 4), cached_tokens=3)
+    assert streamed(Api.RESPONSES, numbered(RESPONSE)) == Reading({0: "a"}, usage=(5, 4), cached_tokens=2)
 
 
 def test_what_was_cut_off_says_what_came() -> None:

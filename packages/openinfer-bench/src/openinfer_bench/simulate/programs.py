@@ -246,14 +246,15 @@ def _read_once() -> None:
 
     ChatTemplate.load = classmethod(template_once)  # type: ignore[method-assign, assignment]
     parsers: dict[tuple[str | None, str], ModelParsers] = {}
-    choose_parsers = server_app.parsers_for
+    module: Any = server_app
+    choose_parsers = module.parsers_for
 
     def parsers_once(template: str | None, family: str, options: ServerOptions) -> ModelParsers:
         if (template, family) not in parsers:  # options are the same for all
             parsers[template, family] = choose_parsers(template, family, options)
         return parsers[template, family]
 
-    setattr(server_app, "parsers_for", parsers_once)  # noqa: B010 - what it has imported
+    module.parsers_for = parsers_once
 
 
 def _remember(world: World, module: Any, name: str, *, note: str) -> None:

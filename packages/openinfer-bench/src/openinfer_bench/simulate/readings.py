@@ -131,7 +131,8 @@ def _take_choice(reading: Reading, choice: Any, message: Any) -> None:
 def _take_usage(reading: Reading, usage: Any) -> None:
     if usage:
         reading.usage = usage["prompt_tokens"], usage["completion_tokens"]
-        reading.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        details: Any = usage.get("prompt_tokens_details")
+        reading.cached_tokens = details["cached_tokens"] if details else None
 
 
 # --- Anthropic's messages ------------------------------------------------------------------------------------

@@ -67,7 +67,8 @@ class KeptGrammars(Generic[Compiled]):
         """A compiled grammar of more than all bytes is not kept."""
         is_refusal = isinstance(value, InvalidRequest)
         until_s = self._clock() + REFUSAL_KEPT_S if isinstance(value, GrammarTooCostly) else float("inf")
-        entry = _Entry(value, 2 * len(str(value)) + _REFUSAL_BYTES if is_refusal else bytes_of(grammar), until_s)
+        num_bytes = 2 * len(str(value)) + _REFUSAL_BYTES if is_refusal else bytes_of(grammar)
+        entry: _Entry[Compiled] = _Entry(value, num_bytes, until_s)
         with self._lock:
             if key in self._entries:
                 self._drop(key)

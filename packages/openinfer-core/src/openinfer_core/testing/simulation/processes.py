@@ -119,7 +119,9 @@ class VirtualPopen:
     processes: Processes
     world: World
 
-    __class_getitem__ = classmethod(GenericAlias)  # annotations name what its pipes carry
+    def __class_getitem__(cls, item: Any) -> GenericAlias:
+        """Annotations name what its pipes carry."""
+        return GenericAlias(cls, item)
 
     def __init__(self, arguments: list[str], *, stdin: int, stdout: int) -> None:
         del stdin, stdout
