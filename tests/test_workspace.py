@@ -34,6 +34,7 @@ ALLOWED_SIBLINGS = {
         "openinfer-tiny-model",
     },
     "openinfer-core": set[str](),
+    "openinfer-dynamo": {"openinfer", "openinfer-core"},
     "openinfer-engine": {"openinfer-core", "openinfer-kernels", "openinfer-kv-cache"},
     "openinfer-kernels": set[str](),
     "openinfer-kv-cache": {"openinfer-core"},

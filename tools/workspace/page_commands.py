@@ -141,7 +141,7 @@ def known_flags(words: list[str]) -> tuple[bool, set[str] | None]:
 
 @cache
 def flags_of_openinfer(command: tuple[str, ...]) -> tuple[bool, set[str] | None]:
-    takes_model = command in {("serve",), ("generate",), ("plan",), ("ray", "serve")}
+    takes_model = command in {("dynamo",), ("serve",), ("generate",), ("plan",), ("ray", "serve")}
     text = help_of(str(OPENINFER), *command, *(["--model", "tiny"] if takes_model else []), "--help")
     return (False, None) if text is None else (True, flags_in(text))
 

@@ -22,6 +22,7 @@ OUR_PACKAGES = frozenset(
         "openinfer-core",
         "openinfer-deepseek",
         "openinfer-deepseek-v4",
+        "openinfer-dynamo",
         "openinfer-engine",
         "openinfer-kernels",
         "openinfer-kimi-k2",
