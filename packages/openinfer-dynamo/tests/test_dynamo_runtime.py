@@ -52,6 +52,7 @@ class Fleet:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._running: list[subprocess.Popen[bytes]] = []  # those that no test has ended
         with socket.create_server(("127.0.0.1", 0)) as taken:
             self.port: int = taken.getsockname()[1]
         self.environment = {
@@ -68,6 +69,7 @@ class Fleet:
         process = subprocess.Popen(words, env=self.environment, stdout=log, stderr=log)
         log.close()
         self._processes.append(process)
+        self._running.append(process)
         return process
 
     def worker(self, *flags: str) -> subprocess.Popen[bytes]:
@@ -87,8 +89,15 @@ class Fleet:
         finally:
             connection.close()
 
+    def ended(self, process: subprocess.Popen[bytes]) -> int:
+        """Waits for the end of one that a test has ended; its exit code."""
+        code = process.wait(PATIENCE_S)
+        self._running.remove(process)
+        return code
+
     def wait_for_workers(self, number: int) -> None:
         def are_there() -> bool:
+            assert all(process.poll() is None for process in self._running), self.logs()
             with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
                 _, health = self.request("GET", "/health")
                 found = [each for each in health.get("instances", []) if each.get("endpoint") == "generate"]
@@ -155,7 +164,7 @@ def test_a_worker_serves_dynamos_frontend(fleet: Fleet, expected: dict[str, str]
         status, answer = fleet.request("POST", "/v1/completions", body)
         assert status == 400, answer
     worker.terminate()
-    assert worker.wait(PATIENCE_S) == 0, fleet.logs()
+    assert fleet.ended(worker) == 0, fleet.logs()
 
 
 def test_a_router_that_reads_events_sends_a_prefix_to_where_it_is(fleet: Fleet) -> None:
@@ -193,7 +202,7 @@ def test_prefill_and_decode_apart_say_the_same(fleet: Fleet, tmp_path: Path, exp
             assert text == expected[prompt]
             assert usage["prompt_tokens_details"]["cached_tokens"] == sealed(usage["prompt_tokens"])
         prefill.terminate()
-        assert prefill.wait(PATIENCE_S) == 0
+        assert fleet.ended(prefill) == 0
         fleet.worker(*prefiller)  # until it is there, Dynamo's frontend answers 503
         fleet.wait_for_workers(2)
         assert fleet.complete(PROMPTS[2])[0] == expected[PROMPTS[2]]
@@ -206,7 +215,7 @@ def test_an_engine_that_is_killed_ends_its_worker_and_the_next_one_serves(
     fleet.frontend()
     fleet.wait_for_workers(1)
     os.kill(engine_of(worker), signal.SIGKILL)
-    assert worker.wait(PATIENCE_S) == 1, fleet.logs()
+    assert fleet.ended(worker) == 1, fleet.logs()
     fleet.worker()
     fleet.wait_for_workers(1)
     assert fleet.complete(PROMPTS[0])[0] == expected[PROMPTS[0]]

@@ -51,6 +51,6 @@ def import_dynamo(module: str) -> Any:
         return importlib.import_module(f"dynamo.{module}")
     except ImportError as error:
         raise Refused(
-            f"Dynamo is not installed ({error}): the README of openinfer-dynamo says how; ai-dynamo {_NEWEST_READ} is the "
-            "newest release that this package was tried with"
+            f"Dynamo is not installed ({error}): the README of openinfer-dynamo says how; ai-dynamo {_NEWEST_READ} is "
+            "the newest release that this package was tried with"
         ) from error
