@@ -39,6 +39,7 @@ ALLOWED_SIBLINGS = {
     "openinfer-kernels": set[str](),
     "openinfer-kv-cache": {"openinfer-core"},
     "openinfer-kv-offload": {"openinfer-core", "openinfer-kv-cache"},
+    "openinfer-nixl": {"openinfer-core", "openinfer-kv-cache", "openinfer-kv-offload"},
     "openinfer-ollama": {"openinfer-server"},
     "openinfer-ray": {"openinfer", "openinfer-core", "openinfer-server"},
     "openinfer-server": {"openinfer-core"},

@@ -1,4 +1,4 @@
-"""Real workers under Dynamo's own runtime and frontend, with file discovery, on a CPU: `python -m tools.dynamo`.
+"""Real workers under Dynamo's own runtime and frontend, with file discovery: `python -m tools.unlocked dynamo`.
 
 Skipped where Dynamo is not installed: its wheel requires a simulator that no public index has, so that no environment
 of ours can be locked with it.
@@ -223,11 +223,12 @@ def test_an_engine_that_is_killed_ends_its_worker_and_the_next_one_serves(
 
 def engine_of(worker: subprocess.Popen[bytes]) -> int:
     """The process of the worker's engine, its only child."""
-    stats = (Path(path).read_text("utf-8", "replace") for path in Path("/proc").glob("[0-9]*/stat"))
-    children = []
-    for line in stats:
-        found = re.fullmatch(r"(\d+) \(.*\) \S (\d+) .*", line.strip(), re.DOTALL)
-        if found is not None and int(found[2]) == worker.pid:
-            children.append(int(found[1]))
+    children: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # others end meanwhile
+            line = path.read_text("utf-8", "replace").strip()
+            found = re.fullmatch(r"(\d+) \(.*\) \S (\d+) .*", line, re.DOTALL)
+            if found is not None and int(found[2]) == worker.pid:
+                children.append(int(found[1]))
     (engine,) = children
     return engine

@@ -29,6 +29,7 @@ OUR_PACKAGES = frozenset(
         "openinfer-kv-cache",
         "openinfer-kv-offload",
         "openinfer-llama",
+        "openinfer-nixl",
         "openinfer-ollama",
         "openinfer-qwen3",
         "openinfer-qwen35",

@@ -1,1 +1,0 @@
-"""Workers of openinfer-dynamo under Dynamo's own runtime. `python -m tools.dynamo` (`__main__.py`)."""
