@@ -17,7 +17,7 @@ from openinfer_core.process import mutual_proof
 from openinfer_kv_cache import Digest, KvLayout, TierFailure, TransferState
 from openinfer_kv_cache.testing.tier_cases import chain, empty, ended, kit_layout, load, save
 from openinfer_kv_cache.testing.tier_contract import FaultInjector, check_tier
-from openinfer_kv_offload import RemoteTier, StoreError, TierConfigError
+from openinfer_kv_offload import RemoteTier, TierConfigError
 from openinfer_nixl import open_nixl
 from openinfer_nixl.agent import import_nixl
 from openinfer_nixl.messages import (
@@ -196,10 +196,26 @@ def test_a_peer_that_leases_more_than_a_block_is_not_read(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", pair.ports[0])) as listener:
         liar = threading.Thread(target=lie, args=(listener,))
         liar.start()
-        with pytest.raises(StoreError, match="no object is larger"):  # the manifest is what is read first
-            pair.open(1)
+        two = pair.open(1)
+        digests = chain(0, 1)
+        two.look_up(digests)
+        assert failed_load(two, digests) is TierFailure.MISSING
+        two.close()
         liar.join(60)
     assert pair.wire.reads == 0
+
+
+def test_a_peer_that_goes_while_it_is_read_is_a_miss(pair: Pair) -> None:
+    one, two = pair.open(0), pair.open(1, connections=1)
+    digests = chain(0, 2)
+    assert save(one, digests) is TransferState.COMPLETED
+    two.look_up(digests)
+    memories = dict(pair.wire.memories)
+    pair.wire.memories.update(dict.fromkeys(memories, (0, 0)))
+    assert failed_load(two, digests) is TierFailure.MISSING
+    pair.wire.memories.update(memories)
+    two.look_up(digests)
+    assert load(two, digests) == 2  # by the only landing place, which was given back
 
 
 @pytest.mark.parametrize("wrong", ["token", "layout"])

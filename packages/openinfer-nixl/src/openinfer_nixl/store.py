@@ -1,5 +1,6 @@
 """`NixlStore`: an `ObjectStore` whose objects lie in this process's memory and in that of its peers."""
 
+import logging
 import queue
 from collections.abc import Iterable, Sequence
 
@@ -8,6 +9,8 @@ from openinfer_nixl.arena import Arena
 from openinfer_nixl.directory import Directory
 from openinfer_nixl.messages import Leased
 from openinfer_nixl.peers import Peer
+
+logger = logging.getLogger("openinfer.kv_offload")
 
 
 class NixlStore:
@@ -53,8 +56,8 @@ class NixlStore:
             return found
         for peer in self._peers:
             with peer.leased(key) as leased:
-                if leased is not None:
-                    return self._fetch(*leased)
+                if leased is not None and (found := self._fetch(*leased)) is not None:
+                    return found
         return None
 
     def has(self, key: str) -> bool:
@@ -73,20 +76,26 @@ class NixlStore:
             peer.close()
         self._agent.close()
 
-    def _fetch(self, peer: str, leased: Leased) -> bytes:
+    def _fetch(self, peer: str, leased: Leased) -> bytes | None:
+        """The bytes; None where the peer is gone meanwhile, or says what cannot be.
+
+        Raises:
+            StillMoving: the transfer has not ended in its time, or too many others have not.
+        """
         if leased.num_bytes > self._arena.slot_bytes:
-            raise ConnectionError(f"a peer leases {leased.num_bytes} bytes; no object is larger than a block's")
+            logger.warning("a peer leases %d bytes, and no object is larger than a block's", leased.num_bytes)
+            return None
         try:
             landing = self._landings.get(timeout=self._timeout_s)
         except queue.Empty as error:
-            raise ConnectionError("no place is free for what peers send: too many transfers hang") from error
+            raise StillMoving("no place is free for what peers send: too many transfers have not ended") from error
         try:
             self._agent.read(peer, leased.address, landing, leased.num_bytes, timeout_s=self._timeout_s)
+            found = self._arena.bytes_at(landing, leased.num_bytes)
         except StillMoving:
-            landing = None  # never used again: what is under way may still write there
-            raise
-        else:
-            return self._arena.bytes_at(landing, leased.num_bytes)
-        finally:
-            if landing is not None:
-                self._landings.put(landing)
+            raise  # the place is never used again: what is under way may still write there
+        except ConnectionError as error:
+            logger.warning("a peer's block could not be read: %s", error)
+            found = None
+        self._landings.put(landing)
+        return found
