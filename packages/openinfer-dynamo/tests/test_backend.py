@@ -227,10 +227,11 @@ def test_a_prefill_worker_generates_one_token_and_says_where_the_kv_is() -> None
     async def scenario() -> None:
         engine = ScriptedEngine(EngineCapability.KV_TRANSFER)
         async with started(backend_of(lambda: engine, role=Role.PREFILL)) as backend:
-            reading = asyncio.create_task(collect(backend, COMPLETION))
+            stops = {**COMPLETION["stop_conditions"], "min_tokens": 2}
+            reading = asyncio.create_task(collect(backend, {**COMPLETION, "stop_conditions": stops}))
             request = await engine.asked()
             assert request.transfer == {"do_remote_decode": True}
-            assert request.sampling.max_tokens == 1
+            assert (request.sampling.max_tokens, request.sampling.min_tokens) == (1, 1)
             assert not await backend.is_quiescent(), "others cannot read its KV yet"
             left = {"do_remote_prefill": True, "openinfer": {"tokens": 16}}
             engine.finish(request, Tokens(request.request_id, (9,)), transfer=left)

@@ -15,8 +15,8 @@ INFO = SimulatedLoop(SimulatedOptions(max_model_tokens=64, eos_token_ids=(2,))).
 READER = RequestReader(INFO, SamplingDefaults(values={"temperature": 0.6, "top_k": 20}))
 
 
-def read(request: dict[str, Any], **more: Any) -> GenerateRequest:
-    return READER.read(request, RequestId(5), **more).request
+def read(request: dict[str, Any]) -> GenerateRequest:
+    return READER.read(request, RequestId(5)).request
 
 
 def with_part(name: str, **fields: Any) -> dict[str, Any]:
@@ -46,12 +46,6 @@ def test_without_a_bound_the_answer_may_fill_the_context() -> None:
 def test_ends_of_text_are_ignored_when_that_is_asked() -> None:
     stops = {"ignore_eos": True, "stop_token_ids": [9], "stop_token_ids_visible": [8]}
     assert read(with_part("stop_conditions", **stops)).sampling.stop_token_ids == (9, 8)
-
-
-def test_a_worker_that_prefills_generates_one_token() -> None:
-    request = read(with_part("stop_conditions", min_tokens=2), max_tokens=1, transfer={"do_remote_decode": True})
-    assert (request.sampling.max_tokens, request.sampling.min_tokens) == (1, 1)
-    assert request.transfer == {"do_remote_decode": True}
 
 
 def test_every_number_of_sampling_is_read() -> None:

@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
+
 from openinfer_core import (
     EngineCapability,
     EngineClosed,
@@ -194,18 +196,15 @@ class DynamoBackend:
 
     def _in_role(self, asked: Asked, request: Mapping[str, Any]) -> GenerateRequest:
         """The request as a worker of this role runs it; Dynamo's own looks at it are served alone."""
-        reader, role = self._reader, self._options.role
-        if reader is None or asked.is_probe or role is Role.AGGREGATED:
-            return asked.request
-        found = asked.request
-        if role is Role.PREFILL:
-            transfer, max_tokens = dict(_LEAVE_KV), 1
-        else:
-            # A decode worker without a peer's answer asks its tier all the same: what is not there is computed.
-            transfer, max_tokens = _found_kv(request), None
-        return reader.read(
-            request, found.request_id, max_tokens=max_tokens, transfer=transfer, trace_parent=found.trace_parent
-        ).request
+        found, role = asked.request, self._options.role
+        if asked.is_probe or role is Role.AGGREGATED:
+            return found
+        if role is Role.DECODE:
+            # Without a peer's answer its tier is asked all the same, and what is not there is computed.
+            return msgspec.structs.replace(found, transfer=_found_kv(request))
+        least = min(found.sampling.min_tokens, 1)
+        sampling = msgspec.structs.replace(found.sampling, max_tokens=1, min_tokens=least)
+        return msgspec.structs.replace(found, sampling=sampling, transfer=dict(_LEAVE_KV))
 
     def _begin(self, streams: Streams, request: GenerateRequest) -> None:
         try:

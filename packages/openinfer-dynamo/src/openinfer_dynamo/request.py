@@ -99,22 +99,12 @@ class RequestReader:
         self._info = info
         self._defaults = defaults
 
-    def read(
-        self,
-        request: Mapping[str, Any],
-        request_id: RequestId,
-        *,
-        max_tokens: int | None = None,
-        transfer: dict[str, Any] | None = None,
-        trace_parent: str | None = None,
-    ) -> Asked:
+    def read(self, request: Mapping[str, Any], request_id: RequestId, *, trace_parent: str | None = None) -> Asked:
         """What the engine is asked.
 
         Args:
             request: Dynamo's, as its `Worker` hands it over.
             request_id: for the engine.
-            max_tokens: in place of the request's own.
-            transfer: where KV is, or is to be left.
             trace_parent: of the caller's span.
 
         Raises:
@@ -129,17 +119,16 @@ class RequestReader:
             request=GenerateRequest(
                 request_id=request_id,
                 prompt_token_ids=prompt,
-                sampling=self._sampling(request, len(prompt), max_tokens),
+                sampling=self._sampling(request, len(prompt)),
                 lora=routing.get("lora_name"),
                 cache_salt=routing.get("cache_salt"),
                 priority=-_integer(routing, "priority"),  # Dynamo's larger one is served earlier
-                transfer=transfer,
                 trace_parent=trace_parent,
             ),
             is_probe=request.get(_PROBE) is True,
         )
 
-    def _sampling(self, request: Mapping[str, Any], num_prompt_tokens: int, max_tokens: int | None) -> SamplingParams:
+    def _sampling(self, request: Mapping[str, Any], num_prompt_tokens: int) -> SamplingParams:
         sampling = _part(request, "sampling_options", _Sampling)
         stop = _part(request, "stop_conditions", _Stop)
         output = _part(request, "output_options", _Output)
@@ -147,7 +136,7 @@ class RequestReader:
         if stop.max_thinking_tokens is not None:
             raise InvalidRequest("max_thinking_tokens is not possible with this engine", field="max_thinking_tokens")
         room = max(1, self._info.max_model_tokens - num_prompt_tokens)
-        most = max_tokens or (room if stop.max_tokens is None else stop.max_tokens)
+        most = room if stop.max_tokens is None else stop.max_tokens
         eos = () if stop.ignore_eos else self._info.eos_token_ids
         ends = (stop.stop_token_ids, stop.stop_token_ids_visible, () if stop.ignore_eos else stop.stop_token_ids_hidden)
         given = {name: getattr(sampling, name) for name in sampling.__struct_fields__}

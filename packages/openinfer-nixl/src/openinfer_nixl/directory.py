@@ -4,6 +4,7 @@ import contextlib
 import logging
 import socket
 import threading
+from collections.abc import Generator
 
 import msgspec
 
@@ -124,7 +125,7 @@ class Directory:
         return Leased(lease.lease_id, lease.address, lease.num_bytes)
 
     @contextlib.contextmanager
-    def _known(self, connection: socket.socket):
+    def _known(self, connection: socket.socket) -> Generator[None]:
         with self._lock:
             self._connections.add(connection)
         try:
