@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from openinfer_core.engine import EngineInfo, EngineStats, KvTierStats, PluginFaults, SlowCall
+from openinfer_core.engine import AdapterStats, EngineInfo, EngineStats, KvTierStats, PluginFaults, SlowCall
 from openinfer_core.events import FailureKind, FinishReason
 from openinfer_engine.guard import FaultKind
 from openinfer_server.observability.metric_names import VLLM_FAMILIES, MetricsNames
@@ -43,6 +43,10 @@ def page(names: MetricsNames = MetricsNames.OPENINFER) -> str:
         plugin_faults=(PluginFaults(group="g", plugin="p", counts=dict.fromkeys(FaultKind, 0)),),
         slow_call=SlowCall(plugin="p", call="plan", age_s=2.0),
         spec_decode_num_accepted_tokens_per_pos=(0,),
+        adapters=tuple(
+            AdapterStats(name=name, digest="", path="", rank=8, running=1, waiting=waiting)
+            for name, waiting in (("sql", 0), ("pirate", 2))
+        ),
     )
     given = {"model_name": "m", "open_requests": 0, "budgets": [BUDGET], "names": names, "clock": lambda: 7.0}
     return metrics_page(metrics, INFO, stats, **given).decode()
@@ -113,8 +117,14 @@ def test_vllms_dashboards_find_their_series_under_vllms_names(name: str) -> None
     assert re.search(rf'^vllm:{name}\{{model_name="m"', page(MetricsNames.VLLM), re.M)
 
 
-LLM_D = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info")
-"""What llm-d's endpoint picker reads of an engine of type vllm, but for adapters, which there are none of."""
+LLM_D = (
+    "num_requests_waiting",
+    "num_requests_running",
+    "kv_cache_usage_perc",
+    "cache_config_info",
+    "lora_requests_info",
+)
+"""What llm-d's endpoint picker reads of an engine of type vllm."""
 
 
 @pytest.mark.parametrize("name", LLM_D)
@@ -124,6 +134,12 @@ def test_series_of_llm_ds_endpoint_picker_are_there_once(name: str) -> None:
 
 def test_cache_config_has_the_labels_that_llm_d_reads() -> None:
     assert 'vllm:cache_config_info{block_size="16",num_gpu_blocks="4"} 1' in page(MetricsNames.VLLM)
+
+
+def test_adapters_have_the_labels_that_llm_d_reads_and_the_time_for_a_value() -> None:
+    labels = 'max_lora="(\\d+)",running_lora_adapters="([^"]*)",waiting_lora_adapters="([^"]*)"'
+    (found,) = re.findall(rf"^vllm:lora_requests_info\{{{labels}\}} (\S+)$", page(MetricsNames.VLLM), re.M)
+    assert found == (str(INFO.max_adapters), "sql,pirate", "pirate", "7.0")
 
 
 def queries() -> list[Any]:
