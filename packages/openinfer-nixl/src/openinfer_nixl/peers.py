@@ -32,6 +32,7 @@ from openinfer_nixl.messages import (
 logger = logging.getLogger("openinfer.kv_offload")
 
 _REST_S = 1.0  # after which a peer that was gone is dialled again
+_REST_SHARE = 4  # or so many times what the last try took: a machine that does not answer holds up few loads
 
 
 class _Link:
@@ -121,11 +122,12 @@ class Peer:
             return None
 
     def _linked(self) -> _Link | None:
-        if self._link is None and not self._is_closed and self._clock() >= self._dial_s:
+        began_s = self._clock()
+        if self._link is None and not self._is_closed and began_s >= self._dial_s:
             try:
                 self._link = self._dial()
             except (OSError, Refused, ContractViolation, msgspec.MsgspecError) as error:
-                self._lose(error)
+                self._lose(error, took_s=self._clock() - began_s)
         return self._link
 
     def _dial(self) -> _Link:
@@ -146,11 +148,11 @@ class Peer:
         logger.info("KV blocks of %s:%d can be read", *self._address)
         return _Link(connection, frames, name)
 
-    def _lose(self, error: Exception) -> None:
+    def _lose(self, error: Exception, *, took_s: float = 0.0) -> None:
         if self._dial_s == float("-inf") or self._link is not None:  # told once, not at each look
             logger.warning("KV blocks of %s:%d cannot be read: %s", *self._address, error)
         self._drop()
-        self._dial_s = self._clock() + _REST_S
+        self._dial_s = self._clock() + max(_REST_S, _REST_SHARE * took_s)
 
     def _drop(self) -> None:
         link, self._link = self._link, None
