@@ -68,6 +68,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Where the time of its start went; empty for an engine that does not say."""
     memory_bytes: dict[str, int] = {}
     """The ledger of its device's memory: purpose -> bytes, as `openinfer plan` prints it."""
+    kv_layout_digest: str = ""
+    """Names the layout of its KV and the checkpoint: part of every block's digest, so that with the same digest key two
+    engines name equal blocks alike if these are equal. Empty for an engine that does not say."""
 
 
 def adapter_part(name: str) -> str:

@@ -83,6 +83,18 @@ def test_a_replica_that_is_gone_gets_nothing_and_a_new_one_is_not_flooded() -> N
         router.choose(ask(1))
 
 
+def test_a_conversation_stays_where_it_is_while_its_replica_has_nothing_else_to_do() -> None:
+    router = router_of("a", "b")
+    prompt = [1] * 400
+    first = router.choose(ask(*prompt))
+    for turn in range(2, 12):  # all of the work is one replica's
+        router.ended(first)
+        prompt += [turn] * 40
+        assert router.choose(ask(*prompt)) == first
+    router.ended("gone")
+    assert router.choose(ask(*prompt, 1)) != first  # the last turn is open: the other one is far below the mean
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 8), st.integers(0, 2**32), st.floats(0.1, 1.0), st.floats(0, 1))
 def test_no_replica_has_more_than_the_bound_and_one_request(

@@ -173,6 +173,7 @@ class EnginePlan:
             capabilities=self._capabilities,
             composition=self.parts,
             memory_bytes=self.memory_bytes,
+            kv_layout_digest=self.layouts[0].digest,
         )
 
     @property

@@ -11,7 +11,14 @@ from openinfer_ray import cluster
 from openinfer_ray.options import LOCAL, RayOptions
 
 _OF_SERVE = frozenset(
-    {"replicas", "replica_cpus", "replica_token_file", "replica_health_period_s", "replica_timeout_s"}
+    {
+        "replicas",
+        "replica_cpus",
+        "replica_health_period_s",
+        "replica_routing",
+        "replica_timeout_s",
+        "replica_token_file",
+    }
 )
 
 

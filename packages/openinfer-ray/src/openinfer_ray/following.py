@@ -1,6 +1,6 @@
 """`Following`: keeps a `RoutedEngine` in step with the replicas that a directory lists.
 
-listed as serving ─► join (in a thread) ─► RoutedEngine.add ─► asked for its numbers, as a heartbeat
+listed as serving ─► join (in a thread) ─► RoutedEngine.add ─► asked for its numbers, as a heartbeat; heard
 listed as leaving ─► RoutedEngine.drain: gets no more requests, and is left when it has answered
 no heartbeat      ─► its link is closed: its requests go elsewhere, or end with an error
 not listed        ─► nothing: the link says whether it lives
@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from openinfer_core import EngineClosed, EngineHandle, InvalidRequest, OpenInferError, Refused
+from openinfer_core import EngineClosed, EngineHandle, EngineInfo, EngineStats, InvalidRequest, OpenInferError, Refused
 from openinfer_core.replicas import RoutedEngine
 from openinfer_ray.replica_spec import ReplicaAddress, ReplicaState
 
@@ -32,6 +32,18 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica may take to answer before it counts as gone."""
 
 
+class Hearing(Protocol):
+    """What hears of replicas besides."""
+
+    def told(self, stats: EngineStats) -> None:
+        """A replica's numbers."""
+        ...
+
+    async def follow(self, replica: ReplicaAddress) -> None:
+        """Begins when a replica gets requests, and is cancelled when it is left."""
+        ...
+
+
 class Following:
     """Belongs to the event loop in which `run` is awaited.
 
@@ -41,6 +53,7 @@ class Following:
         join: a handle to one; may block. Raises `OpenInferError` or `OSError`.
         joined: those that the engine has already, by their names.
         times: how often what is looked at.
+        hearing: is told of replicas while they are joined.
     """
 
     def __init__(
@@ -51,13 +64,16 @@ class Following:
         join: Callable[[ReplicaAddress], EngineHandle],
         joined: Mapping[str, EngineHandle],
         times: Times,
+        hearing: Hearing | None = None,
     ) -> None:
         self._engine = engine
         self._listing = listing
         self._join = join
         self._times = times
+        self._hearing = hearing
+        self._heard: dict[str, asyncio.Task[None]] = {}
         self._joined = dict(joined)
-        self._composition = {} if not joined else next(iter(joined.values())).info.composition
+        self._composition = {} if not joined else _composition_of(next(iter(joined.values())).info)
         self._busy: set[str] = set()  # replicas that are being joined or drained
         self._refused: set[str] = set()  # replicas that can never be added
         self._tasks: set[asyncio.Task[None]] = set()
@@ -96,14 +112,17 @@ class Following:
                 self._begin(self._drain(name), f"openinfer-drain-{name}", busy=name)
         elif name not in self._joined:
             self._begin(self._add(replica), f"openinfer-join-{name}", busy=name)
+        elif self._hearing is not None and name not in self._heard:
+            self._heard[name] = self._begin(self._hearing.follow(replica), f"openinfer-hear-{name}")
 
-    def _begin(self, work: Coroutine[Any, Any, None], title: str, *, busy: str | None = None) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None], title: str, *, busy: str | None = None) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=title)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if busy is not None:
             self._busy.add(busy)
             task.add_done_callback(lambda _: self._busy.discard(busy))
+        return task
 
     async def _add(self, replica: ReplicaAddress) -> None:
         try:
@@ -112,7 +131,7 @@ class Following:
             logger.warning("replica %s at %s:%d cannot be had yet: %s", replica.name, replica.host, replica.port, error)
             return
         try:
-            if handle.info.composition != self._composition:
+            if _composition_of(handle.info) != self._composition:
                 raise Refused(f"replica {replica.name} is composed otherwise than the first one")
             self._engine.add(replica.name, handle)
         except InvalidRequest:  # an old link to it has not ended yet
@@ -129,7 +148,7 @@ class Following:
     async def _drain(self, name: str) -> None:
         logger.info("replica %s is leaving", name)
         await self._engine.drain(name)
-        self._joined.pop(name, None)
+        self._leave(name)
 
     async def _watch(self, name: str, handle: EngineHandle) -> None:
         with contextlib.suppress(EngineClosed):
@@ -137,9 +156,21 @@ class Following:
                 await asyncio.sleep(self._times.heartbeat_s)
                 try:
                     async with asyncio.timeout(self._times.patience_s):
-                        await handle.stats()
+                        stats = await handle.stats()
+                    if self._hearing is not None:
+                        self._hearing.told(stats)
                 except TimeoutError:
                     logger.error("replica %s has not answered for %g s: left", name, self._times.patience_s)
                     await handle.close()
                     break
+        self._leave(name)
+
+    def _leave(self, name: str) -> None:
         self._joined.pop(name, None)
+        if (heard := self._heard.pop(name, None)) is not None:
+            heard.cancel()
+
+
+def _composition_of(info: EngineInfo) -> dict[str, str]:
+    """What replicas must have alike: not the places at which each tells of its KV."""
+    return {name: part for name, part in info.composition.items() if name != "kv_events"}

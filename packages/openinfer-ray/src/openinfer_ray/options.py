@@ -5,6 +5,7 @@ import re
 import msgspec
 
 from openinfer_core import InvalidRequest
+from openinfer_ray.replica_spec import Routing
 
 LOCAL = "local"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
@@ -24,6 +25,9 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Engines, each with --tensor-parallel-size GPUs of one node."""
     replica_cpus: int = 1
     """CPUs that Ray keeps for each replica."""
+    replica_routing: Routing = Routing.KV_EVENTS
+    """By what it is known what each replica holds: kv-events (it says so, which needs pyzmq), or sent (what was sent
+    there)."""
     replica_token_file: str = ""
     """The secret that the server and the replicas show each other, at this path on every node; empty: one is drawn, and
     reaches the replicas through Ray."""

@@ -16,6 +16,7 @@ from openinfer_ray.replica_spec import ReplicaAddress
 
 if TYPE_CHECKING:
     from openinfer_core.control import ControlCommand
+    from openinfer_ray.kv_events.routing import KvRouting
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -33,6 +34,8 @@ class RayEngine:
         join: see `Following`.
         end: called once, in a thread, when all links are closed: ends the application.
         times: see `Following`.
+        routing: what chooses among replicas by their KV events, closed with the engine; by default what was sent to
+            each counts.
     """
 
     def __init__(
@@ -43,9 +46,14 @@ class RayEngine:
         join: Callable[[ReplicaAddress], EngineHandle],
         end: Callable[[], None],
         times: Times | None = None,
+        routing: "KvRouting | None" = None,
     ) -> None:
-        self._routed = RoutedEngine(joined, key=secrets.token_bytes(_KEY_BYTES))
-        self._following = Following(self._routed, listing=listing, join=join, joined=joined, times=times or Times())
+        router = None if routing is None else routing.router
+        self._routing = routing
+        self._routed = RoutedEngine(joined, key=secrets.token_bytes(_KEY_BYTES), router=router)
+        self._following = Following(
+            self._routed, listing=listing, join=join, joined=joined, times=times or Times(), hearing=routing
+        )
         self._end = end
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -85,6 +93,8 @@ class RayEngine:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
+        if self._routing is not None:
+            self._routing.close()
         await self._routed.close()
         await asyncio.to_thread(self._end)
 

@@ -4,10 +4,14 @@ No request reaches it through Ray.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,8 +21,9 @@ from openinfer_core.plugins import MODELS
 from openinfer_core.process.logs import set_up_logs
 from openinfer_core.process.remote import EngineAccess, RemoteEngine, open_link
 from openinfer_ray import cluster
+from openinfer_ray.kv_events.keys import curve_secrets, digest_key
 from openinfer_ray.relay import Relay
-from openinfer_ray.replica_spec import ReplicaAddress, ReplicaSpec, ReplicaState
+from openinfer_ray.replica_spec import EventPorts, ReplicaAddress, ReplicaSpec, ReplicaState, Routing
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -37,15 +42,22 @@ class Replica:
         self._spec = msgspec.json.decode(spec, type=ReplicaSpec)
         token = self._spec.read_token()
         os.environ.setdefault("OPENBLAS_NUM_THREADS", str(self._spec.cpus))
-        self._engine, access = launch(self._spec)
+        self._ends = contextlib.ExitStack()
         ray: Any = cluster.import_ray()
         host: str = ray.util.get_node_ip_address()
+        ports = None
+        if self._spec.routing is Routing.KV_EVENTS:
+            folder = Path(self._ends.enter_context(tempfile.TemporaryDirectory(prefix="openinfer-kv-")))
+            self._engine, access = launch(self._spec, changed=events_options(self._spec, folder, token=token))
+            ports = self._tell_events(folder, host, token)
+        else:
+            self._engine, access = launch(self._spec)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
         self._relay = Relay(listener, token=token, open_link=lambda: open_link(access))
         self._relay.start()
         name = f"{host}-{secrets.token_hex(_NAME_BYTES)}"
-        self._address = ReplicaAddress(name=name, host=host, port=self._relay.address[1])
+        self._address = ReplicaAddress(name=name, host=host, port=self._relay.address[1], events=ports)
         cluster.announce(self._spec.app, self._address)
 
     async def check_health(self) -> None:
@@ -67,6 +79,14 @@ class Replica:
             logger.error("%d servers have not left within %g s", self._relay.num_links, deadline_s)
         self._relay.close()
         await self._engine.close()
+        self._ends.close()
+
+    def _tell_events(self, folder: Path, host: str, token: bytes) -> EventPorts:
+        from openinfer_ray.kv_events.relay import KvEventsRelay  # needs pyzmq
+
+        relay = KvEventsRelay(folder, host=host, secrets=curve_secrets(token))
+        self._ends.callback(relay.close)
+        return relay.ports
 
     async def _announce(self, address: ReplicaAddress) -> None:
         """Without the directory the replica goes on: servers that are connected do not need it."""
@@ -76,10 +96,26 @@ class Replica:
             logger.warning("the directory of replicas does not answer: %s", error)
 
 
-def launch(spec: ReplicaSpec) -> tuple[EngineHandle, EngineAccess]:
-    """Starts the engine, in a process of its own, and says how others join it; raises `OpenInferError`."""
+def events_options(spec: ReplicaSpec, folder: Path, *, token: bytes) -> dict[str, str]:
+    """Options of an engine that tells of its KV through a folder of its user alone, with the digest key of all."""
+    from openinfer_ray.kv_events.relay import events_setting  # needs pyzmq
+
+    key_file = spec.kv_key_file
+    if not key_file:
+        path = folder / "digest-key"
+        path.write_bytes(digest_key(token))
+        key_file = str(path)
+    return {"kv_events": events_setting(folder), "kv_key_file": key_file}
+
+
+def launch(spec: ReplicaSpec, *, changed: Mapping[str, Any] | None = None) -> tuple[EngineHandle, EngineAccess]:
+    """Starts the engine, in a process of its own, and says how others join it; raises `OpenInferError`.
+
+    Of the spec's options some may be `changed`.
+    """
     family = load_family(find_plugin(MODELS, spec.family))
     options = msgspec.json.decode(spec.options, type=family.options_type)
+    options = msgspec.structs.replace(options, **changed or {})
     engine = family.launch(spec.require_model(), options)
     access = engine.access if isinstance(engine, RemoteEngine) else None
     if access is None:

@@ -6,8 +6,18 @@ from typing import Annotated
 
 import msgspec
 
-from openinfer_core import Refused
+from openinfer_core import InvalidRequest, Refused
 from openinfer_core.process.mutual_proof import read_token
+from openinfer_ray.kv_events.keys import digest_key
+
+
+class Routing(StrEnum):
+    """By what a server knows what replicas hold."""
+
+    KV_EVENTS = "kv-events"
+    """They say it."""
+    SENT = "sent"
+    """They were sent it."""
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,6 +33,17 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     drain_deadline_s: float
     max_step_age_s: float
     timeout_s: float  # for the engine to answer
+    routing: Routing = Routing.SENT
+    kv_key_file: str = ""  # on every node; empty: blocks are named with a key made from the token
+
+    def read_digest_key(self, token: bytes) -> bytes:
+        """What all replicas name their blocks with; raises `InvalidRequest` if the file cannot be read here."""
+        if not self.kv_key_file:
+            return digest_key(token)
+        try:
+            return Path(self.kv_key_file).read_bytes()
+        except OSError as error:
+            raise InvalidRequest(f"--kv-key-file {self.kv_key_file}: {error.strerror}", field="kv_key_file") from error
 
     def read_token(self) -> bytes:
         """The secret; raises `InvalidRequest` if there is no file of it on this node."""
@@ -46,11 +67,22 @@ class ReplicaState(StrEnum):
     """It takes no more, and ends when those that it has are answered."""
 
 
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class EventPorts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a replica tells of its KV: as it changes, and again what was missed."""
+
+    events: _Port
+    replay: _Port
+
+
 class ReplicaAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a replica listens. There is no secret in it."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[0-9A-Za-z.:_-]+$")]
     """Never used again, by no other replica."""
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    port: _Port
+    events: EventPorts | None = None
     state: ReplicaState = ReplicaState.SERVING

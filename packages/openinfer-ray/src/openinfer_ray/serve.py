@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import msgspec
 from openinfer.commands.model_arguments import ModelArguments, parse
 from openinfer.flags import add_flags, read_flags
 from openinfer_core import EngineHandle, InvalidRequest, OpenInferError, Refused
+from openinfer_core.errors import brought_by
 from openinfer_core.process.logs import set_up_logs
 from openinfer_ray import cluster
 from openinfer_ray.cluster import Bundle
 from openinfer_ray.following import Times
 from openinfer_ray.options import RayOptions
 from openinfer_ray.ray_engine import RayEngine, join_replica
-from openinfer_ray.replica_spec import ReplicaSpec, ReplicaState
+from openinfer_ray.replica_spec import ReplicaSpec, ReplicaState, Routing
 from openinfer_server import ServerOptions
 
 logger = logging.getLogger("openinfer")
@@ -43,6 +45,8 @@ def run(argv: Sequence[str]) -> int:
     set_up_logs(os.environ)
     bundle = bundle_of(arguments.options, options)
     _refuse_what_is_not_there(arguments.options, server)
+    if options.replica_routing is Routing.KV_EVENTS:
+        _require_kv_events(arguments.options)
     frontend_parts(arguments.model_dir, arguments.family.name, server)  # a wrong name is told before anything starts
     spec = spec_of(arguments, options, server)
 
@@ -50,7 +54,8 @@ def run(argv: Sequence[str]) -> int:
         name = server.model_name[0]
         print(f"openinfer: serving {name} on {url}, {options.replicas} replicas on Ray", flush=True)  # noqa: T201
 
-    launch = functools.partial(start, options, bundle, spec, token=spec.read_token())
+    token = spec.read_token()
+    launch = functools.partial(start, options, bundle, spec, token=token, digest_key=spec.read_digest_key(token))
     # In this thread: on Linux the processes of a cluster end with the thread that has started them.
     cluster.connect(options, bundle)
     try:
@@ -69,6 +74,7 @@ def bundle_of(options: msgspec.Struct, replicas: RayOptions) -> Bundle:
 def spec_of(arguments: ModelArguments, options: RayOptions, server: ServerOptions) -> ReplicaSpec:
     """What each replica is told."""
     token = None if options.replica_token_file else secrets.token_hex(_TOKEN_BYTES)
+    key_file: str | None = getattr(arguments.options, "kv_key_file", None)
     return ReplicaSpec(
         app=options.ray_app,
         family=arguments.family.name,
@@ -80,10 +86,12 @@ def spec_of(arguments: ModelArguments, options: RayOptions, server: ServerOption
         drain_deadline_s=server.drain_deadline_s,
         max_step_age_s=server.health_max_step_age_s,
         timeout_s=options.replica_timeout_s,
+        routing=options.replica_routing,
+        kv_key_file=str(Path(key_file).resolve()) if key_file else "",
     )
 
 
-def start(options: RayOptions, bundle: Bundle, spec: ReplicaSpec, *, token: bytes) -> RayEngine:
+def start(options: RayOptions, bundle: Bundle, spec: ReplicaSpec, *, token: bytes, digest_key: bytes) -> RayEngine:
     """Starts all replicas, joins them, and returns them as one engine, which ends them when it is closed.
 
     Raises:
@@ -101,7 +109,14 @@ def start(options: RayOptions, bundle: Bundle, spec: ReplicaSpec, *, token: byte
         if not joined:
             raise Refused("no replica of the application can be reached from this machine")
         times = Times(patience_s=options.replica_timeout_s)
-        return RayEngine(joined, listing=listing, join=join, end=functools.partial(_end, spec.app), times=times)
+        routing = None
+        if spec.routing is Routing.KV_EVENTS:
+            from openinfer_ray.kv_events.routing import KvRouting  # needs pyzmq
+
+            info = next(iter(joined.values())).info
+            routing = KvRouting(info, key=digest_key, token=token, patience_s=options.replica_timeout_s)
+        end = functools.partial(_end, spec.app)
+        return RayEngine(joined, listing=listing, join=join, end=end, times=times, routing=routing)
     except BaseException:
         _end(spec.app)
         raise
@@ -126,6 +141,32 @@ def _refuse_what_is_not_there(options: msgspec.Struct, server: ServerOptions) ->
         raise InvalidRequest("replicas on Ray are served by one process: --workers 1", field="workers")
     if getattr(options, "rank_host", None) not in (None, "process", "thread"):
         raise InvalidRequest("a replica on Ray has the ranks of one node: leave --rank-host out", field="rank_host")
+
+
+def _require_kv_events(options: msgspec.Struct) -> None:
+    """Raises `InvalidRequest`, or `Refused` without pyzmq, if these replicas could not say what they hold."""
+    of_family: Any = options
+    otherwise = "give --replica-routing sent"
+    for name in ("kv_events", "kv_key_file"):
+        if not hasattr(options, name):
+            raise InvalidRequest(f"this family's engine does not tell of its KV; {otherwise}", field="replica_routing")
+    if of_family.kv_events is not None:
+        raise InvalidRequest(
+            f"replicas tell this server of their KV at places that it chooses; for a router of yours, {otherwise}",
+            field="kv_events",
+        )
+    if not getattr(options, "prefix_cache", True):
+        raise InvalidRequest(f"without a prefix cache there is nothing to tell of; {otherwise}", field="prefix_cache")
+    if getattr(options, "data_parallel_size", 1) > 1:
+        raise InvalidRequest(f"data-parallel ranks do not tell of their KV; {otherwise}", field="data_parallel_size")
+    if getattr(options, "kv_tier", None) and of_family.kv_key_file is None:
+        raise InvalidRequest(
+            "replicas that tell of their KV name it with one key, and with a KV tier that key must last: give "
+            f"--kv-key-file, or {otherwise}",
+            field="kv_key_file",
+        )
+    if find_spec("zmq") is None:
+        raise Refused(f"routing by KV events needs pyzmq: {brought_by('--kv-events')}; or {otherwise}")
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -6,14 +6,27 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Protocol
 
 from openinfer_core.request import GenerateRequest
 
 _DIGEST_BYTES = 16
 
 
+class PrefixHoldings(Protocol):
+    """What a replica is believed to hold."""
+
+    def count(self, digests: Sequence[bytes]) -> int:
+        """Blocks from the beginning of a prompt on that are held."""
+        ...
+
+    def note(self, digests: Sequence[bytes]) -> None:
+        """A prompt with these digests was sent there."""
+        ...
+
+
 class HeldPrefixes:
-    """Blocks of prompts, the least recently used first forgotten.
+    """Implements `PrefixHoldings`: blocks of prompts that were sent, the least recently used first forgotten.
 
     Args:
         num_blocks: remembered at most: those of the pool.
@@ -24,11 +37,9 @@ class HeldPrefixes:
         self._held: OrderedDict[bytes, None] = OrderedDict()
 
     def count(self, digests: Sequence[bytes]) -> int:
-        """Blocks from the beginning of a prompt on that are held."""
         return sum(1 for _ in itertools.takewhile(self._held.__contains__, digests))
 
     def note(self, digests: Sequence[bytes]) -> None:
-        """A prompt with these digests was sent there."""
         # Last blocks first: of a chain the end is forgotten before its beginning, without which it is of no use.
         for digest in reversed(digests):
             self._held[digest] = None

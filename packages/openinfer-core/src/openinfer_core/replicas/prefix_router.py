@@ -3,18 +3,21 @@
     prompt ─► digests of its blocks ─► replicas within the bound of load ─► longest prefix held
                                                                       └─► none holds any: the lesser load of two
 
-What a replica holds is what was sent there, the least recently used first forgotten, up to its pool's blocks. The bound
-is that of consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2018): a replica takes no request that
-would give it more than `1 + slack` times the mean. Work is counted in tokens to compute, and old work weighs less and
-less as new comes, so no clock is needed: two runs of one sequence of requests agree.
+What a replica holds is what was sent there, the least recently used first forgotten, up to its pool's blocks; a router
+that is told more, as by KV events, gives `PrefixHoldings` and digests of its own. The bound is that of consistent
+hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2018): a replica takes no request that would give it more
+than `1 + slack` times the mean, unless it has no request open: of replicas that are idle the one with the prefix is
+right, however much it did before. Work is counted in tokens to compute, and old work weighs less and less as new comes,
+so no clock is needed: two runs of one sequence of requests agree.
 """
 
+import functools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from openinfer_core.replicas.held_prefixes import HeldPrefixes, prefix_digests
+from openinfer_core.replicas.held_prefixes import HeldPrefixes, PrefixHoldings, prefix_digests
 from openinfer_core.request import GenerateRequest
 
 _MEMORY_TOKENS = 1 << 20  # of work per replica, after which work before it weighs 1/e
@@ -29,6 +32,8 @@ class PrefixRouter:
         slack: how much more than the mean a replica may have to do.
         memory_tokens: of work per replica, after which work before it weighs 1/e.
         seed: of the two replicas that are compared.
+        digests: of a prompt's whole blocks, each over all tokens up to its end; by default those of `key`.
+        hold: what a replica of this name, whose pool has so many blocks, is believed to hold.
     """
 
     def __init__(
@@ -39,11 +44,14 @@ class PrefixRouter:
         slack: float = 0.25,
         memory_tokens: int = _MEMORY_TOKENS,
         seed: int = 0,
+        digests: Callable[[GenerateRequest], Sequence[bytes]] | None = None,
+        hold: Callable[[str, int], PrefixHoldings] | None = None,
     ) -> None:
         if block_size_tokens < 1 or slack < 0 or memory_tokens < 1:
             raise ValueError("a block has a token at least, and slack and memory are not negative")
         self._block_size_tokens = block_size_tokens
-        self._key = key
+        self._digests = digests or functools.partial(prefix_digests, block_size_tokens=block_size_tokens, key=key)
+        self._hold = hold or _hold
         self._slack = slack
         self._memory_tokens = memory_tokens
         self._random = random.Random(seed)  # noqa: S311 - of two replicas, the lesser load wins; nothing is secret
@@ -61,26 +69,31 @@ class PrefixRouter:
     def add(self, name: str, *, num_blocks: int) -> None:
         """A replica, which holds nothing yet; it begins with the mean of the loads, or all would go to it."""
         loads = [replica.load for replica in self._replicas.values()]
-        self._replicas[name] = _Replica(HeldPrefixes(num_blocks), sum(loads) / len(loads) if loads else 0.0)
+        self._replicas[name] = _Replica(self._hold(name, num_blocks), sum(loads) / len(loads) if loads else 0.0)
 
     def remove(self, name: str) -> None:
         """Does nothing for one that is not there."""
         self._replicas.pop(name, None)
 
     def choose(self, request: GenerateRequest) -> str:
-        """The replica for a request, which is counted as its work and remembered as what it holds.
+        """The replica for a request, which is open there until `ended`, its work, and remembered as what it holds.
 
         Raises:
             LookupError: there is none.
         """
         if not self._replicas:
             raise LookupError("there is no replica")
-        digests = prefix_digests(request, block_size_tokens=self._block_size_tokens, key=self._key)
+        digests = self._digests(request)
         held = {name: replica.held.count(digests) for name, replica in self._replicas.items()}
         costs = {name: self._cost(request, blocks) for name, blocks in held.items()}
         name = self._best(held, self._within_bound(costs))
         self._take(self._replicas[name], digests, costs[name])
         return name
+
+    def ended(self, name: str) -> None:
+        """A request that this replica was chosen for is open no longer; does nothing for one that is not there."""
+        if (replica := self._replicas.get(name)) is not None:
+            replica.num_open -= 1
 
     def _within_bound(self, costs: dict[str, int]) -> list[str]:
         total, size = sum(replica.load for replica in self._replicas.values()), len(self._replicas)
@@ -88,7 +101,9 @@ class PrefixRouter:
         return [
             name
             for name, replica in sorted(self._replicas.items())
-            if name == least or replica.load + costs[name] <= (1 + self._slack) * (total + costs[name]) / size
+            if name == least
+            or not replica.num_open
+            or replica.load + costs[name] <= (1 + self._slack) * (total + costs[name]) / size
         ]
 
     def _best(self, held: dict[str, int], names: Sequence[str]) -> str:
@@ -102,7 +117,8 @@ class PrefixRouter:
         """Tokens to compute: a prompt's last token is always computed, and how many follow is not known."""
         return max(1, len(request.prompt_token_ids) - held_blocks * self._block_size_tokens)
 
-    def _take(self, replica: "_Replica", digests: list[bytes], cost: int) -> None:
+    def _take(self, replica: "_Replica", digests: Sequence[bytes], cost: int) -> None:
+        replica.num_open += 1
         replica.load += cost
         replica.held.note(digests)
         kept = math.exp(-cost / (self._memory_tokens * len(self._replicas)))
@@ -110,9 +126,15 @@ class PrefixRouter:
             each.load *= kept
 
 
+def _hold(name: str, num_blocks: int) -> PrefixHoldings:
+    del name  # what was sent is known without it
+    return HeldPrefixes(num_blocks)
+
+
 @dataclass(slots=True)
 class _Replica:
     """A replica, as the router knows it."""
 
-    held: HeldPrefixes
+    held: PrefixHoldings
     load: float
+    num_open: int = 0

@@ -32,7 +32,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("openinfer.engine")
 
 # what all replicas must have alike: a request is checked, and its answer read, by these
-_ALIKE = ("family", "max_model_tokens", "num_token_ids", "eos_token_ids", "block_size_tokens", "capabilities")
+_ALIKE = (
+    "family",
+    "max_model_tokens",
+    "num_token_ids",
+    "eos_token_ids",
+    "block_size_tokens",
+    "capabilities",
+    "kv_layout_digest",
+)
 _NO_REPLICA = "no replica can take the request at the moment"
 
 
@@ -218,7 +226,9 @@ class RoutedEngine:
         self._mailbox.put([Failed(request_id, FailureKind.SHUTDOWN, "the replica that served the request has ended")])
 
     def _end(self, request_id: RequestId) -> None:
-        self._flights.pop(request_id, None)
+        flight = self._flights.pop(request_id, None)
+        if flight is not None:
+            self._router.ended(flight.replica)
         self._ended_flight.set()
 
 

@@ -167,14 +167,16 @@ class KvEventPublisher:
     def _answer(self) -> None:
         """One request at the ROUTER: everything from a sequence number on that is still there."""
         assert self._replay is not None  # noqa: S101 -- it was ready
-        client, *rest = self._replay.recv_multipart()
-        if len(rest) != 2 or rest[0] or len(rest[1]) != 8:
-            logger.warning("KV events: a replay request of %d frames is not [empty, sequence number]", len(rest))
+        frames = self._replay.recv_multipart()
+        # The client's address, and those of what passes requests on between it and this engine.
+        addresses, asked = frames[:-2], frames[-2:]
+        if not addresses or asked[0] or len(asked[1]) != 8:
+            logger.warning("KV events: a replay request of %d frames is not [empty, sequence number]", len(frames) - 1)
             return
         for sequence, batch in self._sent:
-            if sequence >= rest[1]:  # big-endian bytes of one length are in the order of their numbers
-                self._replay.send_multipart((client, b"", self._topic, sequence, batch))
-        self._replay.send_multipart((client, b"", b"", _END, b""))
+            if sequence >= asked[1]:  # big-endian bytes of one length are in the order of their numbers
+                self._replay.send_multipart((*addresses, b"", self._topic, sequence, batch))
+        self._replay.send_multipart((*addresses, b"", b"", _END, b""))
 
 
 def _pipe() -> tuple[int, int]:
