@@ -30,6 +30,7 @@ ALLOWED_SIBLINGS = {
         "openinfer-kernels",
         "openinfer-kv-cache",
         "openinfer-kv-offload",
+        "openinfer-ray",
         "openinfer-server",
         "openinfer-tiny-model",
     },

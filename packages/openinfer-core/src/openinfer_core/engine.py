@@ -188,6 +188,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     running: int = 0
     waiting: int = 0
+    waiting_tokens: int = 0
+    """Tokens that the requests in the queue have yet to compute before their first one, about."""
     blocks_used: int = 0
     """Blocks that belong to a running sequence."""
     blocks_total: int = 0

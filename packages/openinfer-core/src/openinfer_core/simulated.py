@@ -225,6 +225,10 @@ class SimulatedLoop:
         return EngineStats(
             running=num_rows - waiting,
             waiting=waiting,
+            waiting_tokens=sum(
+                len(row.request.prompt_token_ids)
+                for row in islice(self._rows.values(), self._options.rows_per_step, None)
+            ),
             blocks_total=_NUM_BLOCKS,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,

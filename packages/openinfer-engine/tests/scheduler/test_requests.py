@@ -170,6 +170,7 @@ def test_stats_count_what_happened(make_request: Any) -> None:
     assert plan is not None
     stats = scheduler.stats()
     assert (stats.running, stats.waiting, stats.blocks_used, stats.blocks_total) == (2, 1, 4, 8)
+    assert stats.waiting_tokens == 5  # of the one that waits
     scheduler.apply(plan, result(1, 2), now_s=0.0)
     stats = scheduler.stats()
     assert (stats.steps, stats.prompt_tokens, stats.generated_tokens) == (1, 10, 2)

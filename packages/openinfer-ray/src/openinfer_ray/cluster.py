@@ -18,6 +18,7 @@ from openinfer_core.process.processors import usable_processors
 from openinfer_ray.directory import Directory, read_listing
 from openinfer_ray.options import LOCAL, RayOptions
 from openinfer_ray.replica_spec import ReplicaAddress, ReplicaSpec
+from openinfer_ray.scaling import WaitingTokensPolicy
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -29,6 +30,8 @@ _PERIODS_UNTIL_FORGOTTEN = 5
 _LEAST_FORGET_S = 15.0
 _CONSTRUCTOR_ATTEMPTS = 2
 _HEALTH_TIMEOUT_S = 20.0  # beyond what an engine may take to answer, for a look at a replica
+_TOLD_EVERY_S = 1.0  # by each replica, of what waits
+_LOOK_BACK_S = 5.0  # over which that is averaged
 _SHUTDOWN_GRACE_S = 10.0  # beyond what requests may take, for a replica to end
 
 
@@ -60,7 +63,7 @@ def connect(options: RayOptions, bundle: Bundle) -> None:
     import_ray("ray.serve")
     quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
     if options.ray_address == LOCAL:
-        cpus = max(usable_processors(), options.replicas * bundle.cpus)  # on one machine they share what there is
+        cpus = max(usable_processors(), options.most_replicas * bundle.cpus)  # on one machine they share what there is
         quiet |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     try:
         ray.init(address=options.ray_address, **quiet)
@@ -77,11 +80,11 @@ def require_room(options: RayOptions, bundle: Bundle) -> None:
     ray: Any = import_ray()
     nodes: list[Mapping[str, float]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = sum(places_on(node, bundle) for node in nodes)
-    if room < options.replicas:
+    if room < options.most_replicas:
         have = "; ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
         raise Refused(
-            f"{options.replicas} replicas of {bundle.cpus} CPUs and {bundle.gpus} GPUs of one node each do not fit: "
-            f"the cluster has room for {room}. Its nodes have: {have}"
+            f"{options.most_replicas} replicas of {bundle.cpus} CPUs and {bundle.gpus} GPUs of one node each do not "
+            f"fit: the cluster has room for {room}. Its nodes have: {have}"
         )
 
 
@@ -102,7 +105,7 @@ def deploy(options: RayOptions, bundle: Bundle, spec: ReplicaSpec) -> None:
     serve.start(proxy_location="Disabled")  # requests do not come through Ray
     deployment = serve.deployment(Replica).options(
         name=DEPLOYMENT,
-        num_replicas=options.replicas,
+        **_number_of_replicas(options),
         placement_group_bundles=[bundle.resources],
         placement_group_strategy="STRICT_PACK",
         ray_actor_options={"num_cpus": bundle.cpus, "num_gpus": bundle.gpus},
@@ -115,6 +118,27 @@ def deploy(options: RayOptions, bundle: Bundle, spec: ReplicaSpec) -> None:
         serve.run(deployment.bind(msgspec.json.encode(spec)), name=options.ray_app, route_prefix=None)
     except RuntimeError as error:
         raise Refused(f"the replicas did not start: {error}") from error
+
+
+def _number_of_replicas(options: RayOptions) -> dict[str, Any]:
+    limits = options.scale_limits
+    if limits is None:
+        return {"num_replicas": options.replicas}
+    policy = {
+        "policy_function": f"{WaitingTokensPolicy.__module__}:{WaitingTokensPolicy.__name__}",
+        "policy_kwargs": msgspec.to_builtins(limits),
+    }
+    autoscaling = {
+        "min_replicas": limits.min_replicas,
+        "max_replicas": limits.max_replicas,
+        "initial_replicas": limits.min_replicas,
+        "metrics_interval_s": _TOLD_EVERY_S,
+        "look_back_period_s": _LOOK_BACK_S,
+        "upscale_delay_s": 0.0,  # the policy has delays of its own
+        "downscale_delay_s": 0.0,
+        "policy": policy,
+    }
+    return {"autoscaling_config": autoscaling}
 
 
 def delete(app: str) -> bool:

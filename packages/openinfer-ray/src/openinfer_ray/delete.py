@@ -12,7 +12,11 @@ from openinfer_ray.options import LOCAL, RayOptions
 
 _OF_SERVE = frozenset(
     {
+        "max_replicas",
         "replicas",
+        "scale_down_after_s",
+        "scale_up_after_s",
+        "scale_waiting_tokens",
         "replica_cpus",
         "replica_health_period_s",
         "replica_routing",

@@ -6,12 +6,15 @@ import msgspec
 
 from openinfer_core import InvalidRequest
 from openinfer_ray.replica_spec import Routing
+from openinfer_ray.scaling import ScaleLimits
 
 LOCAL = "local"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _MOST_REPLICAS = 1024
 _MOST_CPUS = 1024
+_MOST_WAITING_TOKENS = 10**9
 _LONGEST_PERIOD_S = 3600.0
+_LONGEST_SCALE_S = 86_400.0
 
 
 class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,6 +26,14 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     replicas: int = 1
     """Engines, each with --tensor-parallel-size GPUs of one node."""
+    max_replicas: int | None = None
+    """Replicas at most: more than --replicas while tokens wait; by default there are always as many."""
+    scale_waiting_tokens: int = 16384
+    """Tokens that wait, per replica, beyond which there are more replicas."""
+    scale_up_after_s: float = 10.0
+    """Seconds for which more must have waited before there are more replicas."""
+    scale_down_after_s: float = 300.0
+    """Seconds for which nothing must have waited, and one replica less would have done, before there is one less."""
     replica_cpus: int = 1
     """CPUs that Ray keeps for each replica."""
     replica_routing: Routing = Routing.KV_EVENTS
@@ -45,6 +56,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name, most in (("replicas", _MOST_REPLICAS), ("replica_cpus", _MOST_CPUS)):
             if not 1 <= getattr(self, name) <= most:
                 raise InvalidRequest(f"{name} must be in 1 .. {most}", field=name)
+        self._check_scaling()
         for name in ("replica_health_period_s", "replica_timeout_s"):
             if not 0.1 <= getattr(self, name) <= _LONGEST_PERIOD_S:  # also refuses NaN
                 raise InvalidRequest(f"{name} must be in 0.1 .. {_LONGEST_PERIOD_S:g}", field=name)
@@ -58,3 +70,34 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidRequest(
                 f"ray_app is {self.ray_app!r}; it must have 1 to 63 letters, digits, - and _", field="ray_app"
             )
+
+    def _check_scaling(self) -> None:
+        if self.max_replicas is not None and not self.replicas <= self.max_replicas <= _MOST_REPLICAS:
+            raise InvalidRequest(
+                f"max_replicas must be in {self.replicas} (replicas) .. {_MOST_REPLICAS}", field="max_replicas"
+            )
+        if not 1 <= self.scale_waiting_tokens <= _MOST_WAITING_TOKENS:
+            raise InvalidRequest(
+                f"scale_waiting_tokens must be in 1 .. {_MOST_WAITING_TOKENS}", field="scale_waiting_tokens"
+            )
+        for name in ("scale_up_after_s", "scale_down_after_s"):
+            if not 0 <= getattr(self, name) <= _LONGEST_SCALE_S:  # also refuses NaN
+                raise InvalidRequest(f"{name} must be in 0 .. {_LONGEST_SCALE_S:g}", field=name)
+
+    @property
+    def most_replicas(self) -> int:
+        """That there may be at a time."""
+        return self.max_replicas or self.replicas
+
+    @property
+    def scale_limits(self) -> ScaleLimits | None:
+        """None if there are always as many replicas."""
+        if self.max_replicas is None:
+            return None
+        return ScaleLimits(
+            min_replicas=self.replicas,
+            max_replicas=self.max_replicas,
+            waiting_tokens=self.scale_waiting_tokens,
+            up_after_s=self.scale_up_after_s,
+            down_after_s=self.scale_down_after_s,
+        )

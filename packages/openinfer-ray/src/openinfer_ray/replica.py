@@ -24,6 +24,7 @@ from openinfer_ray import cluster
 from openinfer_ray.kv_events.keys import curve_secrets, digest_key
 from openinfer_ray.relay import Relay
 from openinfer_ray.replica_spec import EventPorts, ReplicaAddress, ReplicaSpec, ReplicaState, Routing
+from openinfer_ray.scaling import BUSY, WAITING_TOKENS
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -70,6 +71,12 @@ class Replica:
         if stats.step_age_s > self._spec.max_step_age_s:
             raise EngineClosed(f"the engine's loop has hung for {stats.step_age_s:.0f} s")
         await self._announce(self._address)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Ray Serve hands to `WaitingTokensPolicy`; it does not ask where the number of replicas is fixed."""
+        stats = await self._engine.stats()
+        busy = stats.running / self._engine.info.max_num_seqs
+        return {WAITING_TOKENS: float(stats.waiting_tokens), BUSY: busy}
 
     async def __del__(self) -> None:
         # Ray Serve calls and awaits it before it ends a replica that it does not want any more.

@@ -400,6 +400,11 @@ class TokenBudgetScheduler:
         return EngineStats(
             running=len(queue.running),
             waiting=len(queue.waiting) + len(queue.followers) + len(queue.preempted) + loading,
+            waiting_tokens=sum(
+                sequence.uncached_tokens
+                for sequence in list(self._open.values())
+                if sequence.state is not SequenceState.RUNNING
+            ),
             blocks_used=pool.num_blocks - pool.available_blocks,
             blocks_total=pool.num_blocks,
             steps=counters.steps,

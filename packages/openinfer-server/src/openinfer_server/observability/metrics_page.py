@@ -136,6 +136,7 @@ def _of_engine(stats: EngineStats, model: Labels) -> Iterator[str]:
     for name, kind, text, value in (
         ("openinfer_num_requests_running", "gauge", "Sequences in the current batch.", stats.running),
         ("openinfer_num_requests_waiting", "gauge", "Requests in the queue.", stats.waiting),
+        ("openinfer_num_tokens_waiting", "gauge", "Tokens that they have yet to compute.", stats.waiting_tokens),
         ("openinfer_kv_cache_usage_perc", "gauge", "Used share of the KV blocks; 1 is all.", usage),
         ("openinfer_num_preemptions_total", "counter", "Sequences preempted.", stats.preemptions),
         ("openinfer_share_preemptions_total", "counter", "Of these, for another tenant.", stats.share_preemptions),
