@@ -84,6 +84,13 @@ def test_an_option_out_of_range_is_refused_by_its_name(wrong: dict[str, object])
         (["--workers", "2"], "--workers 1"),
         (["--rank-host", "join=127.0.0.1:7000,token-file=F"], "leave --rank-host out"),
         (["--replicas", "0"], "replicas must be in"),
+        (["--ray-servers", "257"], "ray_servers must be in"),
+        (["--ray-servers", "2"], "--port above 0"),
+        (["--ray-servers", "2", "--tls-cert-file", "cert.pem"], "TLS needs a proxy"),
+        (["--kv-events", "5557"], "--replica-routing sent"),
+        (["--prefix-cache", "false"], "--replica-routing sent"),
+        (["--kv-tier", "host=1MiB"], "--kv-key-file"),
+        (["--max-replicas", "0"], "max_replicas must be in"),
         (["--replica-token-file", "/nonexistent/token"], "the token file /nonexistent/token"),
     ],
 )

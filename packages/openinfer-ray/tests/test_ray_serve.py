@@ -3,11 +3,12 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,19 +30,24 @@ class Server:
         url: where it serves.
     """
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *, replicas: int = 2, flags: Sequence[str] = ()) -> None:
         self._log = log
-        flags = ["--ray-address", "local", "--replicas", "2", "--replica-health-period-s", "0.5", "--port", "0"]
-        flags += ["--drain-deadline-s", "240", "--replica-timeout-s", "120"]  # however slow the machine is
+        given = ["--ray-address", "local", "--replicas", str(replicas), "--replica-health-period-s", "0.5"]
+        given += ["--drain-deadline-s", "240", "--replica-timeout-s", "120"]  # however slow the machine is
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
-                [*COMMAND, "serve", "tiny", *flags], stdout=subprocess.PIPE, stderr=errors, text=True
+                [*COMMAND, "serve", "tiny", *given, *(flags if "--port" in flags else [*flags, "--port", "0"])],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
             )
         self._watchdog = threading.Timer(GIVE_UP_S, self.process.kill)
         self._watchdog.start()
         assert self.process.stdout is not None
         said = self.process.stdout.readline()
-        found = re.fullmatch(r"openinfer: serving tiny on (http\S+), 2 replicas on Ray\n", said)
+        found = re.fullmatch(
+            rf"openinfer: serving tiny on (http\S+), {replicas} replicas (and \d servers )?on Ray\n", said
+        )
         assert found is not None, (said, self.log)
         self.url = found[1]
 
@@ -98,11 +104,15 @@ class Server:
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     # The cluster sends no reports, and leaves no token in the user's home.
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("OPENINFER_LOG_LEVEL", "info")
+
+
+@pytest.fixture
+def server(tmp_path: Path, of_ray: None) -> Iterator[Server]:
     started = Server(tmp_path / "log")
     try:
         yield started
@@ -145,6 +155,20 @@ def test_a_replica_is_killed_under_load_and_replaced_and_a_deleted_application_d
     children = server.children
     assert server.stop() == 0
     assert psutil.wait_procs(children, timeout=GIVE_UP_S)[1] == []
+
+
+def test_servers_that_ray_serve_places_answer_through_its_proxies(tmp_path: Path, of_ray: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    server = Server(tmp_path / "log", replicas=1, flags=["--ray-servers", "2", "--port", str(port)])
+    try:
+        begun = threading.Semaphore(0)
+        with ThreadPoolExecutor(8) as clients:
+            assert {*clients.map(lambda _: server.stream(8, begun), range(8))} == {"done"}
+        assert httpx.get(f"{server.url}/v1/models", timeout=GIVE_UP_S).json()["data"][0]["id"] == "tiny"
+        assert server.stop() == 0
+    finally:
+        server.end()
 
 
 def _command_line(process: psutil.Process) -> list[str]:

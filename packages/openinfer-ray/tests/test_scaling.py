@@ -1,5 +1,9 @@
 """How many replicas there are follows the tokens that wait, within bounds, and does not swing."""
 
+import importlib
+import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from openinfer_core import InvalidRequest
+from openinfer_ray.cluster import number_of_replicas
 from openinfer_ray.options import RayOptions
-from openinfer_ray.scaling import ScaleLimits, ScaleLoad, ScaleState, WaitingTokensPolicy, decide
+from openinfer_ray.scaling import ScaleLimits, ScaleLoad, ScaleState, decide
+from openinfer_ray.scaling_policy import WaitingTokensPolicy
 
 LIMITS = ScaleLimits(min_replicas=1, max_replicas=4, waiting_tokens=1000, up_after_s=5.0, down_after_s=60.0)
 
@@ -138,6 +144,40 @@ def test_serves_controller_is_answered_with_what_it_is_to_remember() -> None:
     assert policy(context)[0] == 3
     context.aggregated_metrics = None  # no replica has told anything yet
     assert policy(context)[0] == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="replicas on Ray need Linux")
+def test_the_policy_answers_after_ray_serve_has_carried_it() -> None:
+    """As the controller has it: by value. Structs that go with it are no longer what they were."""
+    from ray import cloudpickle
+
+    told = number_of_replicas(RayOptions(replicas=2, max_replicas=4, scale_waiting_tokens=1000, scale_up_after_s=0.0))
+    policy = told["autoscaling_config"]["policy"]
+    module, _, name = policy["policy_function"].partition(":")
+    cloudpickle.register_pickle_by_value(importlib.import_module(module))
+    try:
+        carried = cloudpickle.dumps(getattr(importlib.import_module(module), name))
+    finally:
+        cloudpickle.unregister_pickle_by_value(importlib.import_module(module))
+    asked = {"limits": policy["policy_kwargs"], "carried": carried.hex()}
+    controller = [sys.executable, "-c", CONTROLLER]
+    answered = subprocess.run(controller, input=json.dumps(asked), capture_output=True, text=True, check=False)
+    assert answered.stdout.split() == ["3"], answered.stderr
+
+
+CONTROLLER = """
+import json, sys
+from types import SimpleNamespace
+from ray import cloudpickle
+
+asked = json.load(sys.stdin)
+policy = cloudpickle.loads(bytes.fromhex(asked["carried"]))(**asked["limits"])
+context = SimpleNamespace(
+    aggregated_metrics={"waiting_tokens": {"a": 2500.0}}, current_num_replicas=2, target_num_replicas=2,
+    current_time=100.0, policy_state={},
+)
+print(policy(context)[0])
+"""
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import functools
 import importlib
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,13 +19,18 @@ from openinfer_core.process.processors import usable_processors
 from openinfer_ray.directory import Directory, read_listing
 from openinfer_ray.options import LOCAL, RayOptions
 from openinfer_ray.replica_spec import ReplicaAddress, ReplicaSpec
-from openinfer_ray.scaling import WaitingTokensPolicy
+from openinfer_ray.scaling_policy import WaitingTokensPolicy
+from openinfer_server import ServerOptions
 
 logger = logging.getLogger("openinfer.engine")
 
 NAMESPACE = "openinfer"
+RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""How long each of Ray's processes, this one too, outlives the control store; Ray's own value is 60 s."""
 DEPLOYMENT = "replica"
+_RECONNECT_S = 7 * 86_400
 _ANSWER_S = 10.0  # what the actor of addresses may take
+_MOST_REQUESTS = 100_000
 _OBJECT_STORE_BYTES = 80 << 20  # of a cluster that we start: addresses alone go through it
 _PERIODS_UNTIL_FORGOTTEN = 5
 _LEAST_FORGET_S = 15.0
@@ -59,6 +65,8 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
 
 def connect(options: RayOptions, bundle: Bundle) -> None:
     """Connects this process to the cluster, or starts one that ends with it; raises `Refused`."""
+    # Read when Ray is imported, and inherited by what a new cluster starts.
+    os.environ.setdefault(RECONNECT_VARIABLE, str(_RECONNECT_S))
     ray: Any = import_ray()
     import_ray("ray.serve")
     quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
@@ -102,10 +110,11 @@ def deploy(options: RayOptions, bundle: Bundle, spec: ReplicaSpec) -> None:
     from openinfer_ray.replica import Replica
 
     serve: Any = import_ray("ray.serve")
-    serve.start(proxy_location="Disabled")  # requests do not come through Ray
+    if not options.ray_servers:
+        serve.start(proxy_location="Disabled")  # requests do not come through Ray
     deployment = serve.deployment(Replica).options(
         name=DEPLOYMENT,
-        **_number_of_replicas(options),
+        **number_of_replicas(options),
         placement_group_bundles=[bundle.resources],
         placement_group_strategy="STRICT_PACK",
         ray_actor_options={"num_cpus": bundle.cpus, "num_gpus": bundle.gpus},
@@ -120,7 +129,43 @@ def deploy(options: RayOptions, bundle: Bundle, spec: ReplicaSpec) -> None:
         raise Refused(f"the replicas did not start: {error}") from error
 
 
-def _number_of_replicas(options: RayOptions) -> dict[str, Any]:
+def deploy_servers(options: RayOptions, spec: ReplicaSpec, server: ServerOptions) -> None:
+    """Runs servers of the application, which is there, and Ray Serve's proxies before them, until all are ready.
+
+    Raises:
+        Refused: one could not start; with what Ray knows of it.
+    """
+    from openinfer_ray.ingress import Ingress
+
+    serve: Any = import_ray("ray.serve")
+    deployment = serve.deployment(serve.ingress()(Ingress)).options(
+        name="server",
+        num_replicas=options.ray_servers,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=_MOST_REQUESTS,  # the server has bounds of its own
+        graceful_shutdown_timeout_s=server.drain_deadline_s + _SHUTDOWN_GRACE_S,
+        max_constructor_retry_count=_CONSTRUCTOR_ATTEMPTS,
+    )
+    bound = deployment.bind(msgspec.json.encode(spec), msgspec.json.encode(server))
+    try:
+        serve.run(bound, name=servers_of(options.ray_app), route_prefix="/")
+    except RuntimeError as error:
+        raise Refused(f"the servers did not start: {error}") from error
+
+
+def start_proxies(server: ServerOptions) -> None:
+    """Starts Ray Serve with its proxies; of a Ray Serve that runs already the proxies stay as they are."""
+    serve: Any = import_ray("ray.serve")
+    serve.start(proxy_location="EveryNode", http_options={"host": server.host, "port": server.port})
+
+
+def servers_of(app: str) -> str:
+    """The name of the application of its servers."""
+    return f"{app}-servers"
+
+
+def number_of_replicas(options: RayOptions) -> dict[str, Any]:
+    """What Ray Serve is told of how many there are."""
     limits = options.scale_limits
     if limits is None:
         return {"num_replicas": options.replicas}
@@ -142,9 +187,12 @@ def _number_of_replicas(options: RayOptions) -> dict[str, Any]:
 
 
 def delete(app: str) -> bool:
-    """Ends an application: its replicas answer what they have first. Returns whether there was one."""
+    """Ends an application: its servers and replicas answer what they have first. Returns whether there was one."""
     serve: Any = import_ray("ray.serve")
-    if app not in serve.status().applications:
+    there = serve.status().applications
+    if servers_of(app) in there:
+        serve.delete(servers_of(app))
+    if app not in there:
         return False
     serve.delete(app)
     ray: Any = import_ray()

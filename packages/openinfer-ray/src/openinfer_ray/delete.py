@@ -13,6 +13,7 @@ from openinfer_ray.options import LOCAL, RayOptions
 _OF_SERVE = frozenset(
     {
         "max_replicas",
+        "ray_servers",
         "replicas",
         "scale_down_after_s",
         "scale_up_after_s",

@@ -89,8 +89,10 @@ class Following:
                     self._heed(replica)
                 await asyncio.sleep(self._times.look_s)
         finally:
-            for task in self._tasks:
+            for task in (left := [*self._tasks]):
                 task.cancel()
+            if left:
+                await asyncio.wait(left)
 
     async def _look(self) -> list[ReplicaAddress]:
         try:

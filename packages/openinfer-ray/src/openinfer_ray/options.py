@@ -11,6 +11,7 @@ from openinfer_ray.scaling import ScaleLimits
 LOCAL = "local"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _MOST_REPLICAS = 1024
+_MOST_SERVERS = 256
 _MOST_CPUS = 1024
 _MOST_WAITING_TOKENS = 10**9
 _LONGEST_PERIOD_S = 3600.0
@@ -49,6 +50,8 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ray_address: str = "auto"
     """Of the cluster: auto for the one that runs on this machine, HOST:PORT, or local for a new one, on this machine
     alone, that ends with the command."""
+    ray_servers: int = 0
+    """Servers that Ray Serve places, with its own proxies before them, at --host and --port; 0: this process serves."""
     ray_app: str = "openinfer"
     """Name of the application in Ray Serve."""
 
@@ -56,6 +59,8 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name, most in (("replicas", _MOST_REPLICAS), ("replica_cpus", _MOST_CPUS)):
             if not 1 <= getattr(self, name) <= most:
                 raise InvalidRequest(f"{name} must be in 1 .. {most}", field=name)
+        if not 0 <= self.ray_servers <= _MOST_SERVERS:
+            raise InvalidRequest(f"ray_servers must be in 0 .. {_MOST_SERVERS}", field="ray_servers")
         self._check_scaling()
         for name in ("replica_health_period_s", "replica_timeout_s"):
             if not 0.1 <= getattr(self, name) <= _LONGEST_PERIOD_S:  # also refuses NaN

@@ -40,6 +40,11 @@ class Replica:
 
     def __init__(self, spec: bytes) -> None:
         set_up_logs(os.environ)
+        if cluster.RECONNECT_VARIABLE not in os.environ:
+            logger.warning(
+                "this node was started without %s: its replicas end a minute after Ray's control store",
+                cluster.RECONNECT_VARIABLE,
+            )
         self._spec = msgspec.json.decode(spec, type=ReplicaSpec)
         token = self._spec.read_token()
         os.environ.setdefault("OPENBLAS_NUM_THREADS", str(self._spec.cpus))

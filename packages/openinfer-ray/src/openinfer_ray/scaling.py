@@ -5,13 +5,11 @@
     settling ─► as many replicas run as were asked for, or loading has taken too long ─► steady
 
 `decide` is pure: what it knows goes in and comes out, times included, so that two runs of one sequence agree. Ray
-Serve's controller calls it through `WaitingTokensPolicy`, in its own process, so that it goes on when a server ends.
-A replica that is given up answers what it has first (`Replica.__del__`).
+Serve's controller calls it through `openinfer_ray.scaling_policy`, in a process of its own: it goes on when a server
+ends. A replica that is given up answers what it has first (`Replica.__del__`).
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -92,25 +90,3 @@ def _since(since_s: float | None, now_s: float, *, holds: bool) -> float | None:
     if not holds:
         return None
     return now_s if since_s is None else since_s
-
-
-class WaitingTokensPolicy:
-    """What Ray Serve's controller asks; made by it from the fields of `ScaleLimits`."""
-
-    def __init__(self, **limits: Any) -> None:
-        self._limits = msgspec.convert(limits, ScaleLimits)
-
-    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """The number of replicas, and what is to be remembered."""
-        told: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
-        load = ScaleLoad(
-            waiting_tokens=sum(told.get(WAITING_TOKENS, {}).values()),
-            busy=sum(told.get(BUSY, {}).values()),
-            replicas=context.current_num_replicas,
-        )
-        names = ScaleState.__struct_fields__
-        state = msgspec.convert({name: context.policy_state.get(name) for name in names}, ScaleState)
-        target, state = decide(
-            state, load, target=context.target_num_replicas, now_s=context.current_time, limits=self._limits
-        )
-        return target, msgspec.to_builtins(state)

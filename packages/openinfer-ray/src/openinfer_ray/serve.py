@@ -5,6 +5,8 @@ import functools
 import logging
 import os
 import secrets
+import signal
+import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,15 +16,15 @@ import msgspec
 
 from openinfer.commands.model_arguments import ModelArguments, parse
 from openinfer.flags import add_flags, read_flags
-from openinfer_core import EngineHandle, InvalidRequest, OpenInferError, Refused
+from openinfer_core import InvalidRequest, Refused
 from openinfer_core.errors import brought_by
 from openinfer_core.process.logs import set_up_logs
 from openinfer_ray import cluster
+from openinfer_ray.application import join_application
 from openinfer_ray.cluster import Bundle
-from openinfer_ray.following import Times
 from openinfer_ray.options import RayOptions
-from openinfer_ray.ray_engine import RayEngine, join_replica
-from openinfer_ray.replica_spec import ReplicaSpec, ReplicaState, Routing
+from openinfer_ray.ray_engine import RayEngine
+from openinfer_ray.replica_spec import ReplicaSpec, Routing
 from openinfer_server import ServerOptions
 
 logger = logging.getLogger("openinfer")
@@ -44,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     options = read_flags(arguments.namespace, RayOptions)
     set_up_logs(os.environ)
     bundle = bundle_of(arguments.options, options)
-    _refuse_what_is_not_there(arguments.options, server)
+    _refuse_what_is_not_there(arguments.options, options, server)
     if options.replica_routing is Routing.KV_EVENTS:
         _require_kv_events(arguments.options)
     frontend_parts(arguments.model_dir, arguments.family.name, server)  # a wrong name is told before anything starts
@@ -54,14 +56,37 @@ def run(argv: Sequence[str]) -> int:
         name = server.model_name[0]
         print(f"openinfer: serving {name} on {url}, {options.replicas} replicas on Ray", flush=True)  # noqa: T201
 
-    token = spec.read_token()
-    launch = functools.partial(start, options, bundle, spec, token=token, digest_key=spec.read_digest_key(token))
+    spec.read_digest_key(spec.read_token())  # a file that is not here is told before anything starts
+    launch = functools.partial(start, options, bundle, spec)
     # In this thread: on Linux the processes of a cluster end with the thread that has started them.
     cluster.connect(options, bundle)
     try:
+        if options.ray_servers:
+            return _serve_through_proxies(options, bundle, spec, server)
         return run_starting(launch, arguments.model_dir, server, on_ready=announce)
     finally:
         cluster.leave()
+
+
+def _serve_through_proxies(options: RayOptions, bundle: Bundle, spec: ReplicaSpec, server: ServerOptions) -> int:
+    """Places replicas and servers, and ends them after SIGTERM or Ctrl-C."""
+    stopped = threading.Event()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda _number, _frame: stopped.set())
+    try:
+        cluster.require_room(options, bundle)
+        cluster.start_directory(options)
+        cluster.start_proxies(server)
+        cluster.deploy(options, bundle, spec)
+        cluster.deploy_servers(options, spec, server)
+        place = f"[{server.host}]" if ":" in server.host else server.host
+        engines = f"{options.replicas} replicas and {options.ray_servers} servers on Ray"
+        url = f"http://{place}:{server.port}"
+        print(f"openinfer: serving {server.model_name[0]} on {url}, {engines}", flush=True)  # noqa: T201
+        stopped.wait()
+    finally:
+        _end(spec.app)
+    return 0
 
 
 def bundle_of(options: msgspec.Struct, replicas: RayOptions) -> Bundle:
@@ -91,7 +116,7 @@ def spec_of(arguments: ModelArguments, options: RayOptions, server: ServerOption
     )
 
 
-def start(options: RayOptions, bundle: Bundle, spec: ReplicaSpec, *, token: bytes, digest_key: bytes) -> RayEngine:
+def start(options: RayOptions, bundle: Bundle, spec: ReplicaSpec) -> RayEngine:
     """Starts all replicas, joins them, and returns them as one engine, which ends them when it is closed.
 
     Raises:
@@ -101,32 +126,10 @@ def start(options: RayOptions, bundle: Bundle, spec: ReplicaSpec, *, token: byte
         cluster.require_room(options, bundle)
         cluster.start_directory(options)
         cluster.deploy(options, bundle, spec)
-        listing, join = cluster.listing_of(spec.app), functools.partial(join_replica, token=token)
-        joined: dict[str, EngineHandle] = {}
-        for replica in listing():
-            if replica.state is ReplicaState.SERVING:
-                _join_first(joined, replica.name, functools.partial(join, replica))
-        if not joined:
-            raise Refused("no replica of the application can be reached from this machine")
-        times = Times(patience_s=options.replica_timeout_s)
-        routing = None
-        if spec.routing is Routing.KV_EVENTS:
-            from openinfer_ray.kv_events.routing import KvRouting  # needs pyzmq
-
-            info = next(iter(joined.values())).info
-            routing = KvRouting(info, key=digest_key, token=token, patience_s=options.replica_timeout_s)
-        end = functools.partial(_end, spec.app)
-        return RayEngine(joined, listing=listing, join=join, end=end, times=times, routing=routing)
+        return join_application(spec, end=functools.partial(_end, spec.app))
     except BaseException:
         _end(spec.app)
         raise
-
-
-def _join_first(joined: dict[str, EngineHandle], name: str, join: functools.partial[EngineHandle]) -> None:
-    try:
-        joined[name] = join()
-    except (OpenInferError, OSError) as error:
-        logger.warning("replica %s cannot be reached yet: %s", name, error)
 
 
 def _end(app: str) -> None:
@@ -136,11 +139,23 @@ def _end(app: str) -> None:
         logger.exception("the application %s could not be deleted", app)
 
 
-def _refuse_what_is_not_there(options: msgspec.Struct, server: ServerOptions) -> None:
+def _refuse_what_is_not_there(of_family: msgspec.Struct, options: RayOptions, server: ServerOptions) -> None:
+    if options.ray_servers:
+        _refuse_with_proxies(server)
     if server.workers > 1:
         raise InvalidRequest("replicas on Ray are served by one process: --workers 1", field="workers")
-    if getattr(options, "rank_host", None) not in (None, "process", "thread"):
+    if getattr(of_family, "rank_host", None) not in (None, "process", "thread"):
         raise InvalidRequest("a replica on Ray has the ranks of one node: leave --rank-host out", field="rank_host")
+
+
+def _refuse_with_proxies(server: ServerOptions) -> None:
+    """What a server behind Ray Serve's proxies does not do itself."""
+    if server.tls_cert_file:
+        raise InvalidRequest(
+            "Ray Serve's proxies speak plain HTTP: TLS needs a proxy before them", field="tls_cert_file"
+        )
+    if not server.port:
+        raise InvalidRequest("Ray Serve's proxies need a port that is told: --port above 0", field="port")
 
 
 def _require_kv_events(options: msgspec.Struct) -> None:

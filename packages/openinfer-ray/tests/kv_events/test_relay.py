@@ -31,6 +31,7 @@ class Engine:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.bind(f"ipc://{folder}/replay")
         self.sent: list[bytes] = []
+        self.num_forgotten = 0
 
     def tell(self, *events: object, is_lost: bool = False) -> None:
         self.sent.append(batch(*events))
@@ -40,7 +41,7 @@ class Engine:
     def answer_replays(self) -> None:
         while self._router.poll(0):
             *addresses, _, first = self._router.recv_multipart()
-            for number in range(int.from_bytes(first, "big"), len(self.sent)):
+            for number in range(max(int.from_bytes(first, "big"), self.num_forgotten), len(self.sent)):
                 self._router.send_multipart((*addresses, b"", b"", number.to_bytes(8, "big"), self.sent[number]))
             self._router.send_multipart((*addresses, b"", b"", END, b""))
 
@@ -121,6 +122,27 @@ def test_what_was_lost_on_the_way_is_asked_for(relay: KvEventsRelay, engine: Eng
                 number += 1
                 engine.tell(stored(number))
                 await until(None)
+
+    run(scenario())
+
+
+def test_a_server_that_comes_late_is_told_of_blocks_whose_messages_the_engine_has_forgotten(
+    relay: KvEventsRelay, engine: Engine
+) -> None:
+    async def scenario() -> None:
+        engine.tell(stored(1, 2, 3))
+        engine.tell(stored(2, medium="CPU"))
+        async with followed(relay, engine) as (held, until):
+            await until(lambda: held.num_told == 3)
+        engine.tell(removed(2, 3))
+        async with followed(relay, engine) as (held, until):
+            await until(lambda: held.num_told == 2)
+        engine.num_forgotten = len(engine.sent)
+        async with followed(relay, engine) as (held, until):
+            await until(lambda: held.num_told == 2)
+            assert held.count([digest(1), digest(2), digest(3)]) == 2
+            held.removed([2], "GPU")
+            assert held.count([digest(2)]) == 1
 
     run(scenario())
 

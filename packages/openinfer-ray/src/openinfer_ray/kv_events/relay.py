@@ -2,7 +2,8 @@
 
     engine ═ ipc, in a folder that its user alone can enter ═► KvEventsRelay ═ TCP, CURVE ═► servers
 
-Events and replay have a port each. Messages are passed on as they are.
+Events and replay have a port each. Messages are passed on as they are, but for a server that asks for all: it is
+answered with what the replica holds at that moment, because an engine keeps its last messages alone.
 """
 
 import contextlib
@@ -16,11 +17,16 @@ import zmq
 
 from openinfer_ray.kv_events.curve import MAX_UNSENT, admit_servers, serve_with
 from openinfer_ray.kv_events.keys import CurveSecrets
+from openinfer_ray.kv_events.messages import END, SEQUENCE_BYTES, read_message, snapshot
+from openinfer_ray.kv_events.stream import KvEventStream
+from openinfer_ray.kv_events.told_prefixes import ToldPrefixes
 from openinfer_ray.replica_spec import EventPorts
 
 logger = logging.getLogger("openinfer.engine")
 
 _JOIN_S = 5.0
+_ENGINE_MS = 5_000  # that the engine may take for a replay
+_FROM_THE_BEGINNING = bytes(SEQUENCE_BYTES)
 
 
 def events_setting(folder: Path) -> str:
@@ -42,6 +48,9 @@ class KvEventsRelay:
 
     def __init__(self, folder: Path, *, host: str, secrets: CurveSecrets) -> None:
         self._is_closing = False
+        self._replay_of_engine = f"ipc://{folder}/replay"
+        self._held = ToldPrefixes(num_blocks=0)  # nothing is sent to a replica by itself
+        self._stream = KvEventStream(self._held)
         self._wakened_fd, self._wake_fd = os.pipe()
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = admit_servers(self._context, secrets)
@@ -50,7 +59,7 @@ class KvEventsRelay:
             self._events, self._replay = (self._listen(kind, place, secrets) for kind in (zmq.PUB, zmq.ROUTER))
             self._from_engine = self._connect(zmq.SUB, f"ipc://{folder}/events")
             self._from_engine.subscribe(b"")
-            self._of_engine = self._connect(zmq.DEALER, f"ipc://{folder}/replay")
+            self._of_engine = self._connect(zmq.DEALER, self._replay_of_engine)
         except BaseException:
             self._free()
             raise
@@ -84,20 +93,62 @@ class KvEventsRelay:
         return connecting
 
     def _run(self) -> None:
-        ways = {
-            self._from_engine: self._events,
-            self._replay: self._of_engine,
-            self._of_engine: self._replay,
-        }
         poller = zmq.Poller()
         poller.register(self._wakened_fd, zmq.POLLIN)
-        for source in ways:
+        for source in (self._from_engine, self._replay, self._of_engine):
             poller.register(source, zmq.POLLIN)
         while not self._is_closing:
             ready = dict(poller.poll())
-            for source, target in ways.items():
-                if source in ready:
-                    _pass_on(source, target)
+            try:
+                self._pass_on(ready)
+            except Exception:  # the fault boundary: events are advice, and the replica serves without them
+                logger.exception("KV events: a message could not be passed on")
+
+    def _pass_on(self, ready: dict[Any, int]) -> None:
+        if self._from_engine in ready:
+            frames = self._from_engine.recv_multipart()
+            self._note(frames)
+            _send(self._events, frames)
+        if self._replay in ready:
+            frames = self._replay.recv_multipart()
+            if frames[-1] == _FROM_THE_BEGINNING:
+                self._tell_all(frames[:-1])
+            else:
+                _send(self._of_engine, frames)
+        if self._of_engine in ready:
+            _send(self._replay, self._of_engine.recv_multipart())
+
+    def _note(self, frames: list[bytes]) -> None:
+        sequence, batch = read_message(frames)
+        if not self._stream.hear(sequence, batch):
+            self._catch_up()
+            if not self._stream.hear(sequence, batch):
+                self._stream.skip_to(sequence)
+                self._stream.hear(sequence, batch)
+
+    def _tell_all(self, address: list[bytes]) -> None:
+        """`address` ends with the empty frame. Without an answer of the engine there is none; the server asks again."""
+        if not self._catch_up():
+            return
+        if (last := self._stream.next_sequence - 1) >= 0:
+            number = last.to_bytes(SEQUENCE_BYTES, "big")
+            _send(self._replay, [*address, b"", number, snapshot(self._held)])
+        _send(self._replay, [*address, b"", END, b""])
+
+    def _catch_up(self) -> bool:
+        """Takes what the engine has told and this relay not heard; False if the engine does not answer."""
+        asking = self._connect(zmq.DEALER, self._replay_of_engine)
+        try:
+            asking.setsockopt(zmq.RCVTIMEO, _ENGINE_MS)
+            asking.send_multipart((b"", self._stream.next_sequence.to_bytes(SEQUENCE_BYTES, "big")))
+            while (frames := asking.recv_multipart())[2:3] != [END]:
+                self._stream.replayed([read_message(frames[1:])])
+        except zmq.Again:
+            logger.warning("the engine does not say again what its cache holds")
+            return False
+        finally:
+            asking.close(linger=0)
+        return True
 
     def _free(self) -> None:
         self._authenticator.stop()
@@ -106,9 +157,8 @@ class KvEventsRelay:
         os.close(self._wakened_fd)
 
 
-def _pass_on(source: "zmq.Socket[bytes]", target: "zmq.Socket[bytes]") -> None:
+def _send(target: "zmq.Socket[bytes]", frames: list[bytes]) -> None:
     """One message, which is left out if its receiver is slow or gone: to the server that is a gap."""
-    frames = source.recv_multipart()
     with contextlib.suppress(zmq.Again, zmq.ZMQError):
         target.send_multipart(frames, zmq.DONTWAIT)
 

@@ -1,5 +1,7 @@
 """`KvRouting`: a router that knows by KV events what each replica holds."""
 
+import logging
+
 from openinfer_core import EngineInfo, EngineStats
 from openinfer_core.replicas import PrefixHoldings, PrefixRouter
 from openinfer_ray.kv_events.identity import KvIdentity
@@ -7,6 +9,8 @@ from openinfer_ray.kv_events.keys import curve_secrets
 from openinfer_ray.kv_events.subscription import KvEventSubscription
 from openinfer_ray.kv_events.told_prefixes import ToldPrefixes
 from openinfer_ray.replica_spec import ReplicaAddress
+
+logger = logging.getLogger("openinfer.engine")
 
 
 class KvRouting:
@@ -46,6 +50,9 @@ class KvRouting:
             return
         try:
             await self._subscription.follow(replica.name, replica.host, replica.events, held)
+        except Exception:  # the fault boundary: events are advice, and what was sent still counts
+            logger.exception("what replica %s holds is not heard any more", replica.name)
+            held.clear()
         finally:
             self._held.pop(replica.name, None)
 

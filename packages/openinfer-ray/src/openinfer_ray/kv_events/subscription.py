@@ -9,14 +9,13 @@ import zmq.asyncio
 
 from openinfer_ray.kv_events.curve import connect_with
 from openinfer_ray.kv_events.keys import CurveSecrets
+from openinfer_ray.kv_events.messages import END, SEQUENCE_BYTES, read_message
 from openinfer_ray.kv_events.stream import KvEventStream
 from openinfer_ray.kv_events.told_prefixes import ToldPrefixes
 from openinfer_ray.replica_spec import EventPorts
 
 logger = logging.getLogger("openinfer.engine")
 
-_SEQUENCE_BYTES = 8
-_END = b"\xff" * _SEQUENCE_BYTES
 _PAUSE_S = 1.0  # after a replay that was not answered
 
 
@@ -43,7 +42,7 @@ class KvEventSubscription:
             subscribed.connect(f"{place}:{ports.events}")
             await self._replay(name, stream, f"{place}:{ports.replay}")
             while True:
-                sequence, batch = _message(await subscribed.recv_multipart())
+                sequence, batch = read_message(await subscribed.recv_multipart())
                 if not stream.hear(sequence, batch):
                     await self._replay(name, stream, f"{place}:{ports.replay}")
                     if not stream.hear(sequence, batch):
@@ -82,20 +81,12 @@ class KvEventSubscription:
         asking: Any = self._open(zmq.DEALER)  # pyzmq types what it sends in part only
         try:
             asking.connect(endpoint)
-            await asking.send_multipart((b"", first.to_bytes(_SEQUENCE_BYTES, "big")))
+            await asking.send_multipart((b"", first.to_bytes(SEQUENCE_BYTES, "big")))
             batches: list[tuple[int, bytes]] = []
             while True:
                 frames = await asking.recv_multipart()
-                if frames[2:3] == [_END]:
+                if frames[2:3] == [END]:
                     return batches
-                batches.append(_message(frames[1:]))
+                batches.append(read_message(frames[1:]))
         finally:
             asking.close(linger=0)
-
-
-def _message(frames: list[bytes]) -> tuple[int, bytes]:
-    """Its number and its batch; what is none of ours has no number, and is followed by a gap."""
-    if len(frames) != 3 or len(frames[1]) != _SEQUENCE_BYTES:
-        logger.error("KV events: a message of %d frames is not [topic, sequence number, batch]", len(frames))
-        return 0, b""
-    return int.from_bytes(frames[1], "big"), frames[2]

@@ -33,6 +33,10 @@ class ToldPrefixes:
         """Blocks that the replica has told of, and has."""
         return len(self._told)
 
+    def by_medium(self) -> dict[str, list[int]]:
+        """The blocks that it has, by where they are."""
+        return {medium: [each for each, bits in self._told.items() if bits & bit] for medium, bit in _MEDIA.items()}
+
     def count(self, digests: Sequence[bytes]) -> int:
         for index, digest in enumerate(digests):
             known = block_hash(digest)
