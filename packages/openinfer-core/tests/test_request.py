@@ -13,7 +13,9 @@ from openinfer_core.request import (
     MAX_HINTS,
     MAX_NAME_LENGTH,
     MAX_RETAIN_S,
+    MAX_RETAINED_PREFIXES,
     MAX_TRANSFER_BYTES,
+    RetainedPrefix,
 )
 from openinfer_core.sampling import MAX_TOKEN_ID, MAX_TOKENS
 
@@ -41,6 +43,7 @@ def request(**fields: Any) -> GenerateRequest:
         ("hints", {f"hint {index}": "" for index in range(MAX_HINTS)}),
         ("retain_s", 0.5),
         ("retain_s", MAX_RETAIN_S),
+        ("retained_prefixes", (RetainedPrefix(1, MAX_RETAIN_S),) * MAX_RETAINED_PREFIXES),
     ],
 )
 def test_request_at_each_bound_is_accepted(field: str, value: object) -> None:
@@ -78,6 +81,13 @@ def test_request_at_each_bound_is_accepted(field: str, value: object) -> None:
         ("hints", {f"hint {index}": "" for index in range(MAX_HINTS + 1)}),
         ("hints", {"": "a name is missing"}),
         ("retain_s", 0),
+        ("retained_prefixes", (RetainedPrefix(1, 60.0),) * (MAX_RETAINED_PREFIXES + 1)),
+        ("retained_prefixes", (RetainedPrefix(0, 60.0),)),
+        ("retained_prefixes", (RetainedPrefix(10_000, 60.0),)),
+        ("retained_prefixes", (RetainedPrefix(1, 0.0),)),
+        ("retained_prefixes", (RetainedPrefix(1, MAX_RETAIN_S + 1),)),
+        ("retained_prefixes", ((1, 60.0),)),
+        ("retained_prefixes", [RetainedPrefix(1, 60.0)]),
         ("retain_s", float("nan")),
         ("retain_s", MAX_RETAIN_S + 1),
         ("retain_s", "300"),

@@ -78,6 +78,27 @@ def test_after_its_deadline_a_prefix_goes_first_tail_before_head(cache, clock):
     assert cached(cache, 1000, 4) == 4
 
 
+def test_of_several_that_ask_the_longest_counts(cache, clock):
+    keep(cache, 0, 3, 60.0)
+    keep(cache, 0, 3, 5.0)
+    clock.now_s = 30.0
+    for turn in range(1, 10):
+        keep(cache, 1000 * turn, 4, None)
+    assert cached(cache, 0, 3) == 3
+
+
+@pytest.mark.parametrize(("num_tokens", "kept"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (12, 3), (13, 3), (1000, 3)])
+def test_prefix_is_retained_up_to_the_block_that_holds_its_last_token(cache, num_tokens, kept):
+    sequence = sealed(cache, 0, 3)
+    sequence.retain(60.0, num_tokens=num_tokens)
+    assert cache.pool.retained_blocks == kept
+    sequence.release()
+    for turn in range(1, 10):
+        keep(cache, 1000 * turn, 4, None)
+    assert cached(cache, 0, 3) == kept
+    cache.check_integrity()
+
+
 def test_retention_makes_nothing_wait(cache):
     keep(cache, 0, 8, 60.0)
     keep(cache, 1000, 8, None)
@@ -149,6 +170,7 @@ def test_retained_states_outlive_others_until_their_deadline(clock):
 
     snapshot(one)
     pool.retain(one, 60.0)
+    pool.retain(one, 5.0)  # it stays as it is
     pool.retain(four, 60.0)  # which is not there
     snapshot(two)
     snapshot(three)
@@ -229,7 +251,7 @@ class Retaining(RuleBasedStateMachine):
     def retain_one(self, block: int, for_s: float) -> None:
         self.pool.retain([block], for_s)
         if for_s:
-            self.deadlines[block] = self.clock.now_s + for_s
+            self.deadlines[block] = max(self.clock.now_s + for_s, self.deadlines.get(block, 0.0))
         else:
             self.deadlines.pop(block, None)
 

@@ -43,6 +43,7 @@ _STREAM_STEP_S = 0.005
 _END_S = 60.0
 _PATH = "/v1/chat/completions"
 _MAX_BODY_BYTES = 2**26
+_MOST_TRIES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +103,10 @@ async def _measure(arguments: argparse.Namespace, arm: str, workers: int) -> Arm
     sessions = [conversation(number, size) for number in range(arguments.sessions)]
     known_bytes = 0 if arm == "whole" else ServerOptions().known_prefix_bytes
     with _server(folder, workers=workers, known_prefix_bytes=known_bytes) as (address, pid):
-        # Every worker sees each session once before it is measured: connections are new, so it may go to any.
-        for _ in range(3 * workers if workers > 1 and arm == "known" else 1):
-            await _round(address, sessions, over_s=len(sessions) / 4 if size else 1.0)
+        # Every process that may get a session sees it before it is measured: where the sessions are large, one does.
+        is_large = size >= ServerOptions().large_request_bytes
+        for _ in range(3 * workers if workers > 1 and arm == "known" and not is_large else 1):
+            await _make_known(address, sessions)
         gaps: list[float] = []
         ttft_s: list[float] = []
         failed = 0
@@ -153,6 +155,16 @@ async def _round(address: Address, sessions: Sequence[list[dict[str, str]]], *, 
         return answer.event_s[0] - answer.begin_s if answer.is_whole and answer.event_s else None
 
     return await asyncio.gather(*(one(number, body) for number, body in enumerate(bodies)))
+
+
+async def _make_known(address: Address, sessions: Sequence[list[dict[str, str]]]) -> None:
+    """Sends each session until it is answered, one after the other: more at a time would be too much to encode."""
+    for session in sessions:
+        for _ in range(_MOST_TRIES):
+            if (await _round(address, [session], over_s=0.0))[0] is not None:
+                break
+        else:
+            raise EngineClosed("the server answers no session before the measurement")
 
 
 @asynccontextmanager

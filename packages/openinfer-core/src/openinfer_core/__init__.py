@@ -37,7 +37,7 @@ from openinfer_core.events import (
 from openinfer_core.family import FamilyPlan, ModelFamily, RankLedger, claim, load_family, read_config
 from openinfer_core.ledger import Ledger
 from openinfer_core.plugins import Plugin, find_plugin, list_plugins
-from openinfer_core.request import GenerateRequest, LoadedAdapter, RequestId
+from openinfer_core.request import GenerateRequest, LoadedAdapter, RequestId, RetainedPrefix
 from openinfer_core.sampling import Grammar, GrammarKind, Preamble, SamplingParams
 
 __all__ = [
@@ -73,6 +73,7 @@ __all__ = [
     "RankLedger",
     "Refused",
     "RequestId",
+    "RetainedPrefix",
     "SamplingParams",
     "Scheduled",
     "SlowCall",

@@ -21,6 +21,7 @@ MAX_PREDICTION_TOKENS = 1 << 14
 
 MAX_DEADLINE_S = 30 * 86_400.0
 MAX_RETAIN_S = 86_400.0
+MAX_RETAINED_PREFIXES = 4
 MAX_HINTS = 16
 MAX_HINT_LENGTH = 256
 """Bound of a hint's name, and of its text, in characters."""
@@ -37,6 +38,15 @@ class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True, gc=False):
     loaded later."""
     slot: int = NO_ADAPTER_SLOT
     """Adapter slot that holds it: chosen by the scheduler when the request begins to run (`SlotStart.request`)."""
+
+
+class RetainedPrefix(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A beginning of a prompt whose KV is to be kept for a time."""
+
+    num_tokens: int
+    """Of the prompt; the block that holds the last of them is kept with it."""
+    retain_s: float
+    """As in `GenerateRequest`."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +92,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     prediction_token_ids: tuple[int, ...] = ()
     """What its sender expects much of the answer to be, for an engine whose drafter takes that
     (`EngineCapability.PREDICTIONS`): drafts come from it, and change no token. At most `MAX_PREDICTION_TOKENS`."""
+    retained_prefixes: tuple[RetainedPrefix, ...] = ()
+    """Beginnings of the prompt that are kept as `retain_s` keeps all of it: of what both name, the longest time counts.
+    At most `MAX_RETAINED_PREFIXES`."""
 
     def __post_init__(self) -> None:
         check_integer("request_id", self.request_id, low=0, high=2**63 - 1)
@@ -104,6 +117,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             check_transfer(self.transfer)
         if self.prediction_token_ids:
             _check_prediction(self.prediction_token_ids)
+        if self.retained_prefixes:
+            _check_prefixes(self.retained_prefixes, len(self.prompt_token_ids))
 
 
 def _check_prompt(prompt: object) -> None:
@@ -123,6 +138,18 @@ def _check_prediction(prediction: object) -> None:
             field="prediction_token_ids",
         )
     check_token_ids("prediction_token_ids", prediction)
+
+
+def _check_prefixes(prefixes: object, num_tokens: int) -> None:
+    name = "retained_prefixes"
+    several = check_tuple(name, prefixes)
+    if len(several) > MAX_RETAINED_PREFIXES:
+        raise InvalidRequest(f"{name} has {len(several)}; at most {MAX_RETAINED_PREFIXES} are possible", field=name)
+    for each in several:
+        if not isinstance(each, RetainedPrefix):
+            raise InvalidRequest(f"{name} has a {type(each).__name__} in it", field=name)
+        check_integer(name, each.num_tokens, low=1, high=num_tokens)
+        _check_seconds(name, each.retain_s, most=MAX_RETAIN_S)
 
 
 def _check_seconds(name: str, seconds: object, *, most: float) -> None:

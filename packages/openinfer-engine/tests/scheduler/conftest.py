@@ -75,7 +75,7 @@ def make_request() -> MakeRequest:
     """Makes a request; keywords are fields of its `SamplingParams`, or of the request itself."""
 
     def make(request_id: int, prompt: tuple[int, ...], /, **fields: Any) -> GenerateRequest:
-        names = ("cache_salt", "lora", "priority", "tenant", "choice", "retain_s", "cache_key")
+        names = ("cache_salt", "lora", "priority", "tenant", "choice", "retain_s", "cache_key", "retained_prefixes")
         own = {name: fields.pop(name) for name in names if name in fields}
         sampling = SamplingParams(**{"max_tokens": 8, **fields})
         return GenerateRequest(request_id=RequestId(request_id), prompt_token_ids=prompt, sampling=sampling, **own)

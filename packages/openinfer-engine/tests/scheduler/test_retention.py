@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from openinfer_core import RetainedPrefix
 from openinfer_core.queue_policies import FairShare
 from openinfer_core.scheduling import QueuePolicyConfig
 
@@ -34,6 +35,31 @@ def test_retained_turn_outlives_others(
     for request in others(make_request, 6):
         cached(driver, request)
     assert cached(driver, make_request(1, (*PROMPT, 40))) == kept
+
+
+@KINDS
+@pytest.mark.parametrize(  # states are at the prompt's last boundary, and where the block of another end begins
+    ("num_tokens", "kept", "with_states"), [(32, 32, 32), (30, 32, 32), (13, 16, 12), (12, 12, 12), (1, 4, 0)]
+)
+def test_prefix_is_retained_up_to_the_block_that_holds_its_end(
+    make_driver: Any, make_request: Any, kind: Any, num_tokens: int, kept: int, with_states: int
+) -> None:
+    driver = make_driver(**SMALL, **kind)
+    prefixes = (RetainedPrefix(num_tokens, 3600.0),)
+    cached(driver, make_request(0, PROMPT, retained_prefixes=prefixes))
+    assert driver.scheduler.stats().retained_blocks == kept // 4
+    for request in others(make_request, 6):
+        cached(driver, request)
+    assert cached(driver, make_request(1, (*PROMPT[:kept], *range(7000, 7030)))) == (with_states if kind else kept)
+
+
+def test_each_prefix_has_its_time_and_the_longest_counts(make_driver: Any, make_request: Any) -> None:
+    driver = make_driver(**SMALL)
+    prefixes = (RetainedPrefix(16, 3600.0), RetainedPrefix(24, 1e-9))
+    cached(driver, make_request(0, PROMPT, retained_prefixes=prefixes))
+    for request in others(make_request, 6):
+        cached(driver, request)
+    assert cached(driver, make_request(1, (*PROMPT, 40))) == 16
 
 
 @KINDS

@@ -329,7 +329,8 @@ class BlockPool:
     def retain(self, block_ids: Sequence[int], for_s: float) -> None:
         """Has sealed or idle blocks given up after others for so many seconds from now, 0 for no longer.
 
-        An order of eviction, and no pin: it makes nothing wait. Does nothing where the policy is no `RetainsBlocks`.
+        A block that is retained for longer already stays so. An order of eviction, and no pin: it makes nothing wait.
+        Does nothing where the policy is no `RetainsBlocks`.
         """
         if self._retaining is not None:
             kept = [block_id for block_id in block_ids if self._digests[block_id] is not None]

@@ -284,10 +284,18 @@ class BlockSequence:
         """
         return False
 
-    def retain(self, for_s: float) -> None:
-        """Has what is sealed given up after other idle blocks for so many seconds; see `BlockPool.retain`."""
+    def retain(self, for_s: float, *, num_tokens: int | None = None) -> None:
+        """Has what is sealed given up after other idle blocks for so many seconds; see `BlockPool.retain`.
+
+        Args:
+            for_s: seconds from now.
+            num_tokens: only the blocks that hold the first so many tokens, the last of them in part, too; None for all.
+        """
+        num_blocks = self._num_sealed
+        if num_tokens is not None:
+            num_blocks = min(num_blocks, self._pool.blocks_for(num_tokens))
         for table in self.tables:
-            sealed = table.held[: max(0, self._num_sealed - table.num_void)]
+            sealed = table.held[: max(0, num_blocks - table.num_void)]
             self._pool.retain(sealed, for_s)
 
     def sealed_heads(self) -> list[int]:

@@ -279,7 +279,8 @@ class StateSlotPool:
     def retain(self, digest: Digest, for_s: float) -> None:
         """Has a snapshot, if there is one, evicted after others for so many seconds from now, as `BlockPool.retain`."""
         if digest in self._snapshots:
-            self._deadlines[digest] = self._clock() + for_s
+            deadline_s = self._clock() + for_s
+            self._deadlines[digest] = max(deadline_s, self._deadlines.get(digest, deadline_s))
 
     def clear(self) -> int:
         """Voids all snapshots and what live slots hold, as after a change of weights; returns how many there were.

@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from openinfer_server import ChatTemplate, RenderingRefused, UnusableTemplate
 from openinfer_server.text.control_tokens import ControlTokens, OriginLost
-from openinfer_server.text.marked_text import MarkedText, Origin
+from openinfer_server.text.marked_text import FLAGS, MarkedText, Origin, origins_of
 
 BOS = "X"
 VARIABLES = {"tools": [{"name": "bgh", "k": ["hh", {"kk": '"g\\\n'}]}], "documents": ["bg"], "level": "gb"}
@@ -96,6 +96,23 @@ def test_every_character_has_the_origin_of_its_letter(source, texts):
     except (RenderingRefused, UnusableTemplate):
         return
     check_origins(text)
+
+
+@settings(deadline=None, max_examples=200)
+@given(templates, chats, st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)), max_size=4))
+def test_flags_change_neither_text_nor_origins(source, texts, ranges):
+    """Whatever a template does, a chat whose texts carry flags is the chat without them."""
+    plain, flagged = turns(texts), turns(texts)
+    for flag, (turn, begin, length) in zip(FLAGS, ranges, strict=False):
+        content = flagged[turn]["content"]
+        text = MarkedText(content, origins_of(content))
+        flagged[turn]["content"] = text.flagged(begin, begin + length, flag)
+    try:
+        expected = template(source).render(plain, VARIABLES)
+    except (RenderingRefused, UnusableTemplate):
+        return
+    text = template(source).render(flagged, VARIABLES).without_flags()
+    assert (text.plain, text.origins) == (expected.plain, expected.origins)
 
 
 def plainly(source: str, messages: list[dict[str, object]]) -> str:

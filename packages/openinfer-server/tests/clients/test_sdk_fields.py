@@ -329,7 +329,10 @@ PROBES: Mapping[str, Mapping[str, Probe]] = {
         ),
     },
     "/v1/messages": {
-        "cache_control": Probe({"type": "ephemeral", "ttl": "1h"}, lambda told: told.request.retain_s == 3600),
+        "cache_control": Probe(
+            {"type": "ephemeral", "ttl": "1h"},
+            lambda told: [prefix.retain_s for prefix in told.request.retained_prefixes] == [3600],
+        ),
         **{name: probe for name, probe in CHATS.items() if name != "stop"},
         "continue_final_message": Probe(False, lambda told: "It is <|im_end|>" in told.prompt, {"messages": BEGUN}),
         "include_stop_str_in_output": Probe(True, lambda told: "A sto" in told.body, {"stop_sequences": [" sto"]}),

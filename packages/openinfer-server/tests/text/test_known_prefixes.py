@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
@@ -80,6 +80,38 @@ def test_small_store_gives_the_same_ids(either, turns, max_bytes):
     for text in chats_of(turns):
         assert encode(controls, text) == controls.encode(text)
         assert controls.known_prefixes.num_bytes <= max_bytes
+
+
+honest = st.sampled_from([" ", "a", "th in", "é\n", "e\u0301", "  ", ".!", "\ufffd", "🙂", "x" * 70])
+honest_chats = st.lists(st.one_of(written, honest, st.sampled_from(["a ", "th"]).map(said)), max_size=12).map(joined)
+
+
+@slowly
+@given(honest_chats)
+def test_tokens_before_each_place_are_those_of_the_whole_chats_offsets(either, text):
+    """Of chats without forged text the plain tokenizer says where each token begins."""
+    whole = either.encode(text.plain, add_special_tokens=False)
+    controls = controls_of(either)
+    for _ in range(2):  # also where the beginning is known
+        begun = controls.begin(text, ME)
+        ids = controls.finish(begun)
+        assume(ids == whole.ids)
+        ends = tuple(range(len(text) + 1))
+        expected = tuple(sum(begin < end for begin, _ in whole.offsets) for end in ends)
+        assert controls.counts(text, ids, ends, places=begun.places) == expected
+        assert controls.counts(text, ids, ends) == expected
+
+
+@slowly
+@given(conversations)
+def test_forged_text_moves_no_count(either, turns):
+    """Counts grow with their places, and end with all tokens, whatever clients write."""
+    controls = controls_of(either)
+    for text in chats_of(turns):
+        ids = controls.encode(text)
+        counts = controls.counts(text, ids, tuple(range(len(text) + 1)))
+        assert list(counts) == sorted(counts)
+        assert not text or counts[-1] == len(ids)
 
 
 @pytest.fixture

@@ -223,9 +223,10 @@ class LLM:
     def _prompt(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None) -> list[int]:
         text = self._rendered(messages, template)  # which has the special tokens that the model wants, BOS too
         try:
-            return self._wait(self._tokenizer.encode_chat(text, self._control_tokens))
+            token_ids, _ = self._wait(self._tokenizer.encode_chat(text, self._control_tokens))
         except OriginLost as error:
             raise InvalidRequest(str(error), field="messages") from error
+        return token_ids
 
     def _submission(self, prompt: Prompt, params: SamplingParams, stop: Sequence[str]) -> "_Submission":
         token_ids: Sequence[int] = self._encode(prompt) if isinstance(prompt, str) else prompt

@@ -6,7 +6,7 @@ A model with recurrent states shares a prefix up to where copies of the states a
 is cached beyond that is computed again, and given back before.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
@@ -150,7 +150,10 @@ class BlockAllocator:
             return None
         if self._snapshots is not None:
             sequence.snapshot_positions = self._snapshots.positions(
-                matched_tokens=0, begin_tokens=0, known_tokens=sequence.known_tokens
+                matched_tokens=0,
+                begin_tokens=0,
+                known_tokens=sequence.known_tokens,
+                prefix_ends=_prefix_ends(sequence),
             )
         return BlockAllocation(0)
 
@@ -175,7 +178,10 @@ class BlockAllocator:
             begin_tokens, known_tokens = found.end_tokens, found.known_tokens
         kv.shrink(min(begin_tokens, matched_tokens))
         sequence.snapshot_positions = snapshots.positions(
-            matched_tokens=known_tokens, begin_tokens=begin_tokens, known_tokens=sequence.known_tokens
+            matched_tokens=known_tokens,
+            begin_tokens=begin_tokens,
+            known_tokens=sequence.known_tokens,
+            prefix_ends=_prefix_ends(sequence),
         )
         return BlockAllocation(cached_tokens, found)
 
@@ -206,3 +212,7 @@ class BlockAllocator:
             for others in (running, loading)
             for other in others
         )
+
+
+def _prefix_ends(sequence: Sequence) -> Iterable[int]:
+    return (prefix.num_tokens for prefix in sequence.request.retained_prefixes)

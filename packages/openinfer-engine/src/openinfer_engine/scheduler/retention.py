@@ -1,5 +1,8 @@
 """`Retention`: what ended requests leave in the cache is given up after what others left, for as long as they asked.
 
+A request asks for all that it leaves (`retain_s`), or for beginnings of its prompt (`retained_prefixes`), up to the
+block that holds the last token of one.
+
     a turn ends ── its blocks, and the states at its last boundary, have a deadline ──► the deadline, or
                    a newer turn of the same key ends: what that one does not share has a deadline no more
 
@@ -37,19 +40,22 @@ class Retention:
     def ended(self, sequence: Sequence) -> None:
         """A sequence is about to give its blocks back."""
         request = sequence.request
-        if request.retain_s is None:
-            return
-        digests = sequence.kv.prefix_digests()[: sequence.kv.num_sealed_blocks]
-        if request.cache_key is not None:
-            key = (request.tenant, request.cache_salt, request.lora, request.cache_key)
-            self._supersede(key, digests)
-        sequence.kv.retain(request.retain_s)
-        if self._snapshots is not None:
-            self._snapshots.retain(sequence.kv, for_s=request.retain_s)
+        if request.retain_s is not None:
+            if request.cache_key is not None:
+                key = (request.tenant, request.cache_salt, request.lora, request.cache_key)
+                self._supersede(key, sequence.kv.prefix_digests()[: sequence.kv.num_sealed_blocks])
+            self._retain(sequence, request.retain_s)
+        for prefix in request.retained_prefixes:
+            self._retain(sequence, prefix.retain_s, num_tokens=prefix.num_tokens)
 
     def clear(self) -> None:
         self._turns.clear()
         self._num_digests = 0
+
+    def _retain(self, sequence: Sequence, for_s: float, *, num_tokens: int | None = None) -> None:
+        sequence.kv.retain(for_s, num_tokens=num_tokens)
+        if self._snapshots is not None:
+            self._snapshots.retain(sequence.kv, for_s=for_s, num_tokens=num_tokens)
 
     def _supersede(self, key: tuple[str | None, ...], digests: ListLike[Digest]) -> None:
         before = self._turns.pop(key, ())

@@ -105,7 +105,7 @@ class FairLeastRecentlyUsed:
             if deadline_s is None:
                 deadlines.pop(block_id, None)
             else:
-                deadlines[block_id] = deadline_s
+                deadlines[block_id] = max(deadline_s, deadlines.get(block_id, deadline_s))
             order = orders.get(owner_of[block_id])
             if order is not None and block_id in order:
                 order.change(block_id)

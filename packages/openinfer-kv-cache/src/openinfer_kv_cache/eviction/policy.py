@@ -76,7 +76,8 @@ class RetainsBlocks(EvictionPolicy, Protocol):
     def retain(self, block_ids: Sequence[int], deadline_s: float | None) -> None:
         """These blocks, in use or idle, are given up after others until a deadline of the pool's clock; None: no more.
 
-        They are retained until they are free. It is an order alone: each of them is given up where there is no other.
+        A block that has a later deadline keeps it: of several that ask for a block, the longest counts. They are
+        retained until they are free. It is an order alone: each of them is given up where there is no other.
         """
         ...
 

@@ -1,7 +1,8 @@
 """Blocks of a request's messages, and the turns they stand for."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -94,7 +95,23 @@ _BY_ROLE: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def turns_of(messages: Sequence[MessageParam]) -> list[Turn]:
+@dataclass(frozen=True, slots=True)
+class BlockMark:
+    """A mark on a block of a turn: the characters of the turn's text that are the block's, none for a call."""
+
+    control: CacheControl
+    begin: int = 0
+    end: int = 0
+
+
+class MarkedTurn(NamedTuple):
+    """A turn, and the marks on its blocks."""
+
+    turn: Turn
+    marks: Sequence[BlockMark] = ()
+
+
+def turns_of(messages: Sequence[MessageParam]) -> list[MarkedTurn]:
     """The turns that messages stand for; results of tools are turns of their own, before the text next to them."""
     if not messages:
         raise invalid("messages", "messages is empty")
@@ -118,10 +135,10 @@ def read_block(given: Mapping[str, Any], where: str) -> Block:
     return block
 
 
-def _turns(message: MessageParam, where: str) -> list[Turn]:
+def _turns(message: MessageParam, where: str) -> list[MarkedTurn]:
     content = message.content
     if isinstance(content, str):
-        return [_plain(message.role, content)]
+        return [MarkedTurn(_plain(message.role, content))]
     blocks = [read_block(block, f"{where}.content[{index}]") for index, block in enumerate(content)]
     for index, block in enumerate(blocks):
         if not isinstance(block, _BY_ROLE[message.role]):
@@ -129,9 +146,25 @@ def _turns(message: MessageParam, where: str) -> list[Turn]:
             raise invalid(field, f"{field} cannot stand in a message of the {message.role}")
     if message.role == "assistant":
         return [_assistant(blocks)]
-    results: list[Turn] = [_result(block) for block in blocks if isinstance(block, ToolResultBlock)]
-    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
-    return [*results, *([_plain(message.role, "".join(texts))] if texts or not results else [])]
+    results = [_result(block) for block in blocks if isinstance(block, ToolResultBlock)]
+    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    if results and not texts:
+        return results
+    text, marks = _joined(texts)
+    return [*results, MarkedTurn(_plain(message.role, text), marks)]
+
+
+def _joined(blocks: Iterable[TextBlock]) -> tuple[str, list[BlockMark]]:
+    """Their text as one, and the marks on them."""
+    marks: list[BlockMark] = []
+    texts: list[str] = []
+    end = 0
+    for block in blocks:
+        begin, end = end, end + len(block.text)
+        texts.append(block.text)
+        if block.cache_control is not None:
+            marks.append(BlockMark(block.cache_control, begin, end))
+    return "".join(texts), marks
 
 
 def _plain(role: str, text: str) -> Turn:
@@ -144,12 +177,16 @@ def _plain(role: str, text: str) -> Turn:
             return AssistantTurn(content=text)
 
 
-def _assistant(blocks: Sequence[Block]) -> AssistantTurn:
-    return AssistantTurn(
-        content="".join(block.text for block in blocks if isinstance(block, TextBlock)),
+def _assistant(blocks: Sequence[Block]) -> MarkedTurn:
+    text, marks = _joined(block for block in blocks if isinstance(block, TextBlock))
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    turn = AssistantTurn(
+        content=text,
         reasoning_content="".join(b.thinking for b in blocks if isinstance(b, ThinkingBlock)) or None,
-        tool_calls=[_call(block) for block in blocks if isinstance(block, ToolUseBlock)] or None,
+        tool_calls=[_call(block) for block in calls] or None,
     )
+    marks += [BlockMark(call.cache_control) for call in calls if call.cache_control is not None]
+    return MarkedTurn(turn, marks)
 
 
 def _call(block: ToolUseBlock) -> ToolCall:
@@ -157,7 +194,9 @@ def _call(block: ToolUseBlock) -> ToolCall:
     return ToolCall(id=block.id, type="function", function=FunctionCall(name=block.name, arguments=arguments))
 
 
-def _result(block: ToolResultBlock) -> ToolTurn:
+def _result(block: ToolResultBlock) -> MarkedTurn:
     content = block.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content or [])
-    return ToolTurn(content=text, tool_call_id=block.tool_use_id)
+    text, marks = (content, []) if isinstance(content, str) else _joined(content or [])
+    if block.cache_control is not None:
+        marks.append(BlockMark(block.cache_control, 0, len(text)))
+    return MarkedTurn(ToolTurn(content=text, tool_call_id=block.tool_use_id), marks)

@@ -15,6 +15,7 @@ from openinfer_server.anthropic.objects import (
     BlockDelta,
     BlockStart,
     BlockStop,
+    CacheCreation,
     ContentBlock,
     InputDelta,
     MessageDelta,
@@ -35,6 +36,7 @@ from openinfer_server.http.writers import StreamWriter
 from openinfer_server.output.delta_choice import DeltaChoice, Sink
 from openinfer_server.output.logprobs import ScoredToken
 from openinfer_server.parsers.deltas import CallArguments, CallEnd, CallStart, ContentDelta, Delta, ReasoningDelta
+from openinfer_server.request.retention import KeptPrompt
 
 # The key under which a call's input is given that is no JSON object; Anthropic's name for it.
 INVALID_JSON = "INVALID_JSON"
@@ -48,7 +50,7 @@ class MessageBuilder(Sink):
         writer: gets the events; None for a response in one body.
         shows_thinking: whether the text of thinking is shown, and not only that there was some.
         full_context: whether the end of the model's context comes before `max_tokens`.
-        kept_block_tokens: tokens of a KV block, of which what is retained is made; None if the client marks nothing.
+        kept: what of the prompt the client asks to keep.
     """
 
     def __init__(
@@ -58,9 +60,9 @@ class MessageBuilder(Sink):
         *,
         shows_thinking: bool,
         full_context: bool,
-        kept_block_tokens: int | None = None,
+        kept: KeptPrompt,
     ) -> None:
-        self._kept_block_tokens = kept_block_tokens
+        self._kept = kept
         self.message = message
         self._full_context = full_context
         self._open: ContentBlock | None = None
@@ -91,13 +93,12 @@ class MessageBuilder(Sink):
                     self._stop_block()
 
     def _usage(self, choice: DeltaChoice) -> MessageUsage:
-        created, size = 0, self._kept_block_tokens
-        if size is not None:
-            created = max(0, choice.prompt_tokens // size * size - choice.cached_tokens)
+        shorter, longer = self._kept.created(choice.prompt_tokens, choice.cached_tokens)
         return MessageUsage(
-            input_tokens=choice.prompt_tokens - choice.cached_tokens - created,
+            input_tokens=choice.prompt_tokens - choice.cached_tokens - shorter - longer,
             cache_read_input_tokens=choice.cached_tokens,
-            cache_creation_input_tokens=created,
+            cache_creation_input_tokens=shorter + longer,
+            cache_creation=CacheCreation(ephemeral_5m_input_tokens=shorter, ephemeral_1h_input_tokens=longer),
             output_tokens=choice.completion_tokens,
         )
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import msgspec
 
+from openinfer_core import RetainedPrefix
 from openinfer_core.sampling import Grammar
 from openinfer_server.anthropic.blocks import TextBlock, system_text, turns_of
 from openinfer_server.anthropic.builder import MessageBuilder
+from openinfer_server.anthropic.marks import CacheMark, cache_marks
 from openinfer_server.anthropic.objects import ErrorEvent, Event, MessageObject, TokenCount
 from openinfer_server.anthropic.thinking import thinking_variables
 from openinfer_server.anthropic.types import (
@@ -39,7 +41,7 @@ from openinfer_server.output.response import Response
 from openinfer_server.request.fields import check_rules
 from openinfer_server.request.generation_fields import GenerationFields, SamplingFields
 from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan, plan_bytes
-from openinfer_server.request.retention import marked, retention_of
+from openinfer_server.request.retention import KeptPrompt, Retention, retention_of
 from openinfer_server.request.structured import OutputConstraint, chat_grammar, constrained, output_constraint
 from openinfer_server.service import Service
 from openinfer_server.tools.available import AvailableTools, Fields, ToolMode, ToolRequest, available_tools
@@ -86,7 +88,8 @@ class Messages:
         check_prompting(request)
         model = await service.find_model(request.model, http_request.owner)
         note_dropped_tools(service, http_request, request.tools)
-        prompt, available = await self._prompt(http_request, request)
+        prompt, available, marks = await self._prompt(http_request, request)
+        retention = _retention(request, prompt, marks)
         thinking = request.thinking
         budget = thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None
         parsers = OutputParsers.make(service, prompt, available, budget_tokens=budget, budget_field=BUDGET)
@@ -94,7 +97,7 @@ class Messages:
             lambda: chat_grammar(service, parsers.prompt, available, _constraint(request))
         )
         plan, full_context = await http_request.aside(
-            lambda: self._plan(http_request, request, parsers.prompt, grammar),
+            lambda: self._plan(http_request, request, parsers.prompt, grammar, retention),
             num_bytes=plan_bytes([parsers.prompt], 1),
         )
         shows_thinking = getattr(thinking, "display", None) != "omitted"
@@ -105,7 +108,7 @@ class Messages:
             writer,
             shows_thinking=shows_thinking,
             full_context=full_context,
-            kept_block_tokens=None if plan.requests[0].retain_s is None else service.info.block_size_tokens,
+            kept=KeptPrompt(retention, service.info.block_size_tokens),
         )
         return _Asked(plan, parsers, builder, writer)
 
@@ -114,28 +117,39 @@ class Messages:
         check_prompting(request)
         await self._service.find_model(request.model, http_request.owner)
         note_dropped_tools(self._service, http_request, request.tools)
-        prompt, _ = await self._prompt(http_request, request)
+        prompt, _, _ = await self._prompt(http_request, request)
         await http_request.send(200, msgspec.json.encode(TokenCount(input_tokens=len(prompt.token_ids))))
 
-    async def _prompt(self, http_request: HttpRequest, request: Prompting) -> tuple[Prompt, AvailableTools]:
+    async def _prompt(
+        self, http_request: HttpRequest, request: Prompting
+    ) -> tuple[Prompt, AvailableTools, Sequence[CacheMark]]:
         available = await http_request.aside(lambda: _available_tools(self._service, request))
         turns: list[Turn] = [] if request.system is None else [SystemTurn(content=_system(request.system))]
-        turns += await read_conversation(request.messages, "messages", lambda: turns_of(request.messages))
+        said = await read_conversation(request.messages, "messages", lambda: turns_of(request.messages))
+        before = (request.tools, request.system)
+        marks = cache_marks(said, num_before=len(turns), before=before, whole=request.cache_control)
+        turns += [turn for turn, _ in said]
         variables = {**thinking_variables(self._service, request), **available.variables}
         end = _prompt_end(request, turns)
         salt = request.cache_salt if isinstance(request, MessagesRequest) else None
-        prompt = await chat_prompt(http_request, self._service, turns, variables, end=end, cache_salt=salt)
-        return prompt, available
+        places = [mark.place for mark in marks]
+        prompt = await chat_prompt(
+            http_request, self._service, turns, variables, end=end, cache_salt=salt, marks=places
+        )
+        return prompt, available, marks
 
     def _plan(
-        self, http_request: HttpRequest, request: MessagesRequest, prompt: Prompt, grammar: Grammar | None
+        self,
+        http_request: HttpRequest,
+        request: MessagesRequest,
+        prompt: Prompt,
+        grammar: Grammar | None,
+        retention: Retention,
     ) -> tuple[Plan, bool]:
         """What the engine is asked, and whether the context ends before `max_tokens`."""
         given: dict[str, Any] = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
         given["stop"], given["model"] = request.stop_sequences, request.model
         fields = GenerationFields(**given)
-        given_retention = retention_of(request.prompt_cache_key, request.prompt_cache_retention)
-        contents = [message.content for message in request.messages]
         room = max(1, self._service.info.max_model_tokens - len(prompt.token_ids))
         try:
             plan = make_plan(
@@ -146,11 +160,21 @@ class Messages:
                 owner=http_request.owner,
                 max_tokens=min(request.max_tokens, room),
                 scoring=Scoring(),
-                retention=marked(given_retention, request.cache_control, request.tools, request.system, *contents),
+                retention=retention,
             )
         except ApiError as error:
             raise error.with_names(FIELD_NAMES) from error
         return constrained(plan, grammar), request.max_tokens > room
+
+
+def _retention(request: MessagesRequest, prompt: Prompt, marks: Sequence[CacheMark]) -> Retention:
+    """What is kept: up to the marks, and what OpenAI's fields say."""
+    given = retention_of(request.prompt_cache_key, request.prompt_cache_retention)
+    prefixes = (
+        RetainedPrefix(max(1, num_tokens), mark.seconds)
+        for mark, num_tokens in zip(marks, prompt.prefix_tokens, strict=True)
+    )
+    return Retention(given.seconds, given.key, tuple(prefixes))
 
 
 def _end(error: ApiError | None) -> bytes:

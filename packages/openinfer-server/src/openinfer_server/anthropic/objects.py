@@ -34,12 +34,20 @@ class ToolUseContent(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_u
 ContentBlock: TypeAlias = TextContent | ThinkingContent | ToolUseContent
 
 
+class CacheCreation(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a prompt that stay in the cache, by the time for which its client asked."""
+
+    ephemeral_5m_input_tokens: int = 0  # for less than an hour
+    ephemeral_1h_input_tokens: int = 0  # for an hour, or more by OpenAI's field
+
+
 class MessageUsage(msgspec.Struct, kw_only=True):
     """Tokens of a message."""
 
     input_tokens: int = 0  # of the prompt, without those below
     cache_read_input_tokens: int = 0  # of the prompt, found in the prefix cache
-    cache_creation_input_tokens: int = 0  # of the others, those of a prompt with marks: it stays in the cache
+    cache_creation_input_tokens: int = 0  # of the others, those up to the last mark: they stay in the cache
+    cache_creation: CacheCreation = CacheCreation()  # the same, by time
     output_tokens: int = 0
     service_tier: Literal["standard"] = "standard"
 

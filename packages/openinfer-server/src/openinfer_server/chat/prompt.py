@@ -9,6 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from openinfer_server.chat.prefill import PrefillRefused, continued
+from openinfer_server.chat.prefix_marks import PrefixMark, flagged_turns, prefix_ends
 from openinfer_server.chat.sandbox import RenderingRefused
 from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.chat.turns import TemplateTurn, num_characters, template_turns
@@ -72,6 +73,7 @@ async def chat_prompt(
     end: PromptEnd = PromptEnd.NEW_TURN,
     num_kept: int | None = None,
     cache_salt: str | None = None,
+    marks: Sequence[PrefixMark] = (),
 ) -> Prompt:
     """The prompt of a conversation and its rendered text.
 
@@ -83,6 +85,7 @@ async def chat_prompt(
         end: where the prompt ends.
         num_kept: how many tokens of the prompt's end are kept; None for all. The text is kept whole.
         cache_salt: of the request: what was encoded before is found again under an equal one alone.
+        marks: prefixes whose tokens are counted (`Prompt.prefix_tokens`), at most `MAX_MARKS`; not with `num_kept`.
 
     Raises:
         ApiError: 400; there is no template, or it refused the turns or lost the origin of a control token, or the
@@ -96,19 +99,26 @@ async def chat_prompt(
         raise ApiError(400, message, param="messages", code="no_chat_template")
     if end is PromptEnd.AFTER_LAST_TURN and "add_generation_prompt" not in template.reads:
         raise refused("add_generation_prompt", "the chat template does not read it")
-    marked, begun = await _render(http_request, service, template, turns, variables, end=end)
+    marked, begun = await _render(http_request, service, template, turns, variables, end=end, marks=marks)
+    ends: tuple[int, ...] = ()
+    if marks:
+        ends, marked = prefix_ends(marked, marks), marked.without_flags()
     text = marked.plain
     least = tokenizer.least_tokens(text)
     if num_kept is None and least > info.max_model_tokens:
         raise too_long(f"at least {least}", info, "messages")
     try:
-        token_ids = await tokenizer.encode_chat(marked, control_tokens, client=http_request, cache_salt=cache_salt)
+        token_ids, counts = await tokenizer.encode_chat(
+            marked, control_tokens, client=http_request, cache_salt=cache_salt, ends=ends
+        )
     except OriginLost as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_loses_origin") from error
 
     def prompt() -> Prompt:
-        check_prompt_token_ids(token_ids, info, "messages")
-        return Prompt(tuple(token_ids[-(num_kept or 0) :]), text, "messages", begun)
+        # Looking at 142,000 ids takes 3 ms: only where the tokenizer has any that the model lacks.
+        if not token_ids or tokenizer.max_token_id >= info.num_token_ids:
+            check_prompt_token_ids(token_ids, info, "messages")
+        return Prompt(tuple(token_ids[-(num_kept or 0) :]), text, "messages", begun, counts)
 
     return await http_request.aside(prompt, num_bytes=ID_BYTES * len(token_ids))
 
@@ -121,16 +131,18 @@ async def _render(
     variables: Mapping[str, object],
     *,
     end: PromptEnd,
+    marks: Sequence[PrefixMark],
 ) -> tuple[MarkedText, str]:
     """The rendered chat, and what of its end is the beginning of the answer."""
 
     def read() -> Sequence[TemplateTurn]:
-        return template_turns(
+        read_turns = template_turns(
             turns,
             developer_role="developer" if template.knows_developer_role else "system",
             text_arguments=template.wants_text_arguments,
             no_content_beside_calls=template.wants_no_content_beside_calls,
         )
+        return flagged_turns(read_turns, marks) if marks else read_turns
 
     def render(rendered: Sequence[TemplateTurn]) -> tuple[MarkedText, str]:
         if end is PromptEnd.IN_LAST_TURN:

@@ -303,7 +303,8 @@ class _StandIns:
         return joined(parts)
 
     def _written(self, text: MarkedText, write: Callable[[str], str]) -> MarkedText:
-        return joined(MarkedText.of(write(text.plain[begin:end]), origin) for begin, end, origin in text.runs())
+        written = ((write(part.plain), part.origins[:1]) for part in text.stretches())
+        return joined(MarkedText(json_text, origin * len(json_text)) for json_text, origin in written)
 
 
 def _in_order(value: Any) -> Any:

@@ -168,6 +168,8 @@ def _marked(message: Mapping[str, object]) -> Mapping[str, object]:
 def _of_assistant(content: object) -> object:
     if isinstance(content, list):  # parts, which calls from Python may have
         return [_of_assistant(part) for part in cast("list[object]", content)]
+    if isinstance(content, MarkedText):
+        return content.of_origin(Origin.ASSISTANT)
     if isinstance(content, str):
         return MarkedText.of(content, Origin.ASSISTANT)
     part = cast("dict[str, object]", content)

@@ -41,6 +41,7 @@ class Prompt:
     text: str  # as `echo` shows it; of a chat as it was rendered; may be empty where it is not shown
     field: str  # where it came from, for messages
     begun: str = ""  # the end of the text that is the beginning of the answer, which the client has written
+    prefix_tokens: tuple[int, ...] = ()  # of each prefix that the client marked
 
     @property
     def before_answer(self) -> str:
@@ -394,6 +395,7 @@ def _request(
             transfer=transfer,
             retain_s=retention.seconds,
             cache_key=retention.key,
+            retained_prefixes=retention.prefixes,
         )
     except InvalidRequest as error:
         raise from_invalid_request(error) from error

@@ -16,6 +16,7 @@ import json
 import re
 import secrets
 import threading
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from tokenizers import AddedToken
 from openinfer_server.text.known_prefixes import Cut, KnownPrefix, KnownPrefixes, Scope
 from openinfer_server.text.marked_text import MarkedText, Origin
 from openinfer_server.text.segments import separates, works_piecewise
+from openinfer_server.text.token_counts import decodes_to_text, num_before_tail, place_of_nth
 
 UNWANTED = -1
 _LOST = re.compile(bytes((Origin.LOST,)) + b"+")
@@ -94,7 +96,9 @@ class ControlTokens:
         }
         self.token_ids = frozenset(control)
         cuts = (i for i, each in control.items() if separates(each) and not each.content[:1].isspace())
-        self.cut_ids = frozenset(cuts if works_piecewise(tokenizer) else ())
+        is_known = works_piecewise(tokenizer)
+        self.cut_ids = frozenset(cuts if is_known else ())
+        self._tells_tails = is_known and decodes_to_text(tokenizer)
         self._names = _Names({token_id: each.content for token_id, each in control.items()})
         self._any = _pattern(each.content for each in control.values())
         self._longest = max((len(each.content) for each in control.values()), default=0)
@@ -145,6 +149,57 @@ class ControlTokens:
             cuts = [(_cut(place), index) for place, index in pairs if place.token_id in self.cut_ids]
             self.known_prefixes.keep(begun.scope, known, text, cuts, restored)
         return [*known.token_ids, *restored] if known.token_ids else restored
+
+    def counts(
+        self,
+        text: MarkedText,
+        token_ids: Sequence[int],
+        ends: Sequence[int],
+        *,
+        places: "Sequence[_Place] | None" = None,
+    ) -> tuple[int, ...]:
+        """How many tokens begin before each of some places in a rendered chat.
+
+        Args:
+            text: the chat.
+            token_ids: of it, by `encode` or `finish`.
+            ends: the places, in characters.
+            places: of `begin`, where it was called.
+        """
+        if not ends:
+            return ()
+        found = list(self._find(text)) if places is None else places
+        return tuple(self._count(text, token_ids, found, end) for end in ends)
+
+    def _count(self, text: MarkedText, token_ids: Sequence[int], places: Sequence[_Place], end: int) -> int:
+        if self.cut_ids != self.token_ids:  # rules for neighbours may hide some of the places
+            _, places, _ = self._encode_rest(self._encoder, text, 0, places)
+            return self._count_in(text, (0, len(text)), places, end)
+        number = bisect_left(places, end, key=lambda place: place.begin)  # of places that begin before the end
+        begin, first, after = 0, 0, 0
+        if number:
+            begin, after, _ = places[number - 1]
+            first = place_of_nth(token_ids, self.token_ids, number - 1, len(places))
+        if end <= after:
+            return first + min(number, 1)
+        last = place_of_nth(token_ids, self.token_ids, number, len(places))
+        following = places[number].begin if number < len(places) else len(text)
+        if end == following:
+            return last
+        tail = text.plain[end:following]
+        if self._tells_tails and (count := num_before_tail(self._tokenizer, token_ids, last, tail)) is not None:
+            return count
+        return first + self._count_in(text, (begin, following), places[number - 1 : number] if number else (), end)
+
+    def _count_in(self, text: MarkedText, part: tuple[int, int], places: Sequence[_Place], end: int) -> int:
+        """How many tokens of a part of the text, which is encoded again, begin before a place in it."""
+        begin, following = part
+        written, named = self._written(text[:following], begin, places)
+        shift = -begin
+        for place, name in zip(places, named, strict=True):
+            if place.begin < end:
+                shift, end = (name.end - place.end), max(end, place.end)
+        return self._encoder.count(written, end + shift)
 
     def _encode_rest(
         self, encoder: "_Encoder", text: MarkedText, begin: int, places: Sequence[_Place]
@@ -274,6 +329,11 @@ class _Encoder:
     def encode(self, text: str) -> list[int]:
         """Ids of this tokenizer."""
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def count(self, text: str, end: int) -> int:
+        """How many tokens begin before a place in a text."""
+        encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        return sum(begin < end for begin, _ in encoding.offsets)
 
     def control_ids(self, ids: Sequence[int]) -> list[int]:
         """The control tokens among ids, as the first tokenizer's; `UNWANTED` for one that the model made of text."""

@@ -28,6 +28,12 @@ class Origin(IntEnum):
     """An operation that mixes its inputs beyond telling."""
 
 
+FLAGS = (0x10, 0x20, 0x40, 0x80)
+"""Bits next to a character's origin, which a rendering carries along; they say nothing of where it comes from."""
+_ORIGIN_BITS = 0x0F
+_WITHOUT_FLAGS = bytes(byte & _ORIGIN_BITS for byte in range(256))
+_CLIENTS = bytes(byte for byte in range(256) if byte & _ORIGIN_BITS == Origin.CLIENT)
+_SAME = re.compile(rb"(.)\1*+", re.DOTALL)
 _RUN = re.compile(b"|".join(rb"\x%02x+" % origin for origin in Origin))
 _CONVERSION = re.compile(r"%(?:\((\w+)\))?(.)", re.DOTALL)
 
@@ -59,12 +65,38 @@ class MarkedText(str):
     @property
     def is_marked(self) -> bool:
         """Whether there is anything that a client did not write."""
-        return bool(self.origins.strip(b"\0"))
+        return bool(self.origins.strip(_CLIENTS))
+
+    def of_origin(self, origin: Origin) -> "MarkedText":
+        """The text with another origin; flags stay."""
+        return MarkedText(
+            self.plain, self.origins.translate(bytes(byte & ~_ORIGIN_BITS | origin for byte in range(256)))
+        )
+
+    def flagged(self, begin: int, end: int, flag: int) -> "MarkedText":
+        """The text with one of `FLAGS` at the characters between two places."""
+        table = bytes(byte | flag for byte in range(256))
+        origins = self.origins
+        return MarkedText(self.plain, b"".join((origins[:begin], origins[begin:end].translate(table), origins[end:])))
+
+    def flagged_range(self, flag: int) -> tuple[int, int] | None:
+        """Where the first character with a flag begins and the last one ends; None if none has it."""
+        found = self.origins.translate(bytes(bool(byte & flag) for byte in range(256)))
+        first = found.find(1)
+        return None if first < 0 else (first, found.rfind(1) + 1)
+
+    def without_flags(self) -> "MarkedText":
+        return MarkedText(self.plain, self.origins.translate(_WITHOUT_FLAGS))
 
     def runs(self) -> Iterator[tuple[int, int, Origin]]:
         """Begin and end of each stretch of one origin."""
-        for run in _RUN.finditer(self.origins):
+        for run in _RUN.finditer(self.origins.translate(_WITHOUT_FLAGS)):
             yield run.start(), run.end(), Origin(run.group()[0])
+
+    def stretches(self) -> "Iterator[MarkedText]":
+        """The parts of the text that have one origin, and the same flags, each."""
+        for run in _SAME.finditer(self.origins):
+            yield self[run.start() : run.end()]
 
     def __str__(self) -> str:
         return self  # jinja2 passes every output through `str`
@@ -173,8 +205,9 @@ class MarkedText(str):
         # a character becomes one character or more, never fewer, so that equal lengths are equal places
         if len(text) == len(self):
             return MarkedText(text, self.origins)
-        if len(set(self.origins)) <= 1:
-            return MarkedText(text, self.origins[:1] * len(text))
+        origins = self.origins.translate(_WITHOUT_FLAGS)
+        if len(set(origins)) <= 1:
+            return MarkedText(text, origins[:1] * len(text))
         return lost(MarkedText(text), self)
 
 
@@ -278,7 +311,7 @@ def formatted(
         fields: `string.Formatter.parse` of the pattern.
         get: the value of a field, by its name or number.
     """
-    origins = origins_of(pattern)
+    origins = origins_of(pattern).translate(_WITHOUT_FLAGS)
     unnamed = itertools.count()
     parts: list[str] = []
     values: list[object] = []

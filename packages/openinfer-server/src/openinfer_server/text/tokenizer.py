@@ -15,7 +15,7 @@ from openinfer_core.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 from openinfer_server.errors import UnusableTokenizer
 from openinfer_server.limits.queued_work import Client
 from openinfer_server.text.byte_table import ByteTable, SentencePieces, build_byte_table
-from openinfer_server.text.control_tokens import ControlTokens
+from openinfer_server.text.control_tokens import BegunEncoding, ControlTokens
 from openinfer_server.text.detokenizers import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from openinfer_server.text.encoding_threads import THIS_PROCESS, EncodingThreads
 from openinfer_server.text.known_prefixes import DEFAULT_BYTES, KnownPrefixes, Scope
@@ -31,6 +31,7 @@ class Tokenizer:
     Attributes:
         byte_table: bytes of each token if the vocabulary is byte-level, else None.
         encoding: the threads in which long texts are encoded.
+        max_token_id: the largest id that it encodes to.
         table: these, or the bytes of SentencePiece's tokens; None for other decoders.
     """
 
@@ -46,6 +47,7 @@ class Tokenizer:
         known = byte_level or self._pieces is not None
         self.table: ByteTable | None = build_byte_table(tokenizer, num_token_ids, self._pieces) if known else None
         self.byte_table: ByteTable | None = self.table if byte_level else None
+        self.max_token_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.encoding = EncodingThreads()
         self._detokenizers: dict[frozenset[str], Callable[[Sequence[int]], Detokenizer]] = {}
         self._characters_per_token = _most_characters_per_token(tokenizer)
@@ -100,8 +102,9 @@ class Tokenizer:
         *,
         client: Client = THIS_PROCESS,
         cache_salt: str | None = None,
-    ) -> list[int]:
-        """Token ids of a rendered chat, whose control tokens are the template's.
+        ends: Sequence[int] = (),
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """Token ids of a rendered chat, whose control tokens are the template's, and how many begin before each end.
 
         What the client's owner sent before under the same cache salt, of whose beginning the ids are known, is not
         encoded again.
@@ -111,10 +114,16 @@ class Tokenizer:
             ApiError, ClientDisconnected: see `encode`.
         """
         if len(text) <= INLINE_CHARACTERS:
-            return control_tokens.encode(text)
+            token_ids = control_tokens.encode(text)
+            return token_ids, control_tokens.counts(text, token_ids, ends)
         scope = Scope(client.owner, cache_salt)
+
+        def encode(begun: BegunEncoding) -> tuple[list[int], tuple[int, ...]]:
+            token_ids = control_tokens.finish(begun)
+            return token_ids, control_tokens.counts(text, token_ids, ends, places=begun.places)
+
         return await self.encoding.run_rest(
-            client, len(text), look_up=lambda: control_tokens.begin(text, scope), encode=control_tokens.finish
+            client, len(text), look_up=lambda: control_tokens.begin(text, scope), encode=encode
         )
 
     def control_tokens(

@@ -2,12 +2,15 @@
 
 A recurrent state cannot be set back, so a prefix is reused only where KV blocks and a copy of the states end at the
 same boundary. Copies are taken where they are likely to be found again: at the last boundary of a prompt, and where a
-prompt leaves a prefix that is cached already, since a third one may leave it there, too. A row ends at such a place,
+prompt leaves a prefix that is cached already, since a third one may leave it there, too; and where the block begins
+that holds the end of a prefix which its client asks to retain, if no other copy is near. A row ends at such a place,
 and the states are copied after its step; a restored sequence's are copied before its first.
 
 The slots that sequences run in are the pool's first ones, live for ever; copies have those after them. KV tiers fill
 copies while steps run (`begin_load`), and read those that are held (`hold`).
 """
+
+from collections.abc import Iterable
 
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import StateCopy
@@ -51,20 +54,34 @@ class Snapshots:
     def has_after(self, kv: BlockSequence, num_tokens: int) -> bool:
         return self.has(self._digest(kv, num_tokens))
 
-    def positions(self, *, matched_tokens: int, begin_tokens: int, known_tokens: int) -> tuple[int, ...]:
+    def positions(
+        self, *, matched_tokens: int, begin_tokens: int, known_tokens: int, prefix_ends: Iterable[int] = ()
+    ) -> tuple[int, ...]:
         """Where the states of a sequence are to be kept, ascending.
 
         Args:
             matched_tokens: of its prefix, those whose KV was in the cache.
             begin_tokens: where it begins to compute.
             known_tokens: its ids; at least the last of them is always computed.
+            prefix_ends: tokens of its prefixes that are to be retained.
         """
-        last = (known_tokens - 1) // self._block_tokens * self._block_tokens
-        return tuple(sorted(position for position in {matched_tokens, last} if position > begin_tokens))
+        size = self._block_tokens
+        positions = {matched_tokens, (known_tokens - 1) // size * size}
+        for end in prefix_ends:
+            begin = end // size * size
+            if positions.isdisjoint((begin, begin + size)):
+                positions.add(begin)
+        return tuple(sorted(position for position in positions if position > begin_tokens))
 
-    def retain(self, kv: BlockSequence, *, for_s: float) -> None:
-        """Has the states at the last boundary that are kept of a sequence given up after others; see the pool."""
-        num_tokens = self.longest_prefix(kv, kv.num_sealed_blocks * self._block_tokens)
+    def retain(self, kv: BlockSequence, *, for_s: float, num_tokens: int | None = None) -> None:
+        """Has the states at the last boundary that are kept of a sequence given up after others; see the pool.
+
+        With `num_tokens`, those at the last one up to the end of the block that holds the last of so many tokens.
+        """
+        num_blocks = kv.num_sealed_blocks
+        if num_tokens is not None:
+            num_blocks = min(num_blocks, -(-num_tokens // self._block_tokens))
+        num_tokens = self.longest_prefix(kv, num_blocks * self._block_tokens)
         if num_tokens:
             self._pool.retain(self._digest(kv, num_tokens), for_s)
 
