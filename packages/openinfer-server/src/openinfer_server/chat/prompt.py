@@ -118,7 +118,7 @@ async def chat_prompt(
         # Looking at 142,000 ids takes 3 ms: only where the tokenizer has any that the model lacks.
         if not token_ids or tokenizer.max_token_id >= info.num_token_ids:
             check_prompt_token_ids(token_ids, info, "messages")
-        return Prompt(tuple(token_ids[-(num_kept or 0) :]), text, "messages", begun, counts)
+        return Prompt(tuple(token_ids[-num_kept:] if num_kept else token_ids), text, "messages", begun, counts)
 
     return await http_request.aside(prompt, num_bytes=ID_BYTES * len(token_ids))
 

@@ -18,12 +18,13 @@ from openinfer_server.http.nulls import without_nulls
 T = TypeVar("T")
 
 SLICE_BYTES = 32 * 2**10  # a slice is less than twice as long, but for long texts in it: 2 ms of decoding
-_TEXT = rb'"[^"\\]{0,4096}+(?:\\.[^"\\]{0,64}+){0,64}+"'
+# Of longer texts the end is looked for by itself (`_end_of_text`): the pattern would read their beginning four times.
+_TEXT = rb'"[^"\\]{0,512}+(?:\\.[^"\\]{0,64}+){0,16}+"'
 # Some values that are no containers, with the commas after them; another one of them, or a name; a bracket; a long text
 # begins. All are short work, since a match holds the interpreter, too.
 _MARKS = re.compile(rb'(?:(?:[^"\[\]{},]|%b)*+,){1,64}|%b|[\[\]{}"]' % (_TEXT, _TEXT), re.DOTALL)
-_PART_OF_TEXT = re.compile(rb'[^"\\]{0,65536}+(?:\\.[^"\\]{0,64}+){0,4096}+', re.DOTALL)
-_QUOTE, _BACKSLASH = ord('"'), ord("\\")
+_ESCAPES = re.compile(rb'[^"\\]{0,64}+(?:\\.[^"\\]{0,64}+){0,4096}+', re.DOTALL)  # where they are close together
+_QUOTE = ord('"')
 _COMMA, _OBJECT, _ARRAY, _CLOSING = ord(","), ord("{"), ord("["), b"]}"
 
 Decode = Callable[[bytes], Any]
@@ -110,12 +111,13 @@ class _Cutter:
         return self._root
 
     def _end_of_text(self, after: int) -> int:
-        quote = self._text.index(_QUOTE, after)
-        if self._text.find(_BACKSLASH, after, quote) < 0:  # most long texts: forty times as fast as the pattern
-            return quote + 1
-        while self._text[after] != _QUOTE:
-            after = cast("re.Match[bytes]", _PART_OF_TEXT.match(self._text, after)).end()
-        return after + 1
+        # A pattern takes 2.5 ns for a character, looking for a quote thirty times less.
+        while True:
+            quote = self._text.index(_QUOTE, after)
+            text = self._text[after:quote]
+            if (len(text) - len(text.rstrip(b"\\"))) % 2 == 0:
+                return quote + 1
+            after = cast("re.Match[bytes]", _ESCAPES.match(self._text, quote + 1)).end()
 
     def _next(self, container: _Container, at: int) -> None:
         """A value is over, or several, and another one comes."""

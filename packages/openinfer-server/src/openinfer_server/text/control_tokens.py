@@ -148,7 +148,7 @@ class ControlTokens:
             pairs = zip(found, encoder.control_indices(ids), strict=True)
             cuts = [(_cut(place), index) for place, index in pairs if place.token_id in self.cut_ids]
             self.known_prefixes.keep(begun.scope, known, text, cuts, restored)
-        return [*known.token_ids, *restored] if known.token_ids else restored
+        return known.token_ids + restored if known.token_ids else restored
 
     def counts(
         self,
