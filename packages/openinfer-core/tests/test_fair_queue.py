@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from openinfer_core.fair_queue import FairQueue
+from openinfer_core.fair_queue import FairQueue, FairTurns, Share
 
 
 class Clock:
@@ -172,3 +174,49 @@ def test_last_work_is_let_go_of_while_the_thread_waits() -> None:
     assert gone.wait(60)
     queue.close()
     queue.join()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["put", "take", "withdraw"]), st.integers(0, 5), st.integers(0, 30)), max_size=60
+    )
+)
+def test_least_order_of_an_owner_is_next_then_the_first_that_came(steps: list[tuple[str, int, int]]) -> None:
+    turns: FairTurns[int] = FairTurns()
+    waiting: list[tuple[int, int]] = []  # (order, number), as they came
+    tickets: dict[int, tuple[Share[int], int]] = {}
+    for number, (step, order, place) in enumerate(steps):
+        if step == "put":
+            tickets[number] = turns.put("a", number, order=order)
+            waiting.append((order, number))
+        elif waiting and step == "take":
+            share, taken = turns.take()
+            share.end(0.0)
+            waiting.sort(key=lambda each: each[0])  # stable
+            assert taken == waiting.pop(0)[1]
+            waiting.sort(key=lambda each: each[1])
+        elif waiting:
+            _, withdrawn = waiting.pop(place % len(waiting))
+            turns.withdraw(*tickets[withdrawn])
+        assert len(turns) == len(waiting)
+
+
+def test_what_began_first_is_done_first_in_all_its_pieces(held: Held) -> None:
+    """Two of three pieces each, the next of which is submitted when the last one is done."""
+    over = threading.Event()
+
+    def submit(name: str, begin_s: float, number: int) -> None:
+        held.queue.submit("a", lambda: piece(name, begin_s, number), order_s=begin_s)
+
+    def piece(name: str, begin_s: float, number: int) -> None:
+        held.order.append(f"{name} {number}")
+        if number < 2:
+            submit(name, begin_s, number + 1)
+        elif name == "late":
+            over.set()
+
+    submit("late", 2.0, 0)
+    submit("early", 1.0, 0)
+    held.go()
+    assert over.wait(60)
+    assert held.order == ["early 0", "early 1", "early 2", "late 0", "late 1", "late 2"]

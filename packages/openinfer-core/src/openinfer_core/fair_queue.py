@@ -8,12 +8,17 @@ seconds, and the next item is of the one that has used least (start-time fair qu
 Transactions on Networking 5(5), 1997). One that comes back, or comes first, begins where those that wait are: what it
 did not use is not saved up. So an owner waits for one item of each other owner, and for those that are being worked
 on, however many they have sent.
+
+Of one owner's items the one with the least `order` is next, then the one that came first. What is done in several
+pieces gives all of them the time at which it began: it is then done before what began later, where each piece by itself
+would wait for the first pieces of all others, so that all would be done late.
 """
 
 import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from heapq import heappop, heappush
 from typing import Any, Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -23,12 +28,19 @@ Item = TypeVar("Item")
 class Share(Generic[Item]):
     """What one owner has waiting and has used."""
 
-    __slots__ = ("num_running", "used_s", "waiting")
+    __slots__ = ("num_running", "order", "used_s", "waiting")
 
     def __init__(self, used_s: float) -> None:
         self.used_s = used_s  # since the turns began, as if it had always had its share
         self.num_running = 0
         self.waiting: dict[int, Item] = {}  # by ticket, in order of arrival
+        self.order: list[tuple[float, int]] = []  # of tickets, a heap; some may be withdrawn
+
+    def take(self) -> Item:
+        """Takes out the item that is next; there must be one."""
+        while (ticket := heappop(self.order)[1]) not in self.waiting:
+            pass
+        return self.waiting.pop(ticket)
 
     def end(self, used_s: float) -> None:
         """An item that was taken is done, and took so long."""
@@ -53,7 +65,7 @@ class FairTurns(Generic[Item]):
         """Whether nothing waits and nothing is being worked on."""
         return not self._num_waiting and not any(share.num_running for share in self._shares.values())
 
-    def put(self, owner: Hashable, item: Item) -> tuple[Share[Item], int]:
+    def put(self, owner: Hashable, item: Item, *, order: float = 0.0) -> tuple[Share[Item], int]:
         """Returns the share and the ticket by which the item can be withdrawn."""
         share = self._shares.get(owner)
         if share is None:
@@ -62,6 +74,7 @@ class FairTurns(Generic[Item]):
             share.used_s = max(share.used_s, self._now_s)
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         share.waiting[ticket] = item
+        heappush(share.order, (order, ticket))
         self._num_waiting += 1
         return share, ticket
 
@@ -83,7 +96,7 @@ class FairTurns(Generic[Item]):
         }
         share.num_running += 1
         self._num_waiting -= 1
-        return share, share.waiting.pop(next(iter(share.waiting)))
+        return share, share.take()
 
     def waiting(self) -> list[Item]:
         """All that wait, in no particular order."""
@@ -120,14 +133,21 @@ class FairQueue:
         with self._changed:
             return len(self._turns)
 
-    def submit(self, owner: str, work: Callable[[], T]) -> "Future[T]":
-        """The future of a call; it can be cancelled until the call begins, and is when the queue closes before."""
+    def submit(self, owner: str, work: Callable[[], T], *, order_s: float | None = None) -> "Future[T]":
+        """The future of a call; it can be cancelled until the call begins, and is when the queue closes before.
+
+        Args:
+            owner: whose share it takes.
+            work: the call.
+            order_s: on the queue's clock; of the owner's calls the one with the least is next. By default, now.
+        """
+        order = self._clock() if order_s is None else order_s
         future: Future[T] = Future()
         with self._changed:
             if self._is_closed:
                 future.cancel()
                 return future
-            share, ticket = self._turns.put(owner, (future, work))
+            share, ticket = self._turns.put(owner, (future, work), order=order)
             self._changed.notify()
             if len(self._threads) < self.num_threads:
                 self._begin_thread()

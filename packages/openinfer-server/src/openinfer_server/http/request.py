@@ -3,6 +3,7 @@
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_args
 from urllib.parse import parse_qsl
@@ -63,6 +64,7 @@ class HttpRequest:
         self.response_headers: tuple[tuple[bytes, bytes], ...] = ()
         self._budgets = budgets
         self._held_bytes = 0
+        self._arrived_s = time.monotonic()  # all that is done for it is done in this order
         self._large_values: list[Any] | None = None
         self._scope = scope
         self._receive = receive
@@ -173,7 +175,7 @@ class HttpRequest:
         Raises:
             ClientDisconnected: the client has left; work that had not begun is not done.
         """
-        return await run_for(self, self._budgets.threads, work)
+        return await run_for(self, self._budgets.threads, work, order_s=self._arrived_s)
 
     def _check_content_type(self) -> None:
         # a page of another origin can post other types to a local server without a preflight

@@ -23,13 +23,15 @@ class Client(Protocol):
         ...
 
 
-async def run_for(client: Client, queue: FairQueue, work: Callable[[], T]) -> T:
+async def run_for(client: Client, queue: FairQueue, work: Callable[[], T], *, order_s: float | None = None) -> T:
     """What the work returns or raises; returns when no thread has anything of it, also where the client leaves before.
+
+    `order_s` is `FairQueue.submit`'s.
 
     Raises:
         ClientDisconnected: the client has left. What has begun was done all the same.
     """
-    future = queue.submit(client.owner, work)
+    future = queue.submit(client.owner, work, order_s=order_s)
     done = asyncio.wrap_future(future)
     gone = asyncio.create_task(client.disconnected())
     try:
