@@ -15,6 +15,7 @@ from openinfer_core.grammars import Vocabulary
 from openinfer_core.sampling import Grammar, GrammarKind
 from openinfer_engine.grammars.compiler import LlguidanceCompiler
 from openinfer_engine.grammars.guard import GrammarGuard, GrammarTooCostly, start_process
+from openinfer_engine.grammars.guard_process import NICENESS
 from openinfer_engine.grammars.kept import REFUSAL_KEPT_S
 from openinfer_engine.vocabulary import read_num_token_ids
 
@@ -26,6 +27,7 @@ DEEP = Grammar(
 )
 READY = "import sys; sys.stdout.write('ready\\n'); sys.stdout.flush(); "
 Start = Callable[[], subprocess.Popen[bytes]]
+SPARE = 1  # a process that is started once a grammar was checked
 
 
 def python(code: str) -> subprocess.Popen[bytes]:
@@ -41,8 +43,16 @@ def ended_by(number: signal.Signals) -> Start:
     return dying(f"sys.stdin.readline(); import os; os.kill(os.getpid(), {int(number)})")
 
 
-def no_room() -> subprocess.Popen[bytes]:
-    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+def failing(number: int) -> Start:
+    """The system refuses another process."""
+
+    def start() -> subprocess.Popen[bytes]:
+        raise OSError(number, os.strerror(number))
+
+    return start
+
+
+no_room = failing(errno.EAGAIN)
 
 
 FAULTS: dict[str, Start] = {
@@ -53,6 +63,8 @@ FAULTS: dict[str, Start] = {
     "stalled": dying("sys.stdin.readline(); import time; time.sleep(600)"),
     "not started": lambda: python("pass"),
     "no room for a process": no_room,
+    "no memory for a process": failing(errno.ENOMEM),
+    "no descriptors for its pipes": failing(errno.EMFILE),
 }
 
 
@@ -79,7 +91,7 @@ def made(*first: Start) -> tuple[GrammarGuard, Starts]:
 def test_fault_that_passes_is_tried_again_in_a_fresh_process(fault: str) -> None:
     guard, starts = made(FAULTS[fault])
     assert guard.check(LARGE if fault == "stalled before it reads" else GOOD, None)
-    assert (starts.count, guard.num_faults) == (2, 1)
+    assert (starts.count - SPARE, guard.num_faults) == (2, 1)
     guard.close()
 
 
@@ -89,7 +101,7 @@ def test_fault_that_stays_is_of_the_moment_and_the_next_grammar_is_checked(fault
     with pytest.raises(Unavailable, match="was not there; try again"):
         guard.check(GOOD, None)
     assert guard.check(GOOD, None)
-    assert (starts.count, guard.num_faults) == (3, 2)
+    assert (starts.count - SPARE, guard.num_faults) == (3, 2)
     guard.close()
 
 
@@ -99,7 +111,7 @@ def test_limit_counts_against_a_grammar_only_alone_in_a_fresh_process(number: si
     guard, starts = made(dying(f"{answers_once}sys.stdin.readline(); import os; os.kill(os.getpid(), {int(number)})"))
     assert guard.check(GOOD, None) == "first"
     assert "first" not in guard.check(GOOD, None)
-    assert (starts.count, guard.num_faults) == (2, 0)
+    assert (starts.count - SPARE, guard.num_faults) == (2, 0)
     guard.close()
     guard, starts = made(ended_by(number))
     with pytest.raises(GrammarTooCostly, match="too large, too deep or too slow"):
@@ -116,6 +128,58 @@ def test_grammar_that_ends_a_used_process_is_tried_alone() -> None:
     assert starts.count == 2
     assert guard.check(GOOD, None)
     guard.close()
+
+
+def test_a_spare_process_is_there_before_it_is_needed_and_takes_the_place_of_one_that_died() -> None:
+    guard, starts = made()
+    assert (guard.pid, guard.spare_pid) == (None, None)
+    guard.check(GOOD, None)
+    spare = guard.spare_pid
+    assert spare is not None
+    os.kill(guard.pid or 0, signal.SIGKILL)
+    guard.check(GOOD, None)
+    assert guard.pid == spare
+    assert guard.spare_pid not in (None, spare)
+    assert starts.count == 3
+    guard.close()
+    assert (guard.pid, guard.spare_pid) == (None, None)
+    with pytest.raises(ProcessLookupError):
+        os.kill(spare, 0)
+
+
+def test_a_spare_that_ended_unseen_costs_a_start_and_no_fault() -> None:
+    guard, starts = made()
+    guard.check(GOOD, None)
+    for pid in (guard.spare_pid, guard.pid):
+        os.kill(pid or 0, signal.SIGKILL)
+        wait_until_ended(pid or 0)
+    assert guard.check(GOOD, None)
+    assert (starts.count, guard.num_faults) == (4, 0)
+    guard.close()
+
+
+def test_where_there_is_no_room_for_a_spare_grammars_are_checked_all_the_same() -> None:
+    starts = Starts(start_process, no_room, no_room)
+    guard = GrammarGuard(start=starts, stall_s=60, deadline_s=60)
+    for _ in range(2):
+        assert guard.check(GOOD, None)
+        assert guard.spare_pid is None
+    assert guard.check(GOOD, None)
+    assert guard.spare_pid is not None
+    assert (starts.count, guard.num_faults) == (4, 0)
+    guard.close()
+
+
+def test_checks_give_way_to_those_who_generate() -> None:
+    guard, _ = made()
+    guard.check(GOOD, None)
+    assert os.getpriority(os.PRIO_PROCESS, guard.pid or 0) == min(19, os.nice(0) + NICENESS)
+    guard.close()
+
+
+def wait_until_ended(pid: int) -> None:
+    """Until a child is dead; it is not reaped."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 MODEL_DIR: Path = find_plugin("openinfer.checkpoints", "tiny").load()()

@@ -3,6 +3,8 @@
 asked ──► answered: a grammar that compiles, or what is wrong with it
   ├──► ended by a limit of ours ──► asked again alone in a fresh process ──► again: the client's (`GrammarTooCostly`)
   └──► killed, stalled, not started ──► once more in a fresh process ──► again: of the moment (`Unavailable`)
+
+A fresh process is there already: once a grammar was checked, a spare one is kept, which has seen none.
 """
 
 import contextlib
@@ -62,6 +64,8 @@ class _Process:
     popen: subprocess.Popen[bytes]
     is_fresh: bool = True  # it has seen no grammar yet
 
+    is_ready: bool = False  # it has said so
+
     def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
         stdin, stdout = self.popen.stdin, self.popen.stdout
         if stdin is None or stdout is None:
@@ -98,7 +102,7 @@ def start_process() -> subprocess.Popen[bytes]:
 
 
 class GrammarGuard:
-    """Starts its process when it is first asked, and again when that has ended.
+    """Starts its process when it is first asked; from its first answer on, a spare one waits for its end.
 
     One thread asks; any may close.
 
@@ -121,11 +125,19 @@ class GrammarGuard:
         self._is_closed = False
         self._lock = threading.Lock()
         self._process: _Process | None = None
+        self._spare: _Process | None = None
 
     @property
     def pid(self) -> int | None:
+        """Of the process that is asked next."""
         process = self._process
         return None if process is None else process.popen.pid
+
+    @property
+    def spare_pid(self) -> int | None:
+        """Of the one that takes its place."""
+        spare = self._spare
+        return None if spare is None else spare.popen.pid
 
     def check(self, grammar: Grammar, head: str | None) -> str:
         """A grammar in llguidance's notation, which compiles within the bounds.
@@ -151,9 +163,12 @@ class GrammarGuard:
         return answered["grammar"]
 
     def close(self) -> None:
-        """Ends the process for good: a request that waits for it is refused. Idempotent."""
+        """Ends both processes for good: a request that waits for one is refused. Idempotent."""
         with self._lock:
             self._is_closed = True
+            spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.end()
         self._end()
 
     def _answer(self, grammar: Grammar, line: bytes) -> bytes:
@@ -162,7 +177,7 @@ class GrammarGuard:
             try:
                 process = self._ready_process(time_s)
                 was_fresh, process.is_fresh = process.is_fresh, False
-                return self._ask(process, line, time_s)
+                answer = self._ask(process, line, time_s)
             except _Ended as end:
                 self._end()
                 if end.by_a_limit and was_fresh:
@@ -172,6 +187,9 @@ class GrammarGuard:
                     logger.warning("the guard process of grammars: %s%s", end, "" if is_last else "; once more")
                 if is_last:
                     raise Unavailable("the process that checks grammars was not there; try again") from end
+            else:
+                self._keep_spare()
+                return answer
         raise AssertionError("the last try returns or raises")
 
     def _ask(self, process: _Process, line: bytes, time_s: float) -> bytes:
@@ -194,19 +212,43 @@ class GrammarGuard:
         with self._lock:
             if self._is_closed:
                 raise Unavailable("the engine is closing")
-            if self._process is not None:
-                return self._process
-            try:
-                process = self._process = _Process(self._start())
-            except OSError as error:
-                raise _Ended(f"it cannot be started: {error.strerror}") from error
+            process = self._process = self._process or self._taken_spare() or self._started()
+        if not process.is_ready:
+            self._await_ready(process, time_s)
+        return process
+
+    def _started(self) -> _Process:
+        try:
+            return _Process(self._start())
+        except OSError as error:
+            raise _Ended(f"it cannot be started: {error.strerror}") from error
+
+    def _taken_spare(self) -> _Process | None:
+        """The spare process, unless there is none or it has ended."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.popen.poll() is not None:
+            spare.end()
+            return None
+        return spare
+
+    def _await_ready(self, process: _Process, time_s: float) -> None:
         try:
             ready = _read_line(process.pipes()[1].fileno(), time.monotonic() + time_s)
         except (OSError, ValueError):  # TimeoutError among them
             ready = None
         if ready is None:
             raise _Ended(f"it did not start; python -P {_PROCESS} shows why")
-        return process
+        process.is_ready = True
+
+    def _keep_spare(self) -> None:
+        """Starts another process, without waiting for it; where the system has no room, the next grammar tries again."""
+        with self._lock:
+            if self._is_closed or self._spare is not None:
+                return
+            try:
+                self._spare = self._started()
+            except _Ended as end:
+                logger.info("a spare guard process of grammars: %s", end)
 
     def _end(self) -> None:
         with self._lock:
