@@ -18,7 +18,7 @@ from openinfer_server.http.access import Access, Level
 from openinfer_server.http.api_errors import ApiError, internal
 from openinfer_server.http.openapi import document_route
 from openinfer_server.http.origins import Headers, Origins
-from openinfer_server.http.request import HttpRequest
+from openinfer_server.http.request import GivenBack, HttpRequest
 from openinfer_server.http.router import Router
 from openinfer_server.http.routes import Endpoints, Route
 from openinfer_server.http.writers import ClientDisconnected, Receive, Scope, Send
@@ -122,15 +122,19 @@ class App:
         finally:
             if tracing is not None and trace is not None:
                 tracing.end(trace, http_request, route)
-            self.service.metrics.responses[route, http_request.status] += 1
-            log.end(http_request, route)
+            self._count(http_request, route, log)
 
     async def _handle(self, http_request: HttpRequest, route: Route) -> None:
         if route.level is Level.PUBLIC:  # probes are answered however many requests there are
             await route.handler(http_request)
             return
-        with self.service.budgets.request(http_request.owner):
+        with self.service.budgets.request(http_request.owner), contextlib.suppress(GivenBack):
             await route.handler(http_request)
+
+    def _count(self, http_request: HttpRequest, route: str, log: RequestLog) -> None:
+        if not http_request.is_given_back:  # else it is counted where it is answered
+            self.service.metrics.responses[route, http_request.status] += 1
+            log.end(http_request, route)
 
     def _preflight(self, http_request: HttpRequest) -> Headers | None:
         """What answers a browser's question whether a page may ask; None for every other request."""

@@ -158,8 +158,14 @@ def _address_for_large(handle: EngineHandle, options: ServerOptions, stack: cont
 
 def hand_over_of(app: App, address: str, want: Callable[[], None]) -> HandOver:
     """What hands the application's large requests over, as far as another process may answer them."""
-    paths = [route.path for route in app.router.routes if route.is_stateless and route.method == "POST"]
-    return HandOver(address, paths, least_bytes=app.service.options.large_request_bytes, want=want)
+    posted = [route for route in app.router.routes if route.method == "POST"]
+    return HandOver(
+        address,
+        [route.path for route in posted if route.is_stateless],
+        returning=[route.path for route in posted if route.may_go_back],
+        least_bytes=app.service.options.large_request_bytes,
+        want=want,
+    )
 
 
 def listen_for_large(address: str) -> socket.socket:

@@ -15,6 +15,7 @@ import pytest
 from openinfer_server.http.handover import HandOver
 from openinfer_server.testing import DEADLINE_S, wait_until
 from openinfer_server.workers.group import can_share_ports
+from openinfer_server.workers.kept_bytes import KEPT_BYTES
 
 pytestmark = pytest.mark.skipif(not can_share_ports(), reason="only Linux hands connections over")
 LARGE = 4096
@@ -62,6 +63,14 @@ class Server:
                 if "openinfer_server.workers.worker" in each.cmdline():
                     found.append(each)
         return found
+
+    def holder_but(self, dead):
+        """Another process for large requests, if there is one, that has a client's connection."""
+        for each in self.workers():
+            with contextlib.suppress(psutil.Error):
+                if each.pid != dead.pid and has_connection(each):
+                    return each
+        return None
 
     def wait_for_large(self):
         wait_until(lambda: self.ask(body=large())[:2] == (200, True), "a process that takes large requests")
@@ -145,7 +154,7 @@ def test_large_requests_have_a_process_that_the_first_of_them_starts(start, even
     assert events[2].endswith("data: [DONE]\n\n")
     assert server.ask("/tokenize", {"prompt": "stone " * 1000})[:2] == (200, True)
     assert server.ask(body=large(unknown=1))[:2] == (400, True)
-    # What is kept is asked for later, of the process that small requests come to.
+    # What is kept is asked for later, of the process that small requests come to: the other one gives it back.
     status, by_the_other, text = server.ask("/v1/responses", {"input": "stone " * 1000, "max_output_tokens": 2})
     assert (status, by_the_other) == (200, False), text
     assert server.ask(f"/v1/responses/{json.loads(text)['id']}")[0] == 200
@@ -188,7 +197,27 @@ def test_large_request_that_begins_among_the_bytes_of_another_is_answered_here(s
     assert answers.count(b"HTTP/1.1 200") == 2
 
 
-def test_death_before_the_answer_is_503_and_another_takes_its_place(start):
+@pytest.mark.parametrize("event_loop", ["asyncio", "uvloop"])
+def test_request_whose_process_dies_is_answered_by_the_next(start, event_loop):
+    server = start(event_loop)
+    worker = server.wait_for_large()
+    body = json.dumps(large()).encode()
+    with socket.create_connection((server.host, server.port), timeout=DEADLINE_S) as client:
+        client.sendall(head(len(body)) + body[:100])
+        wait_until(lambda: has_connection(worker), "the connection is handed over")
+        worker.kill()
+        client.sendall(body[100:])
+        answer = read_all(client)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 3
+    assert server.wait_for_large().pid != worker.pid
+    assert server.ask(body=small())[0] == 200
+    log = server.end()
+    assert log.count("another takes its place") == 1
+    assert server.process.returncode == 0, log
+
+
+def test_request_that_outlives_two_processes_is_503(start):
     server = start()
     worker = server.wait_for_large()
     body = json.dumps(large()).encode()
@@ -196,14 +225,53 @@ def test_death_before_the_answer_is_503_and_another_takes_its_place(start):
         client.sendall(head(len(body)) + body[:100])
         wait_until(lambda: has_connection(worker), "the connection is handed over")
         worker.kill()
+        wait_until(lambda: server.holder_but(worker) is not None, "it is handed to the next process")
+        server.holder_but(worker).kill()
         answer = read_all(client)
     assert answer.startswith(b"HTTP/1.1 503")
     assert b"retry-after: " in answer
-    assert server.wait_for_large().pid != worker.pid
+    server.wait_for_large()
     assert server.ask(body=small())[0] == 200
     log = server.end()
-    assert log.count("another takes its place") == 1
+    assert log.count("another takes its place") == 2
     assert server.process.returncode == 0, log
+
+
+@pytest.mark.parametrize("event_loop", ["asyncio", "uvloop"])
+def test_responses_that_are_kept_are_given_back_to_the_process_that_keeps_them(start, event_loop):
+    server = start(event_loop)
+    server.wait_for_large()
+    text = "stone " * 90_000
+    of_none = {"input": text, "max_output_tokens": 2, "store": False}
+    assert server.ask("/v1/responses", of_none)[:2] == (200, True)
+    assert server.ask("/v1/responses/input_tokens", {"input": text})[:2] == (200, True)
+    status, by_the_other, told = server.ask("/v1/responses", {"input": text, "max_output_tokens": 2})
+    assert (status, by_the_other) == (200, False), told
+    kept = json.loads(told)["id"]
+    items = json.loads(server.ask(f"/v1/responses/{kept}/input_items")[2])["data"]
+    assert items[0]["content"][0]["text"] == text
+    further = {"input": "stone " * 1000, "max_output_tokens": 2, "store": False, "previous_response_id": kept}
+    with contextlib.closing(server.connect()) as connection:  # it goes on after an answer of this process
+        for _ in range(2):
+            status, by_the_other, told = server.ask("/v1/responses", further, connection=connection)
+            assert (status, by_the_other) == (200, False), told
+        assert json.loads(told)["usage"]["input_tokens"] > 91_000
+        assert server.ask("/v1/responses", of_none, connection=connection)[:2] == (200, True)
+    log = server.end()
+    assert server.process.returncode == 0, log
+    assert "Traceback" not in log
+    assert "without starting response" not in log
+
+
+def test_background_response_of_a_large_body_is_made_where_it_is_kept(start):
+    server = start()
+    server.wait_for_large()
+    asked = {"input": "stone " * 1000, "max_output_tokens": 2, "background": True}
+    status, by_the_other, told = server.ask("/v1/responses", asked)
+    assert (status, by_the_other) == (200, False), told
+    kept = json.loads(told)["id"]
+    ended = lambda: json.loads(server.ask(f"/v1/responses/{kept}")[2])["status"] == "incomplete"  # noqa: E731
+    wait_until(ended, "the response has its tokens")
 
 
 def has_connection(process):
@@ -255,11 +323,16 @@ def test_death_of_the_first_worker_ends_the_one_for_large_requests(start):
         (b"POST", b"/v1/completions", [(b"content-length", b"-1")], False),
         (b"POST", b"/v1/completions", [], False),
         (b"GET", b"/v1/completions", [(b"content-length", b"4096")], False),
-        (b"POST", b"/v1/responses", [(b"content-length", b"4096")], False),
+        (b"POST", b"/v1/models", [(b"content-length", b"4096")], False),
+        (b"POST", b"/v1/responses", [(b"content-length", b"4096")], True),
+        (b"POST", b"/v1/responses", [(b"content-length", b"%d" % KEPT_BYTES)], False),
+        (b"POST", b"/v1/responses", [(b"transfer-encoding", b"chunked")], False),
     ],
 )
-def test_large_requests_to_stateless_routes_are_taken(method, url, headers, is_taken):
-    hand_over = HandOver("/nowhere", ["/v1/completions"], least_bytes=LARGE, want=lambda: None)
+def test_large_requests_are_taken_where_another_process_may_answer_or_give_back(method, url, headers, is_taken):
+    hand_over = HandOver(
+        "/nowhere", ["/v1/completions"], returning=["/v1/responses"], least_bytes=LARGE, want=lambda: None
+    )
     assert hand_over.takes(method, url, headers) is is_taken
 
 
@@ -267,6 +340,6 @@ def test_where_no_one_listens_the_process_is_wanted_and_nothing_handed_over(tmp_
     wanted = []
     hand_over = HandOver(str(tmp_path / "large"), [], least_bytes=LARGE, want=lambda: wanted.append(1))
     with socket.socket() as connection:
-        assert hand_over.begin(connection.fileno(), [b"POST"]) is None
+        assert hand_over.begin(connection, [b"POST"]) is None
     assert wanted == [1]
     assert hand_over.num_handed_over == 0

@@ -4,55 +4,94 @@
                      │                                   │ Unix socket in a private folder
     other process:   │                          receives both, goes on as if it had accepted the connection
                      │                                   │ first byte of a response, or the connection's end: BEGUN
-    front:           └── is told, and closes its own copy of the descriptor; where the other process dies before: 503
+    front:           ├── is told, and closes its own copy of the descriptor
+                     ├── BACK: what is asked for is kept in this process: it answers, with all that was read
+                     └── the other process dies before: once more by the one that takes its place, then 503
 
 So neither the body nor what is made of it ever holds the event loop, the interpreter or, at equal priority, the
 processors of those whose requests are small. A handed-over connection ends with its response, since the next request
-may be one for this process. Over TLS there is nothing to hand over: the keys of a connection are in this process.
+may be one for this process. What the other process reads is kept in memory that both have (`workers/kept_bytes.py`)
+until it begins to answer: a request that ended one process is never answered here, where it might end this one.
+
+Over TLS there is nothing to hand over: the keys of a connection are in this process, and its library gives neither
+them nor the state of a record that is half read to another.
 """
 
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 
 from openinfer_server.http.acceptor import Acceptor, MakeProtocol
 from openinfer_server.http.connections import ConnectionTable
+from openinfer_server.workers.kept_bytes import KEPT_BYTES, Connected, KeptBytes, num_read
 
 logger = logging.getLogger("openinfer.server")
 
 MAX_WAITED_FOR = 16  # handed-over requests whose first byte is waited for: each takes a descriptor more
+MAX_KEPT = 8  # of these, requests whose bytes are kept: each takes one more, and `KEPT_BYTES` at most
 _BEGUN = b"\1"
-_DESCRIPTOR = b"\0"  # the byte that a descriptor comes with
+_BACK = b"\2"
+_DESCRIPTOR = b"\0"  # the byte that descriptors come with
+MAX_FRAMING_BYTES = 2**17  # of a head and of what follows its request
 _RECEIVE_S = 5.0  # in which the front sends what it has read
-_MAX_READ_BYTES = 4 * 2**20  # what that can be: a read of the event loop's, and the head
+_MAX_READ_BYTES = 4 * 2**20 + KEPT_BYTES  # what that can be: a read of the event loop's, the head, what was kept
 _CHUNK_BYTES = 2**16
+_REPLACED_S = 60.0  # in which another process takes the place of one that died
+_LOOK_EVERY_S = 0.05
+
+
+class Handed(Enum):
+    """What came of a connection that was handed over."""
+
+    LET_GO = "the other process answers, or is believed to"
+    GIVEN_BACK = "this process is to answer"
+    LOST = "the other process has died"
 
 
 class Handing:
     """One connection on its way to the other process, which has its descriptor already.
 
     Args:
+        connection: of which the front has a descriptor of its own.
+        read: what was read of it since its request began.
+        kept: what the other process reads of it; None where that is not kept.
+
+        is_waited_for: whether the front waits for what the other process does with it.
+
+    Attributes:
         link: to the other process.
-        read: what was read of the connection since its request began.
     """
 
-    def __init__(self, link: socket.socket, read: Sequence[bytes]) -> None:
-        self._link = link
-        self._read = read
+    def __init__(
+        self, connection: Connected, read: Sequence[bytes], kept: KeptBytes | None, *, is_waited_for: bool
+    ) -> None:
+        self.connection = connection
+        self.read = read
+        self.kept = kept
+        self.is_waited_for = is_waited_for
+        self.link: socket.socket | None = None
+        self._num_read_before = None if kept is None else num_read(connection)
 
-    async def finish(self, *, is_waited_for: bool) -> bool:
-        """See `HandOver.finish`."""
-        loop = asyncio.get_running_loop()
-        with self._link:
-            try:
-                for part in self._read:
-                    await loop.sock_sendall(self._link, part)
-                self._link.shutdown(socket.SHUT_WR)
-                return not is_waited_for or await loop.sock_recv(self._link, 1) == _BEGUN
-            except OSError:
-                return False
+    def all_read(self) -> bytes | None:
+        """All bytes of the connection since its request began; None if some are not known."""
+        if self.kept is None or self._num_read_before is None:
+            return None
+        kept = self.kept.all()
+        try:
+            is_whole = num_read(self.connection) == self._num_read_before + len(kept)
+        except OSError:  # the connection is closed
+            return None
+        return b"".join((*self.read, kept)) if is_whole else None
+
+    def close(self) -> None:
+        """Idempotent."""
+        for each in (self.link, self.kept):
+            if each is not None:
+                each.close()
 
 
 class HandOver:
@@ -61,57 +100,127 @@ class HandOver:
     Args:
         address: path of the socket on which the other process listens, when it is there.
         paths: of routes that any process may answer, percent-encoded.
+        returning: of routes some of whose requests the other process gives back.
         least_bytes: of a large body.
         want: called where the other process is not there; it may be on its way already.
 
     Attributes:
         num_handed_over: requests so far.
+        num_repeated: those whose process died, and which were handed to the next.
+        num_given_back: those that the other process gave back.
     """
 
-    def __init__(self, address: str, paths: Iterable[str], *, least_bytes: int, want: Callable[[], None]) -> None:
-        self.num_handed_over = 0
+    def __init__(
+        self,
+        address: str,
+        paths: Iterable[str],
+        *,
+        returning: Iterable[str] = (),
+        least_bytes: int,
+        want: Callable[[], None],
+    ) -> None:
+        self.num_handed_over = self.num_repeated = self.num_given_back = 0
         self._address = address
         self._paths = frozenset(path.encode() for path in paths)
+        self._returning = frozenset(path.encode() for path in returning)
         self._least_bytes = least_bytes
         self._want = want
-        self._num_waited_for = 0
+        self._num_waited_for = self._num_kept = 0
 
     def takes(self, method: bytes, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether a request is large, and one that another process may answer. One of no told length may be large."""
-        if method != b"POST" or url.partition(b"?")[0] not in self._paths:
+        path = url.partition(b"?")[0]
+        if method != b"POST" or path not in self._paths | self._returning:
             return False
         fields = dict(headers)
         length = fields.get(b"content-length", b"")
+        if path in self._returning and not (length.isdigit() and self._can_keep(int(length))):
+            return False
         if length.isdigit():
             return int(length) >= self._least_bytes
         return b"transfer-encoding" in fields
 
-    def begin(self, descriptor: int, read: Sequence[bytes]) -> Handing | None:
-        """Hands a connection over; None if the other process is not there: then it is answered here."""
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        link.setblocking(False)
+    def _can_keep(self, num_bytes: int) -> bool:
+        has_room = self._num_kept < MAX_KEPT and self._num_waited_for < MAX_WAITED_FOR
+        return has_room and num_bytes + MAX_FRAMING_BYTES <= KEPT_BYTES
+
+    def begin(self, connection: Connected, read: Sequence[bytes]) -> Handing | None:
+        """Hands a connection over, which is to be finished and released; None if the other process is not there.
+
+        Where many are waited for, the other process is believed to answer this one.
+        """
         try:
-            link.connect(self._address)
-            socket.send_fds(link, [_DESCRIPTOR], [descriptor])
-        except OSError:  # not there yet, or not any more; or it has more to accept than it can
-            link.close()
+            kept = KeptBytes.create() if self._can_keep(0) else None
+        except OSError:  # no descriptor, or no memory
+            return None
+        handing = Handing(connection, read, kept, is_waited_for=self._num_waited_for < MAX_WAITED_FOR)
+        if not self._reach(handing):
+            handing.close()
             self._want()
             return None
         self.num_handed_over += 1
-        return Handing(link, read)
+        self._num_waited_for += handing.is_waited_for
+        self._num_kept += kept is not None
+        return handing
 
-    async def finish(self, handing: Handing) -> bool:
-        """Sends what was read; whether the other process begins to answer, or else has died before it did.
+    def release(self, handing: Handing) -> None:
+        """Frees what one that was begun holds; once."""
+        self._num_waited_for -= handing.is_waited_for
+        self._num_kept -= handing.kept is not None
+        handing.close()
 
-        Where many are waited for it is believed to.
-        """
-        if self._num_waited_for >= MAX_WAITED_FOR:
-            return await handing.finish(is_waited_for=False)
-        self._num_waited_for += 1
+    def _reach(self, handing: Handing) -> bool:
+        """Whether the other process is there; if so, it has the descriptors."""
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link.setblocking(False)
+        kept = [] if handing.kept is None else [handing.kept.descriptor]
         try:
-            return await handing.finish(is_waited_for=True)
-        finally:
-            self._num_waited_for -= 1
+            link.connect(self._address)
+            socket.send_fds(link, [_DESCRIPTOR], [handing.connection.fileno(), *kept])
+        except OSError:  # not there yet, or not any more; or it has more to accept than it can
+            link.close()
+            return False
+        handing.link = link
+        return True
+
+    async def finish(self, handing: Handing) -> tuple[Handed, bytes]:
+        """Sends what was read; what came of it, and if it was given back, all bytes since its request began.
+
+        A request whose process dies before it begins to answer is handed to the next one, once.
+        """
+        told = await _told(handing.link, handing.read, is_waited_for=handing.is_waited_for)
+        if told is Handed.LOST and (read := handing.all_read()) is not None and await self._reach_next(handing):
+            self.num_repeated += 1
+            told = await _told(handing.link, [read], is_waited_for=True)
+        if told is not Handed.GIVEN_BACK:
+            return told, b""
+        self.num_given_back += 1
+        back = handing.all_read()
+        return (Handed.LOST, b"") if back is None else (told, back)
+
+    async def _reach_next(self, handing: Handing) -> bool:
+        """Waits for the process that takes the place of one that died; whether it came."""
+        for _ in range(round(_REPLACED_S / _LOOK_EVERY_S)):
+            if self._reach(handing):
+                return True
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return False
+
+
+async def _told(link: socket.socket | None, parts: Sequence[bytes], *, is_waited_for: bool) -> Handed:
+    """Sends what was read of a connection, and waits for what the other process does with it."""
+    if link is None:
+        return Handed.LOST
+    loop = asyncio.get_running_loop()
+    with link:
+        try:
+            for part in parts:
+                await loop.sock_sendall(link, part)
+            link.shutdown(socket.SHUT_WR)
+            told = await loop.sock_recv(link, 1) if is_waited_for else _BEGUN
+        except OSError:
+            told = b""
+    return {_BEGUN: Handed.LET_GO, _BACK: Handed.GIVEN_BACK}.get(told, Handed.LOST)
 
 
 class Arrival:
@@ -120,16 +229,45 @@ class Arrival:
     Args:
         link: to the front that did.
         read: what it had read.
+        kept: where what is read from now on is kept, until the front is told; None where it is not.
+
+    Attributes:
+        abandon: ends this process's part of the connection without a word to its client; set by its protocol.
     """
 
-    def __init__(self, link: socket.socket, read: bytes) -> None:
+    def __init__(self, link: socket.socket, read: bytes, kept: KeptBytes | None = None) -> None:
         self.read = read
+        self.abandon: Callable[[], None] = _nothing
         self._link = link
+        self._kept = kept
+
+    def reads(self, data: bytes) -> None:
+        """Called with all that is read of the connection, before anything is done with it."""
+        if self._kept is not None:
+            self._kept.add(data)
 
     def begins(self) -> None:
         """Its response begins, or it ends without one: the front need not answer for this process. Idempotent."""
+        self._tell(_BEGUN)
+
+    def goes_back(self) -> bool:
+        """Gives the connection back to the front, which answers; False if its response has begun."""
+        if self._kept is None:
+            return False
+        self.abandon()
+        self._tell(_BACK)
+        return True
+
+    def _tell(self, what: bytes) -> None:
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
         with contextlib.suppress(OSError), self._link:
-            self._link.send(_BEGUN)
+            self._link.send(what)
+
+
+def _nothing() -> None:
+    pass
 
 
 MakeArrived = Callable[[Arrival], MakeProtocol]
@@ -163,7 +301,7 @@ class ArrivalAcceptor(Acceptor):
         """What breaks here is told by the end of the link."""
         try:
             async with asyncio.timeout(_RECEIVE_S):
-                connection, read = await _received(link)
+                connection, read, kept = await _received(link)
         except (OSError, TimeoutError, asyncio.CancelledError):
             link.close()
             return
@@ -171,23 +309,25 @@ class ArrivalAcceptor(Acceptor):
             address = connection.getpeername()
         except OSError:  # its client has left
             connection.close()
-            Arrival(link, b"").begins()
+            Arrival(link, b"", kept).begins()
             return
-        self._enter(connection, address, self._make_arrived(Arrival(link, read)))
+        self._enter(connection, address, self._make_arrived(Arrival(link, read, kept)))
 
 
 def _no_protocol(_: object) -> asyncio.Protocol:
     raise AssertionError("connections arrive with what is known of them")
 
 
-async def _received(link: socket.socket) -> tuple[socket.socket, bytes]:
-    """A connection, and all that was read of it; raises `OSError` if it does not come whole."""
+async def _received(link: socket.socket) -> tuple[socket.socket, bytes, KeptBytes | None]:
+    """A connection, what was read of it, and where the rest is kept; raises `OSError` if it does not come whole."""
     await _readable(link)
-    data, descriptors, _, _ = socket.recv_fds(link, len(_DESCRIPTOR), 1)
-    received = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-    if data != _DESCRIPTOR or len(received) != 1:
+    data, descriptors, _, _ = socket.recv_fds(link, len(_DESCRIPTOR), 2)
+    if data != _DESCRIPTOR or not descriptors:
+        for descriptor in descriptors:
+            os.close(descriptor)
         raise ConnectionResetError("no connection came")
-    (connection,) = received
+    connection = socket.socket(fileno=descriptors[0])
+    kept = KeptBytes(descriptors[1]) if len(descriptors) > 1 else None
     try:
         read = bytearray()
         while part := await asyncio.get_running_loop().sock_recv(link, _CHUNK_BYTES):
@@ -196,8 +336,10 @@ async def _received(link: socket.socket) -> tuple[socket.socket, bytes]:
                 raise ConnectionAbortedError("more was sent than a front reads at a time")
     except BaseException:
         connection.close()
+        if kept is not None:
+            kept.close()
         raise
-    return connection, bytes(read)
+    return connection, bytes(read), kept
 
 
 async def _readable(link: socket.socket) -> None:

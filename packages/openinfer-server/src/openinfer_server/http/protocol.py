@@ -12,7 +12,7 @@ asyncio knows no half of a connection, the client has left.
 It tells the table of connections whether it has a request: one without makes room when they are short.
 
 A large request goes to another process with its connection (`handover.py`), where there is one: nothing is parsed
-beyond its head.
+beyond its head, unless that process gives it back.
 
 The minor version of uvicorn is pinned, because this class relies on when `data_received`, `on_message_begin`, `on_url`,
 `on_header`, `on_headers_complete`, `send_400_response`, `eof_received`, `connection_lost`, `pause_writing` and
@@ -31,7 +31,7 @@ from uvicorn.server import ServerState
 
 from openinfer_server.http.api_errors import ApiError, busy
 from openinfer_server.http.connections import Slot
-from openinfer_server.http.handover import Arrival, Handing, HandOver
+from openinfer_server.http.handover import Arrival, Handed, Handing, HandOver
 from openinfer_server.http.writers import ARRIVAL, DIRECT_WRITE, DirectWriter
 from openinfer_server.options import ServerOptions
 
@@ -84,6 +84,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read: list[bytes] | None = None  # since its request began; None unless that began with bytes of its own
         self._handing: Handing | None = None
         self._handing_task: asyncio.Task[None] | None = None
+        self._is_given_back = False  # the request at hand is to be answered here
 
     def attach(self, writer: DirectWriter) -> None:
         if self.transport.is_closing():  # lost before the writer was known: nothing else would tell it
@@ -102,7 +103,8 @@ class BoundedProtocol(HttpToolsProtocol):
         # uvicorn starts its keep-alive timer after the first response only: a connection that never asks has this one
         self._first_byte_deadline = self.loop.call_later(self.options.keep_alive_s, transport.close)
         if self.arrival is not None:
-            self.data_received(self.arrival.read)  # before anything that comes from now on
+            self.arrival.abandon = self._abandon
+            self._take(self.arrival.read)  # before anything that comes from now on
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
@@ -155,6 +157,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self._writer.resume()
 
     def data_received(self, data: bytes) -> None:
+        if self.arrival is not None:
+            self.arrival.reads(data)
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
         if self._refusal is not None:
             # read on and thrown away, so that the client gets to the refusal; bounded, or it could send for ever
             self._discarded_bytes += len(data)
@@ -220,7 +227,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._check_host()
         if self.slot is not None:
             self.slot.asks()
-        if self.hand_over is not None:
+        if self.hand_over is not None and not self._is_given_back:
             self._hand_over(self.hand_over)
         super().on_headers_complete()
 
@@ -232,8 +239,7 @@ class BoundedProtocol(HttpToolsProtocol):
         method = cast("Any", self.parser).get_method()
         if read is None or not is_alone or not hand_over.takes(method, self.url, self.headers):
             return
-        descriptor = self.transport.get_extra_info("socket").fileno()
-        self._handing = hand_over.begin(descriptor, read)
+        self._handing = hand_over.begin(self.transport.get_extra_info("socket"), read)
         if self._handing is not None:
             raise _HeadHandedOver
 
@@ -241,14 +247,32 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timers()
         self.transport.pause_reading()
         self._handing_task = self.loop.create_task(self._let_go(hand_over, handing), name="openinfer-handover")
+        self._handing_task.add_done_callback(lambda _: hand_over.release(handing))
 
     async def _let_go(self, hand_over: HandOver, handing: Handing) -> None:
-        if await hand_over.finish(handing):
+        handed, read = await hand_over.finish(handing)
+        if handed is Handed.LET_GO:
             self.transport.abort()
-            return
-        self._refusal = busy("the process that was to answer has ended; try again")
+        elif handed is Handed.GIVEN_BACK:
+            self._take_back(read)
+        else:
+            self._refusal = busy("the process that was to answer has ended; try again")
+            self.transport.resume_reading()
+            self.send_400_response("")
+
+    def _take_back(self, read: bytes) -> None:
+        """Begins again with a request that was handed over, of which all was read until now."""
+        self._handing = self._handing_task = None
+        self._is_given_back = self._is_between = True
+        self.parser = _parser_of(self)
+        self._take(read)
         self.transport.resume_reading()
-        self.send_400_response("")
+
+    def _abandon(self) -> None:
+        """Ends this process's part of a connection that another has, too; no answer was begun."""
+        self.transport.pause_reading()
+        self.cycle.disconnected = True  # it is not to answer for what did not
+        self.transport.abort()
 
     def _check_host(self) -> None:
         """RFC 9112, 3.2: a proxy before this server may have gone by another `host` than this server sees."""
@@ -262,6 +286,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._body_deadline.cancel()
             self._body_deadline = None
         self._is_between = True
+        self._is_given_back = False
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -339,6 +364,13 @@ class BoundedProtocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         self._head_deadline = self._first_byte_deadline = None
+
+
+def _parser_of(protocol: BoundedProtocol) -> httptools.HttpRequestParser:
+    """As uvicorn makes it."""
+    parser = httptools.HttpRequestParser(protocol)
+    cast("Any", parser).set_dangerous_leniencies(lenient_data_after_close=True)
+    return parser
 
 
 def bounded_protocol(options: ServerOptions, hand_over: HandOver | None = None) -> type[BoundedProtocol]:

@@ -41,6 +41,10 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
+class GivenBack(Exception):
+    """Another process of the server answers the request."""
+
+
 class HttpRequest:
     """One request.
 
@@ -51,11 +55,13 @@ class HttpRequest:
         parameters: of the path, by name.
         tenant: whose request it is; empty where all clients are one tenant.
         response_headers: what every response to it has, whatever it is.
+        is_given_back: another process answers it (`give_back`).
         request_id: the client's own (`x-request-id`) or one made here; in the response's head and in the log.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, options: ServerOptions, budgets: Budgets) -> None:
         self.status = 0
+        self.is_given_back = False
         self.error: ErrorBody | None = None
         self.error_form: ErrorForm | None = None
         self.parameters: Mapping[str, str] = {}
@@ -245,6 +251,17 @@ class HttpRequest:
             return ()
         arrival.begins()
         return ((b"connection", b"close"),)
+
+    def give_back(self) -> None:
+        """Has the process that accepted the connection answer, if another did; before anything is answered.
+
+        Raises:
+            GivenBack: it does.
+        """
+        arrival = self._scope.get("extensions", {}).get(ARRIVAL)
+        if arrival is not None and arrival.goes_back():
+            self.is_given_back = True
+            raise GivenBack
 
     def _transport_is_closing(self) -> bool:
         """Whether the server's connection has closed already: uvloop refuses such writes by a `RuntimeError`."""

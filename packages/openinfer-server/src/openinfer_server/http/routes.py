@@ -67,6 +67,8 @@ class Route:
         doc: see there.
         error_form: makes the JSON of an error, where the API has a form of its own (`RouteDoc.error_body` is its type).
         is_stateless: whether any process of the server may answer it: nothing is kept that a later request asks for.
+        may_go_back: whether any process may begin to answer it, whose handler gives those back that are not stateless
+            (`HttpRequest.give_back`).
     """
 
     method: str
@@ -76,6 +78,7 @@ class Route:
     level: Level = Level.USER
     error_form: ErrorForm | None = None
     is_stateless: bool = False
+    may_go_back: bool = False
 
 
 Endpoints = Callable[[Service], Iterable[Route]]  # an API: its routes on one server

@@ -104,6 +104,8 @@ class Responses:
         service.check_serving(http_request.owner)
         request = await http_request.read_json(_decoder)
         check_response(request)
+        if request.store is not False or request.previous_response_id is not None:
+            http_request.give_back()  # the store of responses is there
         model = await service.find_model(request.model, http_request.owner)
         items = await conversation_items(request, self._previous(http_request, request))
         note_dropped_tools(service, http_request, request.tools)
@@ -243,6 +245,8 @@ class Responses:
     async def input_tokens(self, http_request: HttpRequest) -> None:
         request = await http_request.read_json(_count_decoder)
         check_rules(request)
+        if request.previous_response_id is not None:
+            http_request.give_back()
         await self._service.find_model(request.model, http_request.owner)
         items = await conversation_items(request, self._previous(http_request, request))
         note_dropped_tools(self._service, http_request, request.tools)

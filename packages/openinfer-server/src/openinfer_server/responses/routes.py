@@ -19,8 +19,9 @@ from openinfer_server.service import Service
 def response_routes(service: Service) -> list[Route]:
     responses = Responses(service)
 
-    def route(method: str, path: str, name: str, doc: RouteDoc) -> Route:
-        return Route(method=method, path=f"/v1/responses{path}", handler=getattr(responses, name), doc=doc)
+    def route(method: str, path: str, name: str, doc: RouteDoc, *, may_go_back: bool = False) -> Route:
+        handler = getattr(responses, name)
+        return Route(method=method, path=f"/v1/responses{path}", handler=handler, doc=doc, may_go_back=may_go_back)
 
     def about(summary: str, response: object) -> RouteDoc:
         return RouteDoc(summary=summary, tag="Responses", response=response, errors=(404,))
@@ -39,6 +40,7 @@ def response_routes(service: Service) -> list[Route]:
                 also=(InputItem, FunctionTool, NamespaceTool),
                 errors=ERRORS,
             ),
+            may_go_back=True,
         ),
         route(
             "POST",
@@ -51,6 +53,7 @@ def response_routes(service: Service) -> list[Route]:
                 response=InputTokens,
                 errors=(404, 408, 413, 415),
             ),
+            may_go_back=True,
         ),
         route(
             "POST",
