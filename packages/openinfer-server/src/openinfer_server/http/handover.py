@@ -22,6 +22,7 @@ import contextlib
 import logging
 import os
 import socket
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
@@ -42,6 +43,7 @@ _MAX_READ_BYTES = 4 * 2**20 + KEPT_BYTES  # what that can be: a read of the even
 _CHUNK_BYTES = 2**16
 _REPLACED_S = 60.0  # in which another process takes the place of one that died
 _LOOK_EVERY_S = 0.05
+_CREDENTIALS = struct.Struct("3i")  # Linux's ucred: process, user, group
 
 
 class Handed(Enum):
@@ -64,6 +66,7 @@ class Handing:
 
     Attributes:
         link: to the other process.
+        pid: of that process; 0 before there is a link.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Handing:
         self.kept = kept
         self.is_waited_for = is_waited_for
         self.link: socket.socket | None = None
+        self.pid = 0
         self._num_read_before = None if kept is None else num_read(connection)
 
     def all_read(self) -> bytes | None:
@@ -170,18 +174,21 @@ class HandOver:
         handing.close()
 
     def _reach(self, handing: Handing) -> bool:
-        """Whether the other process is there; if so, it has the descriptors."""
+        """Whether the other process is there, and another than had it before; if so, it has the descriptors."""
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         link.setblocking(False)
         kept = [] if handing.kept is None else [handing.kept.descriptor]
         try:
             link.connect(self._address)
-            socket.send_fds(link, [_DESCRIPTOR], [handing.connection.fileno(), *kept])
+            pid = _peer(link)
+            if pid != handing.pid:  # else it is dying, and its link was closed before its listening socket is
+                socket.send_fds(link, [_DESCRIPTOR], [handing.connection.fileno(), *kept])
+                handing.link, handing.pid = link, pid
+                return True
         except OSError:  # not there yet, or not any more; or it has more to accept than it can
-            link.close()
-            return False
-        handing.link = link
-        return True
+            pass
+        link.close()
+        return False
 
     async def finish(self, handing: Handing) -> tuple[Handed, bytes]:
         """Sends what was read; what came of it, and if it was given back, all bytes since its request began.
@@ -205,6 +212,11 @@ class HandOver:
                 return True
             await asyncio.sleep(_LOOK_EVERY_S)
         return False
+
+
+def _peer(link: socket.socket) -> int:
+    """The process that listens at the other end."""
+    return _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
 
 
 async def _told(link: socket.socket | None, parts: Sequence[bytes], *, is_waited_for: bool) -> Handed:
