@@ -85,10 +85,7 @@ class Handing:
         if self.kept is None or self._num_read_before is None:
             return None
         kept = self.kept.all()
-        try:
-            is_whole = num_read(self.connection) == self._num_read_before + len(kept)
-        except OSError:  # the connection is closed
-            return None
+        is_whole = num_read(self.connection) == self._num_read_before + len(kept)
         return b"".join((*self.read, kept)) if is_whole else None
 
     def close(self) -> None:

@@ -67,12 +67,13 @@ class KeptBytes:
 def num_read(connection: Connected) -> int | None:
     """Bytes that all processes together have read of a connection that none reads now; None if that is not known."""
     descriptor = connection.fileno()
-    unread = _num_unread(descriptor)
-    for _ in range(_LOOKS):
-        received = _num_received(connection)
-        before, unread = unread, _num_unread(descriptor)
-        if received is None or before == unread:  # else some came between the two looks
-            return None if received is None else received - unread
+    with contextlib.suppress(OSError):  # it is closed
+        unread = _num_unread(descriptor)
+        for _ in range(_LOOKS):
+            received = _num_received(connection)
+            before, unread = unread, _num_unread(descriptor)
+            if received is None or before == unread:  # else some came between the two looks
+                return None if received is None else received - unread
     return None
 
 
