@@ -10,6 +10,7 @@ from openinfer_core.queue_policies import FairShare
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_engine.scheduler import TokenBudgetScheduler
+from openinfer_engine.scheduler.company import ALONE_MS, ALONE_TOKENS, COMPANY_S
 from openinfer_engine.scheduler.decode_turns import LEAST_ROWS, TURN_STEPS
 from openinfer_engine.scheduler.itl_limit import OTHERS_MS
 
@@ -50,6 +51,9 @@ class Timed:
         self._now_s += took_ms * 1e-3
         events = self.scheduler.apply(plan, self._device.run(plan), now_s=self._now_s)
         return took_ms, Counter(event.request_id for event in events)
+
+    def wait(self, seconds: float) -> None:
+        self._now_s += seconds
 
     def steps(self, num: int) -> tuple[list[float], Counter[RequestId]]:
         taken = [self.step() for _ in range(num)]
@@ -193,7 +197,21 @@ def test_prompts_are_short_steps_as_long_as_another_tenant_was_here_a_moment_ago
     took_ms, _ = timed.steps(20)
     assert max(took_ms) <= BASE_MS + OTHERS_MS + 1.0  # its next request would wait for one of these
     took_ms, _ = timed.steps(150)
+    assert BASE_MS + 0.8 * ALONE_MS < max(took_ms) <= BASE_MS + 1.1 * ALONE_MS  # it may be back within a minute
+    timed.wait(COMPANY_S)
+    timed.add("loud", 50, prompt_tokens=2000, max_tokens=1)
+    took_ms, _ = timed.steps(20)
     assert max(took_ms) > BASE_MS + 0.02 * 4000  # and one tenant alone has whole steps
+
+
+def test_dear_prompts_of_a_tenant_that_expects_company_go_on_in_chunks_that_are_worth_a_step() -> None:
+    timed = Timed(row_ms=0.1, token_ms=5.0)
+    timed.add("calm", 1, max_tokens=2)
+    timed.add("loud", 1)
+    timed.steps(150)
+    timed.add("loud", 1, prompt_tokens=1000, max_tokens=1)
+    took_ms, _ = timed.steps(10)
+    assert max(took_ms[2:]) == pytest.approx(BASE_MS + 5.0 * ALONE_TOKENS, rel=0.05)
 
 
 def test_many_newcomers_find_room_at_once_where_another_tenant_has_all_slots() -> None:

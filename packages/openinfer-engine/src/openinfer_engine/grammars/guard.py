@@ -241,7 +241,7 @@ class GrammarGuard:
         process.is_ready = True
 
     def _keep_spare(self) -> None:
-        """Starts another process, without waiting for it; where the system has no room, the next grammar tries again."""
+        """Starts another process, and does not wait for it; where there is no room, the next grammar tries again."""
         with self._lock:
             if self._is_closed or self._spare is not None:
                 return

@@ -5,7 +5,7 @@
 Prompts of one tenant next to decode rows of another have `OTHERS_MS`, or as long as these rows take, also where no
 limit is set, less what decode rows of its own take: all that one tenant does may make another's tokens come half as
 fast, and not slower. Where another tenant had rows a moment ago and has none now, prompts have `OTHERS_MS`: its next
-request waits for the step in flight.
+request waits for the step in flight; where one had rows in the last minute, `company.ALONE_MS`.
 
 A step of prompts alone is `LONE_MS` long at most, where it has more than `LONE_TOKENS`: who comes first waits for it.
 
@@ -38,13 +38,21 @@ class ItlLimiter:
         self._long_token_ms: float | None = None  # in steps of so many that their number hardly matters
         self._applied_s = float("-inf")
 
-    def budget_tokens(self, budget_tokens: int, *, decode_rows: int, others_ms: float | None = None) -> int:
+    def budget_tokens(
+        self,
+        budget_tokens: int,
+        *,
+        decode_rows: int,
+        others_ms: float | None = None,
+        least_tokens: int = LEAST_TOKENS,
+    ) -> int:
         """Prompt tokens that a step may compute, at most `budget_tokens`.
 
         Args:
             budget_tokens: that are left of the step's own.
             decode_rows: of the step.
             others_ms: that the prompts have because of other tenants; None where there are none.
+            least_tokens: that they have however long these take.
         """
         if self._long_token_ms is not None:
             budget_tokens = min(budget_tokens, max(LONE_TOKENS, int(LONE_MS / self._long_token_ms)))
@@ -56,7 +64,7 @@ class ItlLimiter:
         room_ms = float("inf") if limit_ms is None else limit_ms - (self._decode_ms or 0.0)
         if others_ms is not None:
             room_ms = min(room_ms, others_ms)
-        return min(budget_tokens, max(LEAST_TOKENS, int(room_ms / self._token_ms)))
+        return min(budget_tokens, max(least_tokens, int(room_ms / self._token_ms)))
 
     def note(self, step: StepInFlight, *, applied_s: float) -> None:
         took_ms = (applied_s - max(self._applied_s, step.planned_s)) * 1e3

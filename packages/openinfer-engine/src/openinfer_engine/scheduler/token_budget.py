@@ -44,12 +44,13 @@ from openinfer_core.scheduling import (
     StepResult,
 )
 from openinfer_engine.scheduler.adapter_slots import AdapterSlots
+from openinfer_engine.scheduler.company import ALONE_MS, ALONE_TOKENS, Company
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.decode_turns import DecodeTurns
 from openinfer_engine.scheduler.draft_pace import DraftPace
 from openinfer_engine.scheduler.drafts import add_drafts
 from openinfer_engine.scheduler.integrity import check_integrity
-from openinfer_engine.scheduler.itl_limit import ItlLimiter
+from openinfer_engine.scheduler.itl_limit import LEAST_TOKENS, ItlLimiter
 from openinfer_engine.scheduler.outputs import OutputProcessor, finished
 from openinfer_engine.scheduler.run_queue import RunQueue
 from openinfer_engine.scheduler.sequence import Sequence, SequenceState, count_final_tokens
@@ -87,6 +88,7 @@ class TokenBudgetScheduler:
         self._in_flight: deque[StepInFlight] = deque()
         self._itl_limiter = ItlLimiter(config.max_itl_ms)
         self._decode_turns = DecodeTurns()
+        self._company = Company()
         self._draft_pace = DraftPace(config.max_itl_ms) if config.adapts_drafts else None
 
     def use_tiers(self, port: TierPort) -> None:
@@ -200,6 +202,7 @@ class TokenBudgetScheduler:
         self._queue.bypass.now_s = now_s
         self._queue.waiting.ask_again(now_s=now_s)
         self._queue.make_room()
+        self._company.note(self._queue.shares.rows, now_s=now_s)
         builder = StepBuilder(self._config.max_step_tokens, wants_drafts=self._config.max_drafts > 0)
         unfilled = self._plan_decode_rows(builder)
         if self._config.max_drafts:
@@ -292,10 +295,12 @@ class TokenBudgetScheduler:
         begun = {sequence.request.tenant for sequence in unfilled}
         tenants = begun if head is None else begun | {head.request.tenant}
         if tenants:
+            others_ms, least_tokens = self._beside_others(builder, tenants)
             builder.budget_tokens = self._itl_limiter.budget_tokens(
                 builder.budget_tokens,
                 decode_rows=builder.decode_rows,
-                others_ms=self._beside_others_ms(builder, tenants),
+                others_ms=others_ms,
+                least_tokens=least_tokens,
             )
         if begun and len(tenants) > len(begun):  # half for those that have begun, however many newcomers there are
             with builder.limited_to(builder.budget_tokens // 2):
@@ -305,13 +310,14 @@ class TokenBudgetScheduler:
         self._plan_chunks(builder, unfilled)
         self._admit(builder)
 
-    def _beside_others_ms(self, builder: StepBuilder, tenants: AbstractSet[str]) -> float | None:
-        """What prompts of these tenants may add to a step because of other tenants' rows; None if there are none."""
+    def _beside_others(self, builder: StepBuilder, tenants: AbstractSet[str]) -> tuple[float | None, int]:
+        """What prompts of these tenants may add to a step because of others, None for anything; their least tokens."""
         rows = Counter(sequence.request.tenant for sequence in builder.rows)
         if len(tenants | rows.keys() | self._queue.shares.recent_tenants) < 2:
-            return None
+            return (ALONE_MS, ALONE_TOKENS) if self._company.is_expected_by(tenants) else (None, LEAST_TOKENS)
         total = rows.total()
-        return max(self._decode_turns.left_ms(own=rows[each], others=total - rows[each]) for each in tenants)
+        left_ms = max(self._decode_turns.left_ms(own=rows[each], others=total - rows[each]) for each in tenants)
+        return left_ms, LEAST_TOKENS
 
     def _plan_shares(self, builder: StepBuilder, unfilled: list[Sequence]) -> list[Sequence]:
         """A chunk of each tenant's oldest prompt, in equal parts of the budget; returns the other prompts."""
