@@ -2,12 +2,15 @@
 
 import contextlib
 import http.client
+import itertools
 import json
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -283,6 +286,25 @@ def test_background_response_of_a_large_body_is_made_where_it_is_kept(start):
     kept = json.loads(told)["id"]
     ended = lambda: json.loads(server.ask(f"/v1/responses/{kept}")[2])["status"] == "incomplete"  # noqa: E731
     wait_patiently(ended, "the response has its tokens")
+
+
+def test_process_without_descriptors_makes_a_request_wait_for_another_time(start):
+    server = start()
+    worker = server.wait_for_large()
+    limits = resource.prlimit(worker.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(worker.pid, resource.RLIMIT_NOFILE, (limit_with_room_for_one(worker), limits[1]))
+    status, _, told = server.ask(body=large())  # there is room for the link, and for no connection
+    assert status == 503, told
+    assert server.ask(body=small())[:2] == (200, False)
+    resource.prlimit(worker.pid, resource.RLIMIT_NOFILE, limits)
+    assert server.wait_for_large().pid == worker.pid
+
+
+def limit_with_room_for_one(process):
+    """A limit of open files: numbers of descriptors are below it, and one of them is free."""
+    taken = {int(path.name) for path in Path(f"/proc/{process.pid}/fd").iterdir()}
+    free = (number for number in itertools.count() if number not in taken)
+    return next(itertools.islice(free, 1, None))
 
 
 def has_connection(process):

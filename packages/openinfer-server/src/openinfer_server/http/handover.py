@@ -36,13 +36,14 @@ MAX_WAITED_FOR = 16  # handed-over requests whose first byte is waited for: each
 MAX_KEPT = 8  # of these, requests whose bytes are kept: each takes one more, and `KEPT_BYTES` at most
 _BEGUN = b"\1"
 _BACK = b"\2"
-_DESCRIPTOR = b"\0"  # the byte that descriptors come with
+_ALONE, _WITH_KEPT = b"\0", b"\3"  # the byte that a connection's descriptor comes with, and that of what is kept
 MAX_FRAMING_BYTES = 2**17  # of a head and of what follows its request
 _RECEIVE_S = 5.0  # in which the front sends what it has read
 _MAX_READ_BYTES = 4 * 2**20 + KEPT_BYTES  # what that can be: a read of the event loop's, the head, what was kept
 _CHUNK_BYTES = 2**16
 _REPLACED_S = 60.0  # in which another process takes the place of one that died
 _LOOK_EVERY_S = 0.05
+_MOST_SAME = 40
 _CREDENTIALS = struct.Struct("3i")  # Linux's ucred: process, user, group
 
 
@@ -61,12 +62,12 @@ class Handing:
         connection: of which the front has a descriptor of its own.
         read: what was read of it since its request began.
         kept: what the other process reads of it; None where that is not kept.
-
         is_waited_for: whether the front waits for what the other process does with it.
 
     Attributes:
         link: to the other process.
         pid: of that process; 0 before there is a link.
+        num_same: how often that process was found again, which has lost the link.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Handing:
         self.kept = kept
         self.is_waited_for = is_waited_for
         self.link: socket.socket | None = None
-        self.pid = 0
+        self.pid = self.num_same = 0
         self._num_read_before = None if kept is None else num_read(connection)
 
     def all_read(self) -> bytes | None:
@@ -179,9 +180,10 @@ class HandOver:
             link.connect(self._address)
             pid = _peer(link)
             if pid != handing.pid:  # else it is dying, and its link was closed before its listening socket is
-                socket.send_fds(link, [_DESCRIPTOR], [handing.connection.fileno(), *kept])
+                socket.send_fds(link, [_WITH_KEPT if kept else _ALONE], [handing.connection.fileno(), *kept])
                 handing.link, handing.pid = link, pid
                 return True
+            handing.num_same += 1
         except OSError:  # not there yet, or not any more; or it has more to accept than it can
             pass
         link.close()
@@ -207,6 +209,8 @@ class HandOver:
         for _ in range(round(_REPLACED_S / _LOOK_EVERY_S)):
             if self._reach(handing):
                 return True
+            if handing.num_same > _MOST_SAME:  # it lives, and could not take it
+                return False
             await asyncio.sleep(_LOOK_EVERY_S)
         return False
 
@@ -330,8 +334,8 @@ def _no_protocol(_: object) -> asyncio.Protocol:
 async def _received(link: socket.socket) -> tuple[socket.socket, bytes, KeptBytes | None]:
     """A connection, what was read of it, and where the rest is kept; raises `OSError` if it does not come whole."""
     await _readable(link)
-    data, descriptors, _, _ = socket.recv_fds(link, len(_DESCRIPTOR), 2)
-    if data != _DESCRIPTOR or not descriptors:
+    data, descriptors, _, _ = socket.recv_fds(link, len(_ALONE), 2)
+    if len(descriptors) != {_ALONE: 1, _WITH_KEPT: 2}.get(data):  # fewer where this process may open no more
         for descriptor in descriptors:
             os.close(descriptor)
         raise ConnectionResetError("no connection came")
