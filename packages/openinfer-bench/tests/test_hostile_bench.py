@@ -13,7 +13,7 @@ import pytest
 from openinfer_bench import hostile
 from openinfer_bench.hostile.arms import FULL, Row, Size, failures, wait_until_quiet
 from openinfer_bench.hostile.attacks import ATTACKS, HONEST, run_attack
-from openinfer_bench.hostile.guard_killer import GuardKiller, is_guard
+from openinfer_bench.hostile.guard_killer import GuardKiller, is_guard, works
 from openinfer_bench.hostile.lanes import in_lanes
 from openinfer_bench.hostile.victims import Seen
 from openinfer_bench.http_client import HANG, Address, Answer
@@ -166,16 +166,25 @@ def test_the_guard_is_killed_while_it_works_and_no_other_process_is(tmp_path):
     program.write_text("while True: pass")
     other = tmp_path / "other.py"
     other.write_text("while True: pass")
-    with (
-        subprocess.Popen([sys.executable, str(program)]) as guard,
-        subprocess.Popen([sys.executable, str(other)]) as bystander,
-        GuardKiller(os.getpid()) as killer,
-    ):
-        assert guard.wait(60) == -signal.SIGKILL
-        assert not is_guard(bystander.pid)
-        assert bystander.poll() is None
-        bystander.kill()
-    assert killer.num_killed == 1
+    (tmp_path / "spare").mkdir()
+    spare_program = tmp_path / "spare" / "guard_process.py"
+    spare_program.write_text("import sys; print('ready', flush=True); sys.stdin.read()")
+    with subprocess.Popen([sys.executable, str(spare_program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as spare:
+        assert spare.stdout is not None
+        spare.stdout.readline()
+        while works(spare.pid):
+            pass  # it has said so, and is about to wait
+        with (
+            subprocess.Popen([sys.executable, str(program)]) as guard,
+            subprocess.Popen([sys.executable, str(other)]) as bystander,
+            GuardKiller(os.getpid()) as killer,
+        ):
+            assert guard.wait(60) == -signal.SIGKILL
+            assert not is_guard(bystander.pid)
+            assert (bystander.poll(), spare.poll()) == (None, None)
+            bystander.kill()
+        assert killer.num_killed == 1
+        spare.communicate()
 
 
 def test_every_attack_says_what_it_is():

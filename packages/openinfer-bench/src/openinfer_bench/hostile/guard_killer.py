@@ -32,8 +32,9 @@ class GuardKiller(BackgroundThread):
 
     def _kill_working(self) -> bool:
         try:
-            guard = next((pid for pid in descendants(self._pid) if is_guard(pid)), None)
-            if guard is None or not works(guard):
+            guards = (pid for pid in descendants(self._pid) if is_guard(pid))
+            guard = next((pid for pid in guards if works(pid)), None)  # an engine has a spare one, which waits
+            if guard is None:
                 return False
             os.kill(guard, signal.SIGKILL)
         except OSError:  # a process of the tree ended meanwhile

@@ -19,12 +19,13 @@ class Kills:
 
 
 async def keep_killing(pid: int, kills: Kills, *, every_s: float) -> None:
-    """Kills the guard of grammars and an API worker in turn, for ever."""
+    """Kills the guards of grammars and an API worker in turn, for ever."""
     turns = (("guard", kills.guards_s), ("worker", kills.workers_s))
     while every_s > 0:
         for role, killed_s in turns:
             await asyncio.sleep(every_s)
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-                for victim in processes_of(pid, role)[:1]:
+                victims = processes_of(pid, role)
+                for victim in victims if role == "guard" else victims[:1]:  # the spare guard, too
                     os.kill(victim, signal.SIGKILL)
                     killed_s.append(time.monotonic())
