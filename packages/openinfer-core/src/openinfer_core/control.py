@@ -13,6 +13,8 @@ import msgspec
 from openinfer_core.engine import EngineCapability
 from openinfer_core.errors import Refused
 
+COMMAND_TIMEOUT_S = 900.0
+"""That a command may take, such as to read the weights of the largest models from slow disks; it goes on after it."""
 MAX_PATH_LENGTH = 4096
 """Bound of a path, in characters."""
 MAX_SEGMENTS = 1024

@@ -26,7 +26,7 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
-from openinfer_core.control import ControlCommand, FlushCache, Sleep
+from openinfer_core.control import COMMAND_TIMEOUT_S, ControlCommand, FlushCache, Sleep
 from openinfer_core.process.deadlines import Deadlines
 from openinfer_core.process.host import ControlCall, LoopRunner
 from openinfer_core.process.wire import ENDED, Abort, Close, Submit
@@ -242,6 +242,38 @@ def test_stats_give_the_age_of_the_iteration_while_there_is_work_also_when_it_ha
     host.post(Close())
     thread.join()
     assert host.stats().step_age_s == 0.0
+
+
+@pytest.mark.parametrize("was_busy", [False, True])
+def test_command_that_takes_long_is_no_hang_until_no_command_takes_so_long(
+    make_request: MakeRequest, *, was_busy: bool
+) -> None:
+    """An update that read weights for a minute under traffic made `/health` 503, and an orchestrator end the server."""
+    now_s = [100.0]
+    entered, release = threading.Event(), threading.Event()
+    loop = ScriptedLoop()
+
+    def obey(command: ControlCommand) -> list[TokenEvent]:
+        entered.set()
+        assert release.wait(30)
+        return []
+
+    loop.busy, loop.on_control = was_busy, obey
+    host = LoopRunner(loop, clock=lambda: now_s[0])
+    thread = threading.Thread(target=host.run, args=(lambda events: None,))
+    thread.start()
+    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    host.post(ControlCall(Sleep(), answers.put))
+    assert entered.wait(30)
+    ages = []
+    for now_s[0] in (100.0 + COMMAND_TIMEOUT_S, 107.5 + COMMAND_TIMEOUT_S):
+        ages.append(host.stats().step_age_s)
+    release.set()
+    answer = answers.get(timeout=30)
+    host.post(Close())
+    thread.join()
+    assert answer is None
+    assert ages == [0.0, 7.5]
 
 
 def test_duplicate_id_ends_the_engine_because_the_handles_before_it_refuse_one(

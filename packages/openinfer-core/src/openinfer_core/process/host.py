@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from openinfer_core.control import ControlCommand
+from openinfer_core.control import COMMAND_TIMEOUT_S, ControlCommand
 from openinfer_core.engine import EngineInfo, EngineStats
 from openinfer_core.errors import PluginFault, Refused
 from openinfer_core.events import Failed, FailureKind, TokenEvent
@@ -125,6 +125,7 @@ class LoopRunner:
         self._outbox: list[TokenEvent] = []
         self._closing = False
         self._busy_since_s: float | None = None
+        self._obeying_since_s: float | None = None
         self._deadlines = Deadlines()
         self._reconcile_due_s = 0.0
         self._has_ended = False
@@ -145,10 +146,17 @@ class LoopRunner:
             self._answer_unheard()
 
     def stats(self) -> EngineStats:
-        """The loop's snapshot with the age of its last iteration; from any thread, also when the loop hangs."""
-        busy_since_s = self._busy_since_s
-        age_s = 0.0 if busy_since_s is None else self._clock() - busy_since_s
-        return msgspec.structs.replace(self._loop.stats(), step_age_s=age_s)
+        """The loop's snapshot with the age of its last iteration; from any thread, also when the loop hangs.
+
+        What a command takes is no age, up to `COMMAND_TIMEOUT_S`: to read weights is no hang.
+        """
+        return msgspec.structs.replace(self._loop.stats(), step_age_s=self._step_age_s())
+
+    def _step_age_s(self) -> float:
+        obeying_since_s, busy_since_s = self._obeying_since_s, self._busy_since_s  # the loop's thread may set them now
+        if obeying_since_s is not None:
+            return max(0.0, self._clock() - obeying_since_s - COMMAND_TIMEOUT_S)
+        return 0.0 if busy_since_s is None else self._clock() - busy_since_s
 
     def run(self, deliver: Deliver) -> None:
         """Serves commands until `Close`, or until the loop raises: then `died` is set.
@@ -231,7 +239,13 @@ class LoopRunner:
             if command.request_id in self._ledger:
                 self._outbox += self._ledger.record(self._loop.abort(command.request_id))
         elif isinstance(command, ControlCall):
-            self._control(command)
+            self._obeying_since_s = self._clock()
+            try:
+                self._control(command)
+            finally:
+                # The iteration's age begins anew before the command's ends, so that no look in between sees both.
+                self._busy_since_s = self._clock()
+                self._obeying_since_s = None
         else:
             self._closing = True
 

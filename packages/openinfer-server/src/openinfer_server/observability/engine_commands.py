@@ -11,7 +11,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from openinfer_core.control import CAPABILITY_OF, ControlCommand, InFlight, Pause, Resume, Sleep, UpdateWeights, Wake
+from openinfer_core.control import (
+    CAPABILITY_OF,
+    COMMAND_TIMEOUT_S,
+    ControlCommand,
+    InFlight,
+    Pause,
+    Resume,
+    Sleep,
+    UpdateWeights,
+    Wake,
+)
 from openinfer_core.engine import EngineState
 from openinfer_core.errors import EngineClosed, Refused
 from openinfer_server.http.access import Level
@@ -19,8 +29,6 @@ from openinfer_server.http.api_errors import ApiError, busy, shutting_down
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.service import Service
-
-COMMAND_TIMEOUT_S = 900.0  # to read the weights of the largest models from slow disks; the command goes on after it
 
 # What becomes of requests in flight; `keep` by default.
 Mode = Literal["keep", "abort"]
