@@ -26,7 +26,7 @@ from openinfer_core import (
     Tokens,
     find_plugin,
 )
-from openinfer_core.control import UnloadAdapter
+from openinfer_core.control import InFlight, Pause, Resume, Sleep, UnloadAdapter, UpdateWeights, Wake
 from openinfer_core.engine import AdapterStats
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
 from openinfer_core.request import LoadedAdapter
@@ -34,6 +34,8 @@ from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepPl
 from openinfer_core.testing import fake_model
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_engine.adapters import AdapterLoss
+from openinfer_engine.lifecycle.lifecycle import WeightsInUse
+from openinfer_engine.lifecycle.orders import WeightsOrder, WeightsSource
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.tracing.step_trace import Begin, StepTrace
 from openinfer_engine.worker.runner import DoneStep
@@ -55,6 +57,9 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> DoneStep:
         return DoneStep(self._device.run(plan, num_applied=max(0, plan.step - 1)))
+
+    def obey(self, order: WeightsOrder) -> None:
+        """Weights come and go; what a step yields does not depend on them."""
 
     def close(self) -> None:
         pass
@@ -89,7 +94,15 @@ def make_loop(path: Path, policy: str, *, adapters: "Adapters | None" = None) ->
         made.use_adapters(trace.recorded_port(adapters))
         can = (EngineCapability.LOAD_ADAPTER,)
         info = msgspec.structs.replace(info, capabilities=can)
-    return StepLoop(info=info, scheduler=made, runner=Runner(), adapters=adapters, step_trace=trace, clock=clock)
+    return StepLoop(
+        info=info,
+        scheduler=made,
+        runner=Runner(),
+        adapters=adapters,
+        weights=WeightsInUse(WeightsSource(), root=None),
+        step_trace=trace,
+        clock=clock,
+    )
 
 
 class Adapters:
@@ -265,6 +278,65 @@ def test_another_answer_about_an_adapter_is_another_run(tmp_path: Path, kind: st
 
     path, _ = changed(tmp_path / "steps", change, kind, 0)
     assert replay_steps(path).difference is not None
+
+
+def record_with_sleeps(path: Path) -> StepLoop:
+    """Conversations through pauses, sleeps and updates, some of which end what runs, with adapters."""
+    draw, loop = random.Random(5), make_loop(path, "fair-share", adapters=Adapters())
+    ends: list[TokenEvent] = []
+    for number, request in enumerate(conversations(draw)):
+        name = draw.choice((None, None, "adapter-1", "adapter-2", "adapter-3"))
+        ends += loop.submit(msgspec.structs.replace(request, lora=name))
+        for _ in range(draw.randint(0, 6)):
+            ends += loop.step()
+        if number % 9 == 8:
+            requests = draw.choice((InFlight.KEEP, InFlight.KEEP, InFlight.ABORT))
+            version = f"{draw.randint(0, 2):064x}"  # weights that come back have their version again
+            begin, end = draw.choice(
+                (
+                    (Sleep(requests=requests), Wake()),
+                    (Pause(requests), Resume()),
+                    (UpdateWeights(segments=("new",), content_hash=version, requests=requests), Resume()),
+                )
+            )
+            ends += loop.control(begin)
+            ends += loop.submit(msgspec.structs.replace(request, request_id=RequestId(1000 + number)))
+            ends += loop.control(end)
+    while loop.busy:
+        ends += loop.step()
+    loop.close()
+    told = loop.stats()
+    assert told.sleeps > 0
+    assert told.weight_updates > 0
+    assert any(isinstance(event, Failed) and event.kind is FailureKind.UNAVAILABLE for event in ends)
+    return loop
+
+
+def test_a_run_with_sleeps_and_updates_is_repeated_exactly(tmp_path: Path) -> None:
+    loop = record_with_sleeps(tmp_path / "steps")
+    lines = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
+    assert len({line["weights"] for line in lines if line["record"] == "renew"}) > 1
+    replayed = replay_steps(tmp_path / "steps")
+    assert replayed.difference is None, replayed
+    assert replayed.steps == loop.stats().steps > 100
+
+
+@pytest.mark.parametrize("kind", ["park", "renew"])
+def test_a_trace_without_its_sleeps_is_another_run(tmp_path: Path, kind: str) -> None:
+    record_with_sleeps(tmp_path / "steps")
+    lines = (tmp_path / "steps").read_bytes().splitlines(keepends=True)
+    left = [line for line in lines if json.loads(line)["record"] not in (kind, *(("renew",) if kind == "park" else ()))]
+    assert len(left) < len(lines)
+    (tmp_path / "other").write_bytes(b"".join(left))
+    assert replay_steps(tmp_path / "other").difference is not None
+
+
+def test_requests_that_did_not_leave_as_recorded_are_named(tmp_path: Path) -> None:
+    record_with_sleeps(tmp_path / "steps")
+    path, _ = changed(tmp_path / "steps", lambda park: park.update(has_ended=False), "park", 0)
+    found = replay_steps(path).difference
+    assert found is not None
+    assert found.what == "whether all requests left the device"
 
 
 def test_a_planted_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,12 +184,10 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
 
 
 def _weights_in_use(engine_plan: EnginePlan) -> WeightsInUse | None:
-    """None where they cannot change: on a GPU graphs hold their addresses, which stay with --enable-sleep alone; and a
-    step trace could not be repeated.
-    """
+    """None where they cannot change: on a GPU graphs hold their addresses, which stay with --enable-sleep alone."""
     options = engine_plan.options
     on_device = options.device is DeviceKind.CUDA
-    if (on_device and not options.enable_sleep) or options.step_trace is not None:
+    if on_device and not options.enable_sleep:
         return None
     is_dummy = options.load_format is LoadFormat.DUMMY
     folder = None if is_dummy else str(engine_plan.model_dir.resolve())

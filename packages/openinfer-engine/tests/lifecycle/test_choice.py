@@ -12,7 +12,6 @@ EXCLUDED = {
     "--speculative": {"speculative": "ngram,k=2"},
     "--low-bit-activations": {"low_bit_activations": LowBitActivations.PREFILL},
     "--fp8-head": {"fp8_head": True},
-    "--step-trace": {"step_trace": "trace"},
 }
 
 
@@ -27,4 +26,4 @@ def test_what_sleep_excludes_on_a_gpu_is_refused_by_name(option: str) -> None:
 
 def test_an_engine_of_one_gpu_may_sleep() -> None:
     check_sleep(EngineOptions(enable_sleep=True, device=DeviceKind.CUDA, batch_invariant=True, cuda_graph=False))
-    check_sleep(EngineOptions(enable_sleep=True, device=DeviceKind.CUDA, max_loras=1))
+    check_sleep(EngineOptions(enable_sleep=True, device=DeviceKind.CUDA, max_loras=1, step_trace="trace"))

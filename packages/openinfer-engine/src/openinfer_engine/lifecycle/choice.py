@@ -13,7 +13,6 @@ def check_sleep(options: EngineOptions) -> None:
         "--speculative": options.speculation is not None,
         "--low-bit-activations": options.low_bit_activations is not LowBitActivations.OFF,
         "--fp8-head": options.fp8_head,
-        "--step-trace": options.step_trace is not None,
     }
     for option in (name for name, is_asked in excluded.items() if is_asked):
         raise Refused(f"--enable-sleep and {option} exclude each other on a GPU so far; leave one of them out")

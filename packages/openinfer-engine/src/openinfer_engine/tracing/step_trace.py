@@ -2,6 +2,7 @@
 
     begin                          scheduler, queue policy and their options
     add, abort, hold, flush, drop  what the scheduler was told, in order
+    park, renew                    the same, of a sleep or new weights: requests left the device, and KV was forgotten
     held                           what it was answered about an adapter, where that has changed
     plan                           its rows: request, start, tokens, new tokens; none where nothing could run
     apply                          new tokens per row, and what that meant for requests
@@ -35,6 +36,7 @@ from openinfer_core import (
 )
 from openinfer_core.scheduling import (
     AdapterPort,
+    ChangesWeights,
     HoldsRows,
     Scheduler,
     SchedulerCapabilities,
@@ -123,6 +125,20 @@ class Drop(Record, frozen=True, kw_only=True, tag="drop"):
     outcomes: list[Outcome]
 
 
+class Park(Record, frozen=True, kw_only=True, tag="park"):
+    """Requests were to give up slots and KV."""
+
+    has_ended: bool
+    """Whether none had any afterwards: else it was called again."""
+
+
+class Renew(Record, frozen=True, kw_only=True, tag="renew"):
+    """All KV was forgotten; what is computed from now on belongs to these weights."""
+
+    weights: int
+    """A number for their version, the same one for the same version."""
+
+
 class Plan(Record, frozen=True, kw_only=True, omit_defaults=True, tag="plan"):
     """A step was planned."""
 
@@ -159,7 +175,7 @@ class Content(Record, frozen=True, kw_only=True, omit_defaults=True, tag="conten
     """Whether its last token ended it."""
 
 
-AnyRecord = Begin | Add | Abort | Hold | Flush | Held | Drop | Plan | Apply | Content
+AnyRecord = Begin | Add | Abort | Hold | Flush | Held | Drop | Park | Renew | Plan | Apply | Content
 _decoder = msgspec.json.Decoder(AnyRecord)
 _encoder = msgspec.json.Encoder()
 
@@ -220,11 +236,17 @@ class StepTrace:
         self._held: list[int] = []
         self._adapters: dict[bytes, int] = {}  # numbers of contents
         self._are_held: dict[int, bool] = {}  # as the scheduler was told last
+        self._versions: dict[str, int] = {}  # numbers of weights
         self._write(begin)
 
     def recorded(self, scheduler: Scheduler) -> Scheduler:
         """The scheduler, whose calls are written from now on."""
-        return _HoldingScheduler(scheduler, self) if isinstance(scheduler, HoldsRows) else _Recorded(scheduler, self)
+        holds, changes = isinstance(scheduler, HoldsRows), isinstance(scheduler, ChangesWeights)
+        if holds and changes:
+            return _HoldingChangingScheduler(scheduler, self)
+        if changes:
+            return _ChangingScheduler(scheduler, self)
+        return _HoldingScheduler(scheduler, self) if holds else _Recorded(scheduler, self)
 
     def recorded_port(self, port: AdapterPort) -> AdapterPort:
         """What a scheduler asks about adapters, whose answers are written from now on."""
@@ -278,6 +300,12 @@ class StepTrace:
 
     def flushed(self) -> None:
         self._write(Flush())
+
+    def parked(self, *, has_ended: bool) -> None:
+        self._write(Park(has_ended=has_ended))
+
+    def renewed(self, kv_version: str) -> None:
+        self._write(Renew(weights=self._versions.setdefault(kv_version, len(self._versions))))
 
     def planned(self, plan: StepPlan | None, *, now_s: float) -> None:
         if plan is None:
@@ -428,3 +456,21 @@ class _HoldingScheduler(_Recorded):
         self._trace.held(request_ids)
         if isinstance(self._scheduler, HoldsRows):
             self._scheduler.hold(request_ids)
+
+
+class _ChangingScheduler(_Recorded):
+    """One whose requests can leave the device, and begin anew on other weights."""
+
+    def park(self) -> bool:
+        has_ended = isinstance(self._scheduler, ChangesWeights) and self._scheduler.park()
+        self._trace.parked(has_ended=has_ended)
+        return has_ended
+
+    def renew_cache(self, kv_version: str) -> None:
+        self._trace.renewed(kv_version)
+        if isinstance(self._scheduler, ChangesWeights):
+            self._scheduler.renew_cache(kv_version)
+
+
+class _HoldingChangingScheduler(_HoldingScheduler, _ChangingScheduler):
+    """One that can do both."""

@@ -26,6 +26,7 @@ from openinfer_core import (
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS, find_plugin
 from openinfer_core.request import LoadedAdapter
 from openinfer_core.scheduling import (
+    ChangesWeights,
     FlushesCache,
     HoldsRows,
     PlacesAdapters,
@@ -45,7 +46,9 @@ from openinfer_engine.tracing.step_trace import (
     Flush,
     Held,
     Hold,
+    Park,
     Plan,
+    Renew,
     outcomes_of,
     read_step_trace,
 )
@@ -202,7 +205,12 @@ class _Replay:
         elif isinstance(record, Abort):
             self._scheduler.abort(RequestId(record.request))
             self._open.pop(record.request, None)
-        elif isinstance(record, Hold) and isinstance(self._scheduler, HoldsRows):
+        else:
+            self._tell(record)
+
+    def _tell(self, record: AnyRecord) -> None:
+        """What not every scheduler is told."""
+        if isinstance(record, Hold) and isinstance(self._scheduler, HoldsRows):
             self._scheduler.hold(frozenset(map(RequestId, record.requests)))
         elif isinstance(record, Flush) and isinstance(self._scheduler, FlushesCache):
             self._scheduler.flush_cache()
@@ -210,6 +218,14 @@ class _Replay:
             self._adapters.held[_digest_of(record.adapter)] = record.is_held
         elif isinstance(record, Drop) and isinstance(self._scheduler, PlacesAdapters):
             self._drop(record, self._scheduler)
+        elif isinstance(record, Park) and isinstance(self._scheduler, ChangesWeights):
+            self._park(record, self._scheduler)
+        elif isinstance(record, Renew) and isinstance(self._scheduler, ChangesWeights):
+            self._scheduler.renew_cache(f"recorded {record.weights}")
+
+    def _park(self, record: Park, scheduler: ChangesWeights) -> None:
+        if (has_ended := scheduler.park()) != record.has_ended:
+            raise _Differs("whether all requests left the device", record.has_ended, has_ended)
 
     # --- requests ---------------------------------------------------------------------------------------
 
