@@ -1,10 +1,14 @@
 """Fixtures: one tiny model for all tests that need one."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from openinfer import LLM
+
+sys.path.insert(0, str(Path(__file__).parent))  # the helpers of these tests are imported by name
 
 
 @pytest.fixture(scope="session")
