@@ -35,27 +35,7 @@ from openinfer_core.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAFTING = ROOT / "packages" / "openinfer-qwen35" / "tests" / "fixtures_mtp"
-HYBRID = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "head_dim": 32,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_value_head_dim": 24,
-    "max_position_embeddings": 2048,
-    "model_type": "qwen3_5_text",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000000.0, "rope_type": "default"},
-    "tie_word_embeddings": True,
-    "vocab_size": 2048,
-}
+HYBRID = ROOT / "packages" / "openinfer-bench" / "tests" / "fixtures" / "hybrid" / "config.json"
 SHAPE = ("--turns", "13", "--first-tokens", "64", "--new-tokens", "23", "--output-tokens", "33")
 SHAPE = (*SHAPE, "--wait-s", "0.05", "--agents-share", "0.4")
 POOL = ("--num-blocks", "96")
@@ -105,7 +85,7 @@ def make_models(folder: Path) -> Mapping[str, Path]:
     shutil.copy(openinfer_tiny_model.model_dir() / "tokenizer.json", hybrid)
     # drawn weights sample every id, and the server has no text for ids beyond its tokenizer's
     num_ids = Tokenizer.from_file(str(hybrid / "tokenizer.json")).get_vocab_size()
-    (hybrid / "config.json").write_text(json.dumps(HYBRID | {"vocab_size": num_ids}))
+    (hybrid / "config.json").write_text(json.dumps(json.loads(HYBRID.read_text()) | {"vocab_size": num_ids}))
     shutil.copytree(DRAFTING, drafting)
     vocabulary = {f"<{index}>": index for index in range(128)}
     Tokenizer(models.WordLevel(vocabulary, unk_token="<0>")).save(str(drafting / "tokenizer.json"))

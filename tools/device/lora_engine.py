@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
@@ -23,24 +22,21 @@ from source_packages import folders
 sys.path[:0] = folders()
 
 
+from made_adapters import made_adapters  # noqa: E402
+
 from openinfer_bench.offline import measure_offline  # noqa: E402
 from openinfer_core import (  # noqa: E402
     GenerateRequest,
     RequestId,
     SamplingParams,
     Tokens,
-    claim,
-    list_plugins,
-    read_config,
 )
 from openinfer_core.control import LoadAdapter  # noqa: E402
-from openinfer_core.plugins import MODELS  # noqa: E402
 from openinfer_core.process.resident import settle_memory  # noqa: E402
 from openinfer_engine.engine_plan import resolve  # noqa: E402
 from openinfer_engine.launch import build_loop  # noqa: E402
 from openinfer_engine.loop import StepLoop  # noqa: E402
 from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat  # noqa: E402
-from openinfer_engine.testing.adapters import write_adapter  # noqa: E402
 
 MAX_STEP_TOKENS = 8192
 
@@ -158,26 +154,21 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    config = read_config(given.model)
-    family: Any = claim(config, list_plugins(MODELS))[0]
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
-        folder = Path(made)
-        names = [f"adapter-{number}" for number in range(given.adapters + 2)]
-        for seed, name in enumerate(names):
-            write_adapter(folder / name, family.definition, config, rank=given.rank, seed=seed)
+    with made_adapters(given.model, count=given.adapters + 2, rank=given.rank) as made:
+        names = made.names
         lora = {
-            "lora": [f"{name}={folder / name}" for name in names],
-            "lora_root": str(folder),
+            "lora": made.flags,
+            "lora_root": str(made.folder),
             "max_loras": given.adapters,
             "max_lora_rank": given.rank,
         }
-        plain, adapted = (make_loop(family.definition, given.model, given, **each) for each in ({}, lora))
+        plain, adapted = (make_loop(made.definition, given.model, given, **each) for each in ({}, lora))
         with closing(plain), closing(adapted):
             settle_memory()
             used = names[: given.adapters]
             kinds = {"plain": (plain, []), "none": (adapted, []), "one": (adapted, used[:1]), "all": (adapted, used)}
             rows = [measure(kinds, size, given.turns) for size in given.sizes]
-            loads = measure_loads(adapted, folder, names)
+            loads = measure_loads(adapted, made.folder, names)
     if given.json:
         record = {"model": given.model.name, "commit": given.commit, "rank": given.rank, "rows": rows, "loads": loads}
         given.json.write_text(json.dumps(record, indent=1) + "\n")

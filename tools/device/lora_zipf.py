@@ -12,17 +12,16 @@ Exits with 1 where the p99 of the rarest quarter of adapters is beyond it.
 import argparse
 import json
 import sys
-import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from source_packages import folders
 
 sys.path[:0] = folders()
 
 import numpy as np  # noqa: E402
+from made_adapters import made_adapters  # noqa: E402
 
 from openinfer_core import (  # noqa: E402
     Failed,
@@ -31,18 +30,13 @@ from openinfer_core import (  # noqa: E402
     RequestId,
     SamplingParams,
     TokenEvent,
-    claim,
-    list_plugins,
-    read_config,
 )
 from openinfer_core.events import Scheduled  # noqa: E402
-from openinfer_core.plugins import MODELS  # noqa: E402
 from openinfer_engine.engine_plan import resolve  # noqa: E402
 from openinfer_engine.launch import build_loop  # noqa: E402
 from openinfer_engine.loop import StepLoop  # noqa: E402
 from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat  # noqa: E402
 from openinfer_engine.scheduler.order.bypass import MAX_BYPASS_S  # noqa: E402
-from openinfer_engine.testing.adapters import write_adapter  # noqa: E402
 
 EXPONENT = 1.2
 PROMPT_TOKENS, MOST_NEW_TOKENS = 100, 120
@@ -120,26 +114,20 @@ def main() -> int:
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    config = read_config(given.model)
-    family: Any = claim(config, list_plugins(MODELS))[0]
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
-        folder = Path(made)
-        names = [f"adapter-{number}" for number in range(given.adapters)]
-        for seed, name in enumerate(names):
-            write_adapter(folder / name, family.definition, config, rank=given.rank, seed=seed)
+    with made_adapters(given.model, count=given.adapters, rank=given.rank) as made:
         options = EngineOptions(
             device=DeviceKind(given.device),
             load_format=LoadFormat.DUMMY,
             num_blocks=2048,
             max_num_seqs=32,
             max_model_tokens=256,
-            lora=[f"{name}={folder / name}" for name in names],
+            lora=made.flags,
             max_loras=given.slots,
             max_lora_rank=given.rank,
         )
         begin = time.perf_counter()
-        loop = build_loop(resolve(family.definition, given.model, options))
-        print(f"started in {time.perf_counter() - begin:.1f} s with {len(names)} adapters", flush=True)
+        loop = build_loop(resolve(made.definition, given.model, options))
+        print(f"started in {time.perf_counter() - begin:.1f} s with {given.adapters} adapters", flush=True)
         traffic = Traffic(given)
         with closing(loop):
             traffic.run(loop)

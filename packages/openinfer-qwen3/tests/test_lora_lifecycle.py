@@ -2,13 +2,13 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lifecycle_models import CPU_CONFIG as CONFIG
-from lifecycle_models import LEVELS, RANKS, write_adapted
+from lifecycle_models import LEVELS, RANKS, SMALL, MakeLoop, opened_loops, write_adapted
 
 from openinfer_core import (
     EngineCapability,
@@ -24,19 +24,17 @@ from openinfer_core import (
 )
 from openinfer_core.control import LoadAdapter, Pause, Resume, Sleep, UnloadAdapter, UpdateWeights, Wake
 from openinfer_core.engine import EngineState
-from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
+from openinfer_engine import StepLoop
 from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.testing import Answer
 from openinfer_engine.testing.answers import run_at_once
 from openinfer_engine.testing.quantised_checkpoints import SCHEMES, write_quantised
 from openinfer_engine.testing.quantised_family import projections
-from openinfer_qwen3.family import Qwen3Definition
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux")
 
 ADAPTERS = {"two": 2, "eight": 8, "sixteen": 16}
 PROMPT = tuple(range(41))
-MakeLoop = Callable[..., StepLoop]
 Said = Mapping[int, tuple[list[int], list[float]]]
 
 
@@ -48,18 +46,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_loop(folder: Path) -> Iterator[MakeLoop]:
-    loops: list[StepLoop] = []
+    given = {**SMALL, "num_blocks": 96, "max_loras": 2, "lora_root": str(folder), "weights_root": str(folder)}
 
     def make(model: Path | str = "old", *, names: tuple[str, ...] = tuple(ADAPTERS), **options: object) -> StepLoop:
-        fields: dict[str, Any] = {"num_blocks": 96, "block_size_tokens": 8, "max_num_seqs": 8, "batch_invariant": True}
-        fields |= {"lora": [f"{name}={folder / name}" for name in names], "max_loras": 2, "lora_root": str(folder)}
-        options_of = EngineOptions(**(fields | {"weights_root": str(folder)} | options))
-        loops.append(build_loop(resolve(Qwen3Definition(), folder / model, options_of)))
-        return loops[-1]
+        lora = [f"{name}={folder / name}" for name in names]
+        return opened(folder / model, **{**given, "lora": lora, **options})
 
-    yield make
-    for loop in loops:
-        loop.close()
+    with opened_loops() as opened:
+        yield make
 
 
 def one(number: int, lora: str | None, *, max_tokens: int = 12) -> GenerateRequest:

@@ -3,24 +3,22 @@
 Random weights at a head dimension that the GPU's attention serves. Skipped, with the reason, where there is no GPU.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu_model import CONFIG
-from lifecycle_models import LEVELS, write_adapted
+from lifecycle_models import LEVELS, MakeLoop, opened_loops, write_adapted
 
 from openinfer_core import EngineCapability, GenerateRequest, RequestId, SamplingParams, TokenEvent
 from openinfer_core.control import LoadAdapter, Sleep, UnloadAdapter, UpdateWeights, Wake
-from openinfer_core.errors import Refused
-from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
+from openinfer_engine import StepLoop
 from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.testing import Answer, run_at_once
 from openinfer_engine.testing.quantised_checkpoints import SCHEMES, write_quantised
 from openinfer_engine.testing.quantised_family import projections
-from openinfer_qwen3.family import Qwen3Definition
 
 pytestmark = pytest.mark.gpu
 ADAPTERS = {"one": 1, "eight": 8, "sixteen": 16}
@@ -30,7 +28,6 @@ OPTIONS: list[Any] = [
     pytest.param({"batch_invariant": True}, id="batch-invariant"),
 ]
 PROMPT = tuple(range(57))
-MakeLoop = Callable[..., StepLoop]
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +38,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_loop(folder: Path) -> Iterator[MakeLoop]:
-    loops: list[StepLoop] = []
+    given = {"num_blocks": 256, "max_num_seqs": 16, "device": DeviceKind.CUDA, "max_loras": 2, "enable_sleep": True}
 
     def make(model: Path | str = "old", *, names: tuple[str, ...] = tuple(ADAPTERS), **options: object) -> StepLoop:
-        fields: dict[str, Any] = {"num_blocks": 256, "max_num_seqs": 16, "device": DeviceKind.CUDA, "max_loras": 2}
-        fields |= {"lora": [f"{name}={folder / name}" for name in names], "lora_root": str(folder)}
-        fields |= {"enable_sleep": True, "weights_root": str(folder)} | options
-        try:
-            loops.append(build_loop(resolve(Qwen3Definition(), folder / model, EngineOptions(**fields))))
-        except Refused as reason:
-            pytest.skip(str(reason))
-        return loops[-1]
+        roots = {"lora_root": str(folder), "weights_root": str(folder)}
+        lora = [f"{name}={folder / name}" for name in names]
+        return opened(folder / model, **{**given, **roots, "lora": lora, **options})
 
-    yield make
-    for loop in loops:
-        loop.close()
+    with opened_loops(skips_refused=True) as opened:
+        yield make
 
 
 def one(number: int, lora: str | None, *, max_tokens: int = 16) -> GenerateRequest:

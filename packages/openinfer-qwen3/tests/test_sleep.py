@@ -7,11 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from lifecycle_models import CPU_CONFIG, LEVELS, RANKS
+from lifecycle_models import CPU_CONFIG, LEVELS, RANKS, SMALL, MakeLoop, opened_loops
 from safetensors.numpy import save_file
 
 from openinfer_core import (
@@ -28,7 +28,7 @@ from openinfer_core import (
 from openinfer_core.control import InFlight, Sleep, UpdateWeights, Wake
 from openinfer_core.engine import EngineState
 from openinfer_core.shared_weights import SharedTensor, SharedWeights
-from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
+from openinfer_engine import EngineOptions, StepLoop
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.options import LoadFormat, LoopHost
 from openinfer_engine.testing import Answer, random_requests, random_weights
@@ -38,7 +38,6 @@ from openinfer_qwen3.family import Qwen3, Qwen3Definition
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux")
 
 CONFIG = CPU_CONFIG | {"tie_word_embeddings": True}
-MakeLoop = Callable[..., StepLoop]
 
 
 @pytest.fixture
@@ -52,16 +51,8 @@ def model_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_loop(model_dir: Path) -> Iterator[MakeLoop]:
-    loops: list[StepLoop] = []
-
-    def make(**options: object) -> StepLoop:
-        fields = {"num_blocks": 64, "block_size_tokens": 8, "max_num_seqs": 8, "batch_invariant": True, **options}
-        loops.append(build_loop(resolve(Qwen3Definition(), model_dir, EngineOptions(**fields))))
-        return loops[-1]
-
-    yield make
-    for loop in loops:
-        loop.close()
+    with opened_loops() as opened:
+        yield lambda **options: opened(model_dir, **{**SMALL, **options})
 
 
 def requests(count: int = 4) -> list[GenerateRequest]:

@@ -4,14 +4,14 @@ Random weights at a head dimension that the GPU's attention serves. Skipped, wit
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from gpu_model import CONFIG
-from lifecycle_models import LEVELS
+from lifecycle_models import LEVELS, MakeLoop, opened_loops
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
@@ -20,7 +20,7 @@ from openinfer_core.control import Sleep, UpdateWeights, Wake
 from openinfer_core.engine import EngineState
 from openinfer_core.errors import InvalidCheckpoint, Refused
 from openinfer_core.shared_weights import SharedTensor, SharedWeights
-from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
+from openinfer_engine import StepLoop
 from openinfer_engine.options import DeviceKind, LoadFormat
 from openinfer_engine.testing import Answer, random_requests, random_weights, run_at_once
 from openinfer_engine.testing.quantised_checkpoints import SCHEMES, write_quantised
@@ -38,7 +38,6 @@ MIXTURE = CONFIG | {
 }
 FAMILIES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {"qwen3": (Qwen3, CONFIG), "qwen3_moe": (Qwen3Moe, MIXTURE)}
 Weights = Mapping[str, NDArray[np.float32]]
-MakeLoop = Callable[..., StepLoop]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -48,27 +47,15 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make_loop() -> Iterator[MakeLoop]:
-    loops: list[StepLoop] = []
+    given = {"num_blocks": 256, "max_num_seqs": 16, "device": DeviceKind.CUDA, "enable_sleep": True}
 
     def make(folder: Path, **options: object) -> StepLoop:
-        fields = {
-            "num_blocks": 256,
-            "max_num_seqs": 16,
-            "device": DeviceKind.CUDA,
-            "enable_sleep": True,
-            "weights_root": str(folder.parent),
-            **options,
-        }
         name = json.loads((folder / "config.json").read_text())["model_type"]
-        try:
-            loops.append(build_loop(resolve(FAMILIES[name][0]().definition, folder, EngineOptions(**fields))))
-        except Refused as reason:
-            pytest.skip(str(reason))
-        return loops[-1]
+        definition = FAMILIES[name][0]().definition
+        return opened(folder, definition=definition, **{**given, "weights_root": str(folder.parent), **options})
 
-    yield make
-    for loop in loops:
-        loop.close()
+    with opened_loops(skips_refused=True) as opened:
+        yield make
 
 
 def weights_of(family: str, *, seed: int = 0) -> dict[str, NDArray[np.float32]]:

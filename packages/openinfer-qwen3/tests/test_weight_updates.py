@@ -4,7 +4,7 @@ import importlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from lifecycle_models import CPU_CONFIG as CONFIG
-from lifecycle_models import RANKS, Weights, changed, write_model
+from lifecycle_models import RANKS, SMALL, MakeLoop, Weights, changed, opened_loops, write_model
 from numpy.typing import NDArray
 
 from openinfer_core import (
@@ -53,8 +53,6 @@ from openinfer_engine.testing.quantised_family import projections
 from openinfer_engine.weights.checkpoint import Checkpoint
 from openinfer_qwen3.family import Qwen3Definition
 
-MakeLoop = Callable[..., StepLoop]
-
 
 @pytest.fixture(scope="module")
 def old_weights() -> Weights:
@@ -85,17 +83,8 @@ def new(root: Path, old: Path, new_weights: Weights) -> Path:
 
 @pytest.fixture
 def make_loop(root: Path) -> Iterator[MakeLoop]:
-    loops: list[StepLoop] = []
-
-    def make(folder: Path, **options: object) -> StepLoop:
-        fields = {"num_blocks": 64, "block_size_tokens": 8, "max_num_seqs": 8, "batch_invariant": True, **options}
-        options_of = EngineOptions(**{"weights_root": str(root), **fields})
-        loops.append(build_loop(resolve(Qwen3Definition(), folder, options_of)))
-        return loops[-1]
-
-    yield make
-    for loop in loops:
-        loop.close()
+    with opened_loops() as opened:
+        yield lambda folder, **options: opened(folder, **{"weights_root": str(root), **SMALL, **options})
 
 
 def requests(count: int = 4, **more: object) -> list[GenerateRequest]:

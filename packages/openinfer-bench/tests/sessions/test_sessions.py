@@ -30,38 +30,14 @@ from openinfer_server.testing import ThreadedServer
 SHAPE = Shape(sessions=3, turns=4, first_tokens=50, new_tokens=20, output_tokens=6, wait_s=0.0, agents_share=0.34)
 BLOCK = 16
 FILLER = Filler(num_token_ids=1500, seed=7)
-
-
-HYBRID = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "dtype": "float32",
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_value_head_dim": 24,
-    "max_position_embeddings": 2048,
-    "model_type": "qwen3_5_text",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000000.0, "rope_type": "default"},
-    "tie_word_embeddings": True,
-    "vocab_size": 2048,
-}
-"""A model with recurrent states, of Qwen3.5's kind, with weights drawn at random."""
+HYBRID = Path(__file__).parents[1] / "fixtures" / "hybrid" / "config.json"
+"""Of a model with recurrent states, of Qwen3.5's kind, whose weights are drawn at random."""
 
 
 @pytest.fixture(scope="session")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hybrid")
-    (folder / "config.json").write_text(json.dumps(HYBRID))
+    shutil.copy(HYBRID, folder)
     shutil.copy(find_model_dir("tiny") / "tokenizer.json", folder)
     return folder
 

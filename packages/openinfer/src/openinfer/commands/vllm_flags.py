@@ -45,7 +45,7 @@ OF_VLLM = {
     "--tool-call-parser": "here it is --tool-parser",
     "--trust-remote-code": "no code from model folders is run; a family is a package (docs/reference/add-a-model.md)",
     "--uvicorn-log-level": "here it is --log-level",
-    "--weight-transfer-config": "weights come from a folder below --weights-root, or from shared memory",
+    "--weight-transfer-config": "they come from a folder below --weights-root, or by shared memory or CUDA IPC",
     "-dp": "here it is --data-parallel-size",
     "-pp": "a model is spread over GPUs by --tensor-parallel-size",
     "-tp": "here it is --tensor-parallel-size",
