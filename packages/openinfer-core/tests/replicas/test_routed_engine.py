@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Coroutine
 from operator import attrgetter
 from typing import Any
@@ -24,6 +25,7 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
+from openinfer_core.control import ControlCommand, LoadAdapter, UnloadAdapter
 from openinfer_core.process.engine_process import LinkKind
 from openinfer_core.process.local import InProcessEngine
 from openinfer_core.process.remote import RemoteEngine, join_engine
@@ -261,3 +263,86 @@ def test_an_engine_that_listens_at_an_address_is_joined_by_whom_has_the_token() 
 
         socket.create_server(("127.0.0.2", 0)).close()
         run(scenario())
+
+
+class WithAdapters(SimulatedLoop):
+    """Holds names; refuses one more where it `is_full`, and takes its time where it has a `gate`."""
+
+    def __init__(self) -> None:
+        super().__init__(OPTIONS)
+        self.names: list[str] = []
+        self.is_full = False
+        self.gate: threading.Event | None = None
+
+    def control(self, command: ControlCommand) -> list[TokenEvent]:
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        if isinstance(command, LoadAdapter):
+            if self.is_full:
+                raise Refused("no room")
+            self.names.append(command.name)
+        elif isinstance(command, UnloadAdapter):
+            self.names.remove(command.name)
+        return []
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_adapter_that_one_replica_refuses_is_on_none(full: int) -> None:
+    loops = [WithAdapters(), WithAdapters()]
+    loops[full].is_full = True
+
+    async def live() -> None:
+        engine = routed(*map(InProcessEngine, loops))
+        try:
+            with pytest.raises(Refused, match="no room"):
+                await engine.control(LoadAdapter("tuned", "folder"))
+            assert [loop.names for loop in loops] == [[], []]
+            loops[full].is_full = False
+            await engine.control(LoadAdapter("tuned", "folder"))
+            assert [loop.names for loop in loops] == [["tuned"], ["tuned"]]
+        finally:
+            await engine.close()
+
+    asyncio.run(live())
+
+
+def test_refusal_is_told_when_every_replica_has_answered() -> None:
+    loops = [WithAdapters(), WithAdapters()]
+    loops[0].is_full = True
+    gate = loops[1].gate = threading.Event()
+
+    async def live() -> None:
+        engine = routed(*map(InProcessEngine, loops))
+        try:
+            command = asyncio.create_task(engine.control(LoadAdapter("tuned", "folder", in_place=True)))
+            await asyncio.wait((command,), timeout=0.2)  # long enough for the first one alone
+            assert not command.done()
+            gate.set()
+            with pytest.raises(Refused, match="no room"):
+                await command
+            assert loops[1].names == ["tuned"]  # in the place of another, which is not known any more
+        finally:
+            gate.set()
+            await engine.close()
+
+    asyncio.run(live())
+
+
+def test_replica_that_is_gone_keeps_no_command_from_the_others() -> None:
+    loops = [WithAdapters(), WithAdapters()]
+
+    async def live() -> None:
+        engines = [*map(InProcessEngine, loops)]
+        engine = routed(*engines)
+        try:
+            command = engine.control(LoadAdapter("tuned", "folder"))
+            await engines[0].close()
+            await command
+            assert loops[1].names == ["tuned"]
+            await engines[1].close()
+            with pytest.raises(EngineClosed):
+                await engine.control(LoadAdapter("other", "folder"))
+        finally:
+            await engine.close()
+
+    asyncio.run(live())

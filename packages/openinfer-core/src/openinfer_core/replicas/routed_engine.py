@@ -12,12 +12,12 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from openinfer_core.control import ControlCommand, LoadAdapter, UnloadAdapter
 from openinfer_core.engine import EngineHandle, EngineInfo, EngineStats
 from openinfer_core.errors import ContractViolation, EngineClosed, InvalidRequest, Refused
 from openinfer_core.events import Failed, FailureKind, Finished, Scheduled, TokenEvent, Tokens
@@ -25,9 +25,6 @@ from openinfer_core.process.mailbox import Mailbox
 from openinfer_core.replicas.prefix_router import PrefixRouter
 from openinfer_core.replicas.totals import info_of_all, stats_of_all
 from openinfer_core.request import GenerateRequest, RequestId
-
-if TYPE_CHECKING:
-    from openinfer_core.control import ControlCommand
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -142,10 +139,25 @@ class RoutedEngine:
             raise EngineClosed("no replica is left")
         return stats_of_all(told)
 
-    async def control(self, command: "ControlCommand") -> None:
-        """Commands all replicas."""
+    async def control(self, command: ControlCommand) -> None:
+        """Commands all replicas, and returns when each has answered; one that is gone meanwhile needs to hear nothing.
+
+        Where one refuses a new adapter, no other keeps it.
+        """
         self._mailbox.require_open()
-        await asyncio.gather(*(engine.control(command) for engine in self._replicas.values()))
+        failed = await self._tell(command, [*self._replicas])
+        done = self._replicas.keys() - failed.keys()
+        refused = [error for error in failed.values() if not isinstance(error, EngineClosed)]
+        if refused and isinstance(command, LoadAdapter) and not command.in_place:
+            await self._tell(UnloadAdapter(command.name), sorted(done))
+        if refused or (failed and not done):
+            raise (*refused, *failed.values())[0]
+
+    async def _tell(self, command: ControlCommand, names: Sequence[str]) -> dict[str, BaseException]:
+        """Why replicas have not obeyed, by their names, once all have answered."""
+        commands = (self._replicas[name].control(command) for name in names)
+        answers = await asyncio.gather(*commands, return_exceptions=True)
+        return {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
 
     async def close(self) -> None:
         self._is_closing = True
