@@ -197,3 +197,17 @@ def test_death_asleep_is_told_and_ends_the_server(tmp_path: Path, module: str) -
         served.process.kill()
         served.process.wait()
         served.process.stdout.close()
+
+
+def test_prefixes_that_a_tier_keeps_are_found_again_after_a_sleep(tmp_path: Path) -> None:
+    tier = ("--kv-tier", f"disk={tmp_path / 'kv'},64MiB", "--kv-load-timeout-ms", "60000")
+    with serving(tmp_path, *POOL, *tier) as served:
+        prompt = "The sun is a star. " * 12
+        first = served.complete(prompt)[1]
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        for level in (1, 2):
+            sleep(served, f"?level={level}")
+            wake(served)
+            again = served.complete(prompt)[1]
+            assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 16
+            assert again["choices"][0]["text"] == first["choices"][0]["text"]
