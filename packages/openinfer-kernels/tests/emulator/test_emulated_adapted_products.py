@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -115,8 +116,11 @@ def modules(emulation: Any) -> Iterator[SimpleNamespace]:
     class TensorMaps:
         """`CUtensorMap` as `cluster_hopper.cuh` reads it."""
 
+        num_asked = 0
+
         def of(self, tensor: Any) -> Any:
             assert tensor.box[0] == 64
+            TensorMaps.num_asked += 1
             is_plane = len(tensor.sizes) == 2
             words = (*tensor.sizes, tensor.box[1]) if is_plane else (*tensor.sizes, *tensor.strides_bytes, *tensor.box)
             made = maps.TensorMap()
@@ -137,6 +141,7 @@ def modules(emulation: Any) -> Iterator[SimpleNamespace]:
             gemm=importlib.import_module("openinfer_kernels.cuda.gemm.gemm"),
             decode=importlib.import_module("openinfer_kernels.cuda.gemm.decode_gemm"),
             fused=importlib.import_module("openinfer_kernels.cuda.lora.adapted_gemm"),
+            maps=TensorMaps,
         )
     for name in set(sys.modules) - before:
         if name.startswith("openinfer_kernels.cuda"):
@@ -201,9 +206,13 @@ SHAPES = {
 }
 
 
-def fused_of(modules: Any, libraries: Libraries) -> Any:
+def fused_parts(modules: Any, libraries: Libraries) -> tuple[Any, Any, Any]:
     few, many = (Device(libraries, count) for count in (MULTIPROCESSORS, MULTIPROCESSORS_OF_MANY))
-    return modules.fused.AdaptedGemm(few, modules.decode.DecodeGemm(few), modules.gemm.Gemm(many))
+    return few, modules.decode.DecodeGemm(few), modules.gemm.Gemm(many)
+
+
+def fused_of(modules: Any, libraries: Libraries) -> Any:
+    return modules.fused.AdaptedGemm(*fused_parts(modules, libraries))
 
 
 def check_all(gemm: Any, on_device: Any, shapes: Sequence[Any], tokens: Sequence[int]) -> None:
@@ -247,6 +256,66 @@ MANY_TOKENS = [33, 100, 150, 260, 530, 1030]
 @pytest.mark.parametrize("shape", MANY.values(), ids=MANY.keys())
 def test_more_tokens_have_what_their_adapters_add(modules, libraries, on_device, shape, num_tokens):
     check(fused_of(modules, libraries), on_device, shape, num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [33, 150, 1030])
+def test_launches_of_a_product_are_made_once(modules, libraries, on_device, monkeypatch, num_tokens):
+    """Prompts wait for the host, and to make what launches are told was half of its time for such a product."""
+    places: dict[Any, np.ndarray] = {}
+
+    def pooled(shape: Any, dtype: Any) -> np.ndarray:
+        """As CuPy's memory pool, whose arrays of one size lie where others were."""
+        found = places.setdefault((shape, dtype), filled(shape, dtype))
+        found.fill(np.nan)
+        return found
+
+    monkeypatch.setattr(sys.modules["cupy"], "empty", pooled)
+    gemm = fused_of(modules, libraries)
+    (heights, inner, rank, num_slots), rows = MANY["Q, K and V"], adapter_columns(4, 16) * 3
+    shape = modules.epilogue.STORE, num_tokens, sum(heights), inner
+    shrinks = fused_parts(modules, libraries)[2].adapted_partition(*shape, shrink_rows=rows).shrinks
+    num_launches = 1 if shrinks else 2
+    given, starts, _ = product(on_device, heights, inner, rank, num_slots, num_tokens)
+    first = gemm.linear(*given, starts=starts).copy()
+    for _ in range(3):
+        before = modules.maps.num_asked
+        again = gemm.linear(*given, starts=starts)
+        assert modules.maps.num_asked - before == 1 + num_launches, "only maps of X and of the weight are looked up"
+        assert (again.view(np.uint16) == first.view(np.uint16)).all()
+
+
+def test_kept_launches_are_of_one_product_alone(modules, libraries, on_device, monkeypatch):
+    """Products of which one thing is another each time, on one device and in turns; their arrays live side by side."""
+    pools: list[dict[Any, np.ndarray]] = [{}, {}]  # as CuPy's memory pool: arrays lie where others were
+    used: list[np.ndarray] = []
+
+    def empty(shape: Any, dtype: Any) -> np.ndarray:
+        memory = pools[0].setdefault((len(shape), dtype), filled((1 << 20,), dtype))
+        used.append(memory[: math.prod(shape)].reshape(shape))
+        used[-1].fill(np.nan)
+        return used[-1]
+
+    monkeypatch.setattr(sys.modules["cupy"], "empty", empty)
+    given, starts, wanted = product(on_device, *MANY["Q, K and V"], 150)
+    x, weight, a, columns, slots = given
+    fewer = x[:40], weight, a, columns, slots[:40]  # first: more tokens than are known of would be zero
+    cases = [(fewer, starts, wanted[:40]), (given, starts, wanted)]
+    none = np.full_like(slots, -1)
+    cases.append(((x, weight, a, columns, none), starts, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T))
+    rng = np.random.default_rng(1)
+    other_a, other_columns = (on_device(rng.permuted(np.asarray(each, np.float64), axis=-1)) for each in (a, columns))
+    for changed in ((x, weight, other_a, columns, slots), (x, weight, a, other_columns, slots)):
+        alone = fused_of(modules, libraries).linear(*changed, starts=starts)
+        cases.append((changed, starts, alone.astype(np.float64)))
+    shifted = (0, 128, 256, 320)
+    cases.append((given, shifted, fused_of(modules, libraries).linear(*given, starts=shifted).astype(np.float64)))
+    gemm = fused_of(modules, libraries)
+    for _ in range(4):
+        pools.reverse()
+        for changed, begins, expected in cases:
+            used.clear()
+            assert distance(gemm.linear(*changed, starts=begins), expected) < 4e-3
+            assert not any(np.isnan(each.astype(np.float32)).all() for each in used), "A x is elsewhere"
 
 
 def test_sums_over_a_are_made_in_every_way(modules, libraries):

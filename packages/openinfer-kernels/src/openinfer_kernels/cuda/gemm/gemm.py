@@ -7,7 +7,7 @@ from typing import NamedTuple
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
-from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
+from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMap, TensorMaps
 from openinfer_kernels.cuda.gemm.tiles import (
     CHUNK,
     SHARED_BYTES,
@@ -86,14 +86,14 @@ class Gemm:
     ) -> None:
         """A product with `AdapterMaps`, whose boxes are those of the partition, and the same `shrink_tiles`."""
         product = _Product(epilogue, partition, self._adapted_kernel(epilogue, partition.tile), shrink_tiles)
-        self._multiply(product, x, weight, len(weight), out, adapters)
+        self._multiply(product, x, weight, out, adapters)
 
     def shrink(
-        self, partition: Partition, x: Array, a: Array, adapters: ctypes.Structure, *, shrink_tiles: int
+        self, partition: Partition, x: Array, a: TensorMap, adapters: ctypes.Structure, *, shrink_tiles: int
     ) -> None:
-        """A launch of tiles of `a [rows, k]` alone, of `AdapterMaps` that say where their sums go."""
+        """A launch of tiles of A alone, whose map `a` is, of `AdapterMaps` that say where their sums go."""
         kernel = self._adapted_kernel(Epilogue.STORE, partition.tile)
-        self._multiply(_Product(Epilogue.STORE, partition, kernel, shrink_tiles), x, a, 0, x, adapters)
+        self._launch(_Product(Epilogue.STORE, partition, kernel, shrink_tiles), x, a, 0, x, adapters)
 
     def _adapted_kernel(self, epilogue: Epilogue, tile: Tile) -> Kernel:
         if not self._adapted:
@@ -112,13 +112,25 @@ class Gemm:
     ) -> None:
         """Writes a product divided in a way of the caller's: K into no more splits than it has chunks."""
         product = _Product(epilogue, partition, self._kernels[epilogue, partition.tile], 0)
-        self._multiply(product, x, weight, len(weight), out, weights_first=weights_first)
+        self._multiply(product, x, weight, out, weights_first=weights_first)
 
     def _multiply(
         self,
         product: "_Product",
         x: Array,
         weight: Array,
+        out: Array,
+        *more: ctypes.Structure,
+        weights_first: bool = True,
+    ) -> None:
+        box = weight_box(product.epilogue, product.partition.tile, address(weight), weight.shape)
+        self._launch(product, x, self._maps.of(box), len(weight), out, *more, weights_first=weights_first)
+
+    def _launch(
+        self,
+        product: "_Product",
+        x: Array,
+        weight: TensorMap,
         num_rows: int,
         out: Array,
         *more: ctypes.Structure,
@@ -137,7 +149,7 @@ class Gemm:
         x_box = TensorBox(address(x), (k, num_tokens), (k * _BF16_BYTES,), (CHUNK, tile.tokens // multicast_ctas))
         num_outputs = num_rows // (2 if product.epilogue is Epilogue.SWIGLU else 1)
         arguments = [
-            self._maps.of(weight_box(product.epilogue, tile, weight)),
+            weight,
             self._maps.of(x_box),
             out,
             *(ctypes.c_int(size) for size in (num_tokens, num_outputs, k, multicast_ctas, _GROUP)),
@@ -195,10 +207,12 @@ def _kernels(
     }
 
 
-def weight_box(epilogue: Epilogue, tile: Tile, weight: Array) -> TensorBox:
-    """Tiles of 8 rows twice, again and again: the next 8 rows, or for the gate those of up that belong to 8 of gate."""
-    n, k = weight.shape
+def weight_box(epilogue: Epilogue, tile: Tile, place: int, shape: tuple[int, ...]) -> TensorBox:
+    """Of a weight of this address and shape: tiles of 8 rows twice, again and again: the next 8 rows, or for the gate
+    those of up that belong to 8 of gate.
+    """
+    n, k = shape
     row_bytes = k * _BF16_BYTES
     second, third = (n // 2, 8) if epilogue is Epilogue.SWIGLU else (8, 16)
     strides_bytes = (row_bytes, second * row_bytes, third * row_bytes)
-    return TensorBox(address(weight), (k, 8, 2, n // 16), strides_bytes, (CHUNK, 8, 2, tile.columns // 16))
+    return TensorBox(place, (k, 8, 2, n // 16), strides_bytes, (CHUNK, 8, 2, tile.columns // 16))

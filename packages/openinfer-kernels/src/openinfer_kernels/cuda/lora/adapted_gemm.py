@@ -12,7 +12,7 @@ from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMap, TensorMaps
 from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.gemm.gemm import Gemm, weight_box
-from openinfer_kernels.cuda.gemm.tiles import Epilogue, Tile
+from openinfer_kernels.cuda.gemm.tiles import Epilogue, Partition, Tile
 from openinfer_kernels.cuda.lora.decode_adapters import decode_adapters
 from openinfer_kernels.cuda.lora.lora import SHRINK_THREADS, Shrink
 from openinfer_kernels.errors import ArrayMismatchError
@@ -26,6 +26,8 @@ _BF16_BYTES = 2
 _MOST_SPLITS = 5
 _SPLIT_UNIT = 512
 _SPLIT_COLUMNS = 1024
+_MOST_KEPT = 4096
+"""Products whose launches are known: less than a KiB and a half each."""
 _MOST_HALVED_TOKENS = 512
 """Up to which `A x` is multiplied in two halves: prompts are bound by products, decode steps by memory."""
 _GROUPS = (1, 4)
@@ -50,25 +52,46 @@ class AdapterMaps(ctypes.Structure):
     )
 
 
-class _Adapters(NamedTuple):
-    """What a product is given of adapters."""
+class _Given(NamedTuple):
+    """All that the launches of a product with adapters are told of, but for X and the weight, in numbers.
 
-    a: Array
-    """`[slots, P, r, k]`"""
-    columns: Array
-    """`[out, E]`"""
-    slots: Array
-    starts: Sequence[int]
+    Two products of which this is equal are told the same, whatever arrays lie there: so what is made of it is kept.
+    """
+
+    epilogue: Epilogue
+    num_tokens: int
+    weight_shape: tuple[int, int]
+    a: int
+    """The address of `[slots, P, r, k]`."""
+    a_shape: tuple[int, int, int, int]
+    columns: int
+    """The address of `[out, E]`."""
+    width: int
+    """E."""
+    slots: int
+    halves: int
+    """The address of `[T, P, 2, E]`."""
+    starts: tuple[int, ...]
 
     @property
-    def rows(self) -> Array:
-        """`[slots P r, k]`"""
-        return self.a.reshape(-1, self.a.shape[3])
+    def rows_shape(self) -> tuple[int, int]:
+        """Of A as `[slots P r, k]`."""
+        num_slots, pieces, rank, inner = self.a_shape
+        return num_slots * pieces * rank, inner
 
     @property
     def shrink_rows(self) -> int:
         """Rows of A, and those in their place where `E` has columns of no slot: of them A x is zero."""
-        return self.columns.shape[1] * self.a.shape[1]
+        return self.width * self.a_shape[1]
+
+
+class _Launches(NamedTuple):
+    """What the launches of a product are told; read alone."""
+
+    partition: Partition
+    maps: AdapterMaps
+    ahead: tuple[Partition, AdapterMaps] | None
+    """Of a launch that makes A x before, where the product does not."""
 
 
 class AdaptedGemm:
@@ -82,6 +105,7 @@ class AdaptedGemm:
     def __init__(self, device: Device, decode_gemm: DecodeGemm, gemm: Gemm) -> None:
         self._decode_gemm, self._gemm = decode_gemm, gemm
         self._maps = TensorMaps()
+        self._launches: dict[_Given, _Launches] = {}
         self._shrink = {groups: device.kernel("shrink_halves", f"shrink_halves_{groups}") for groups in _GROUPS}
 
     def columns(self, weight: Array, *, num_slots: int, rank: int, starts: Sequence[int]) -> int:
@@ -129,38 +153,60 @@ class AdaptedGemm:
             given, _shrunk = decode_adapters(x, a, columns, slots, starts)
             self._decode_gemm.multiply_adapted(epilogue, x, weight, out, given)
             return
-        self._multiply_many(epilogue, (x, weight, out), _Adapters(a, columns, slots, starts))
+        self._multiply_many(epilogue, arrays, adapters, starts)
 
-    def _multiply_many(self, epilogue: Epilogue, arrays: tuple[Array, Array, Array], adapters: _Adapters) -> None:
-        (x, weight, out), rows = arrays, adapters.shrink_rows
-        partition, shrinks = self._gemm.adapted_partition(epilogue, len(x), *weight.shape, shrink_rows=rows)
-        tile, multicast_ctas, _ = partition
-        has_boxes = len(adapters.rows) % _ROW_UNIT == 0  # a copy brings 16 rows of A
-        if has_boxes:
-            halves = cupy.empty((len(x), adapters.a.shape[1], 2, adapters.columns.shape[1]), bfloat16)
-        else:
-            halves = self._halves(x, adapters.a, adapters.slots, adapters.columns.shape[1])
-        boxes = tile.columns // _ROW_UNIT, tile.tokens // multicast_ctas
-        maps = self._adapter_maps(epilogue, adapters, halves, boxes)
-        if has_boxes and shrinks:
-            self._map_rows(maps, adapters, tile)
-        elif has_boxes:
-            self._shrink_ahead(x, adapters, maps)
+    def _multiply_many(
+        self,
+        epilogue: Epilogue,
+        arrays: tuple[Array, Array, Array],
+        adapters: tuple[Array, Array, Array],
+        starts: Sequence[int],
+    ) -> None:
+        (x, weight, out), (a, columns, slots) = arrays, adapters
+        a_shape, width, num_tokens = a.shape, columns.shape[1], len(x)
+        # A copy of the engine brings 16 rows of A, or another kernel makes A x.
+        has_boxes = a_shape[0] * a_shape[1] * a_shape[2] % _ROW_UNIT == 0
+        halves = (
+            cupy.empty((num_tokens, a_shape[1], 2, width), bfloat16) if has_boxes else self._halves(x, a, slots, width)
+        )
+        places = address(a), a_shape, address(columns), width, address(slots), address(halves)
+        launches = self._launches_of(_Given(epilogue, num_tokens, weight.shape, *places, tuple(starts)), has_boxes)
+        if launches.ahead is not None:
+            partition, own = launches.ahead
+            self._gemm.shrink(partition, x, own.a, own, shrink_tiles=own.shrink_tiles)
+        maps = launches.maps
         tiles = maps.shrink_tiles
-        self._gemm.multiply_adapted(epilogue, partition, x, weight, out, adapters=maps, shrink_tiles=tiles)
+        self._gemm.multiply_adapted(epilogue, launches.partition, x, weight, out, adapters=maps, shrink_tiles=tiles)
 
-    def _shrink_ahead(self, x: Array, adapters: _Adapters, maps: AdapterMaps) -> None:
-        """A x in a launch of its own."""
-        rows = adapters.shrink_rows
-        partition, _ = self._gemm.adapted_partition(Epilogue.STORE, len(x), 0, x.shape[1], shrink_rows=rows)
+    def _launches_of(self, given: _Given, has_boxes: bool) -> _Launches:  # noqa: FBT001 - follows from `given`
+        """Making them takes the host longer than to launch them, and prompts wait for it: they are kept."""
+        found = self._launches.get(given)
+        if found is None:
+            if len(self._launches) >= _MOST_KEPT:
+                self._launches.clear()  # addresses of activations come and go
+            found = self._launches[given] = self._made(given, has_boxes=has_boxes)
+        return found
+
+    def _made(self, given: _Given, *, has_boxes: bool) -> _Launches:
+        rows = given.shrink_rows
+        partition, shrinks = self._gemm.adapted_partition(
+            given.epilogue, given.num_tokens, *given.weight_shape, shrink_rows=rows
+        )
+        maps = self._adapter_maps(given, partition)
+        if not has_boxes:
+            return _Launches(partition, maps, None)
+        if shrinks:
+            self._map_rows(maps, given, partition.tile)
+            return _Launches(partition, maps, None)
+        ahead, _ = self._gemm.adapted_partition(Epilogue.STORE, given.num_tokens, 0, given.a_shape[3], shrink_rows=rows)
         own = AdapterMaps.from_buffer_copy(maps)
-        self._map_rows(own, adapters, partition.tile)
-        self._gemm.shrink(partition, x, adapters.rows, own, shrink_tiles=own.shrink_tiles)
+        self._map_rows(own, given, ahead.tile)
+        return _Launches(partition, maps, (ahead, own))
 
-    def _map_rows(self, maps: AdapterMaps, adapters: _Adapters, tile: Tile) -> None:
+    def _map_rows(self, maps: AdapterMaps, given: _Given, tile: Tile) -> None:
         """Tiles of A in a launch."""
-        maps.a = self._maps.of(weight_box(Epilogue.STORE, tile, adapters.rows))
-        maps.shrink_tiles = -(-adapters.shrink_rows // tile.columns)
+        maps.a = self._maps.of(weight_box(Epilogue.STORE, tile, given.a, given.rows_shape))
+        maps.shrink_tiles = -(-given.shrink_rows // tile.columns)
 
     def _halves(self, x: Array, a: Array, slots: Array, columns: int) -> Array:
         """`[T, P, 2, E]`."""
@@ -191,33 +237,31 @@ class AdaptedGemm:
         )
         return halves
 
-    def _adapter_maps(
-        self, epilogue: Epilogue, adapters: _Adapters, halves: Array, boxes: "tuple[int, int]"
-    ) -> AdapterMaps:
-        """`boxes`: rows of 16 of the weight's boxes, and tokens of those of X."""
-        row_units, tokens = boxes
-        columns, starts = adapters.columns, adapters.starts
-        width, pieces = columns.shape[1], len(starts) - 1
+    def _adapter_maps(self, given: _Given, partition: Partition) -> AdapterMaps:
+        tile, multicast_ctas, _ = partition
+        width, starts, num_tokens = given.width, given.starts, given.num_tokens
+        row_units = tile.columns // _ROW_UNIT
+        _, pieces, rank, _ = given.a_shape
         row_bytes = width * _BF16_BYTES
-        is_gated = epilogue is Epilogue.SWIGLU
+        is_gated = given.epilogue is Epilogue.SWIGLU
         maps = AdapterMaps(
-            slots=address(adapters.slots),
-            out=address(halves),
+            slots=given.slots,
+            out=given.halves,
             pieces=pieces,
             columns=width,
-            rank=adapters.a.shape[2],
-            halves=2 if len(halves) <= _MOST_HALVED_TOKENS else 1,
+            rank=rank,
+            halves=2 if num_tokens <= _MOST_HALVED_TOKENS else 1,
         )
         for piece in range(pieces):
             rows = starts[piece + 1] - starts[piece]
             # Where rows of gate and up alternate by 8, a map has only one of the two.
             sizes = (width, 8, 1, rows // 8) if is_gated else (width, 8, 2, rows // _ROW_UNIT)
             strides = (row_bytes, 8 * row_bytes, (8 if is_gated else _ROW_UNIT) * row_bytes)
-            place = address(columns) + starts[piece] * row_bytes
+            place = given.columns + starts[piece] * row_bytes
             maps.b[piece] = self._maps.of(TensorBox(place, sizes, strides, (CHUNK, 8, 2, row_units)))
             maps.starts[piece] = 0 if is_gated else starts[piece] // _ROW_UNIT
-        token_values = halves.size // len(halves)
-        sizes = (token_values, len(halves))
-        box = TensorBox(address(halves), sizes, (token_values * _BF16_BYTES,), (CHUNK, tokens))
-        maps.shrunk = self._maps.of(box)
+        token_values = pieces * 2 * width
+        box = (CHUNK, tile.tokens // multicast_ctas)
+        plane = TensorBox(given.halves, (token_values, num_tokens), (token_values * _BF16_BYTES,), box)
+        maps.shrunk = self._maps.of(plane)
         return maps
