@@ -1,5 +1,6 @@
 """Real servers of tiny models that take turns, behind one address."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,9 @@ import openai
 import pytest
 
 from openinfer.commands.main import main
+from openinfer.several.child import START_AGAIN_S, ChildServer
 from openinfer.several.models_file import ModelsFile, ServedModel, read_models_file
+from openinfer.several.turns import CannotWake
 from openinfer_core import InvalidRequest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="models sleep on Linux")
@@ -146,17 +150,50 @@ def test_requests_without_end_are_bounded(router: Router) -> None:
         assert connection.getresponse().status == 431
 
 
-def test_server_that_has_died_is_503_for_its_own_model_alone(tmp_path: Path) -> None:
+def test_server_that_has_died_is_started_again_and_all_end_with_a_router_that_is_killed(tmp_path: Path) -> None:
     running = Router(write(tmp_path / "models.toml", max_awake=2))
     try:
         said = running.complete("first")
-        os.kill(running.server_of("second"), signal.SIGKILL)
-        for _ in range(2):
-            status, answer = running.ask("POST", "/v1/completions", {"model": "second", "prompt": "a"})
-            assert (status, answer["error"]["code"]) == (503, "unavailable")
+        dead = running.server_of("second")
+        os.kill(dead, signal.SIGKILL)
+        body = {"model": "second", "prompt": "The capital", "max_tokens": 8, "temperature": 0}
+        until_s = time.monotonic() + 120
+        while (answer := running.ask("POST", "/v1/completions", body))[0] == 503:  # until the router knows of it
+            assert time.monotonic() < until_s
+        assert (answer[0], answer[1]["choices"][0]["text"]) == (200, said)
+        assert running.server_of("second") != dead
         assert running.complete("first") == said
+        left = running.server_of("first")
     finally:
-        assert running.end() == 0
+        running.process.kill()
+        running.process.wait()
+        running.process.stdout.close()
+    until_s = time.monotonic() + 120
+    while Path(f"/proc/{left}").exists() and "\nState:\tZ" not in Path(f"/proc/{left}/status").read_text():
+        assert time.monotonic() < until_s, "a server goes on without its router"
+        time.sleep(0.05)
+
+
+def test_server_that_ends_is_not_started_again_all_the_time(tmp_path: Path) -> None:
+    now_s = [100.0]
+    model = ServedModel(name="lost", arguments=["--model", f"{tmp_path}/nowhere"])
+
+    async def wake() -> str:
+        with pytest.raises(CannotWake) as raised:
+            await server.wake()
+        return str(raised.value)
+
+    async def live() -> list[str]:
+        found = [await wake(), await wake()]
+        now_s[0] += START_AGAIN_S
+        found.append(await wake())
+        await server.close()
+        return found
+
+    server = ChildServer(model, tmp_path, clock=lambda: now_s[0])
+    first, second, third = asyncio.run(live())
+    assert first == third == "the server of the model lost ended with exit code 2 while it started"
+    assert second == "the server of the model lost has ended; it is started again in 30 s"
 
 
 def test_model_that_does_not_start_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,18 @@
-"""`ChildServer`: the server of one model, a process of its own on loopback, which sleeps and wakes."""
+"""`ChildServer`: the server of one model, a process of its own on loopback, which sleeps and wakes.
+
+One that has died is started again by the next `wake`, at most once in `START_AGAIN_S`: loading is dear.
+"""
 
 import asyncio
 import contextlib
 import json
+import logging
+import os
 import re
 import secrets
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from openinfer.several.models_file import ServedModel
@@ -13,7 +20,10 @@ from openinfer.several.turns import CannotWake
 from openinfer.several.upstream import command
 from openinfer_core import Refused
 
+logger = logging.getLogger("openinfer.several")
+
 START_TIMEOUT_S = 3600.0
+START_AGAIN_S = 30.0
 _END_TIMEOUT_S = 30.0
 _SERVING = re.compile(r"openinfer: serving .* on http://([0-9.]+):([0-9]+) \(")
 
@@ -25,8 +35,10 @@ class ChildServer:
         user_key: what requests of clients are sent with.
     """
 
-    def __init__(self, model: ServedModel, folder: Path) -> None:
+    def __init__(self, model: ServedModel, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.user_key = secrets.token_urlsafe(32)
+        self._clock = clock
+        self._may_start_s = 0.0
         self._admin_key = secrets.token_urlsafe(32)
         self._model = model
         self._folder = folder
@@ -37,9 +49,14 @@ class ChildServer:
     @property
     def address(self) -> tuple[str, int]:
         """Raises `CannotWake`: it has not started, or has ended."""
-        if self._address is None or self._process is None or self._process.returncode is not None:
+        if self._address is None or self.has_ended:
             raise CannotWake(f"the server of the model {self._model.name} has ended; the log says why")
         return self._address
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process, which was started, is gone."""
+        return self._process is None or self._process.returncode is not None
 
     async def start(self) -> None:
         """Loads the model; `Refused` if its server does not start."""
@@ -52,7 +69,7 @@ class ChildServer:
             )
         )
         flags = ["--host", "127.0.0.1", "--port", "0", "--api-keys-file", str(keys), "--model-name", self._model.name]
-        arguments = ["-m", "openinfer.commands.main", "serve", *self._model.flags, *flags]
+        arguments = ["-m", "openinfer.several.model_server", str(os.getpid()), "serve", *self._model.flags, *flags]
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
         )
@@ -69,7 +86,24 @@ class ChildServer:
         self._reading = asyncio.create_task(_read_on(self._process.stdout), name=f"openinfer-says-{self._model.name}")
 
     async def wake(self) -> None:
-        await self._tell("/wake_up")
+        if self.has_ended:
+            await self._start_again()
+        else:
+            await self._tell("/wake_up")
+
+    async def _start_again(self) -> None:
+        left_s = self._may_start_s - self._clock()
+        if left_s > 0:
+            raise CannotWake(
+                f"the server of the model {self._model.name} has ended; it is started again in {left_s:.0f} s"
+            )
+        self._may_start_s = self._clock() + START_AGAIN_S
+        logger.warning("the server of the model %s has ended, and is started again", self._model.name)
+        self._address = None
+        try:
+            await self.start()
+        except (Refused, OSError) as error:
+            raise CannotWake(str(error)) from error
 
     async def sleep(self) -> None:
         await self._tell("/sleep?level=1")

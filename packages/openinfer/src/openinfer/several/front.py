@@ -1,8 +1,9 @@
 """`Front`: the HTTP server that clients ask, on loopback. Each request goes to the server of the model that it names.
 
-One request a connection, whose head, body and time are bounded. A client that leaves, also by half a close, ends its
-request at the model's server. Without keys of its own it answers loopback's names alone, and takes JSON alone, so that
-no web page of a browser on this machine gets anything from it.
+One request a connection, whose head, body and time are bounded, and all bodies together. A client that leaves, also by
+half a close, ends its request at the model's server, and so does one that does not read what it asked for: another
+model may wait for this one to end. Without keys of its own it answers loopback's names alone, and takes JSON alone, so
+that no web page of a browser on this machine gets anything from it.
 """
 
 import asyncio
@@ -23,8 +24,11 @@ logger = logging.getLogger("openinfer.several")
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_BODY_BYTES = 32 << 20
+MAX_OPEN_BODY_BYTES = 512 << 20
+"""Of all requests that are not answered yet."""
 MAX_CONNECTIONS = 1024
 READ_TIMEOUT_S = 30.0  # for head and body
+WRITE_TIMEOUT_S = 30.0  # in which a client takes a part of what it is sent
 _READ_BYTES = 1 << 16
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _RETRY = ((b"retry-after", b"5"),)
@@ -44,6 +48,25 @@ class _Asked(msgspec.Struct, frozen=True):
 _asked_decoder = msgspec.json.Decoder(_Asked)
 
 
+class _DoesNotRead(Exception):
+    """A client leaves unread what it asked for."""
+
+
+class _OpenBodies:
+    """Counts bytes of bodies."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._left_bytes = most_bytes
+
+    def take(self, num_bytes: int) -> None:
+        if num_bytes > self._left_bytes:
+            raise ApiError(503, "the bodies of all requests are too large together", code="overloaded", headers=_RETRY)
+        self._left_bytes -= num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self._left_bytes += num_bytes
+
+
 class HttpRequestHead:
     """A request as it comes; what httptools calls."""
 
@@ -51,6 +74,7 @@ class HttpRequestHead:
         self.target = b""
         self.headers: list[tuple[bytes, bytes]] = []
         self.body = bytearray()
+        self.taken_bytes = 0  # of the bound of all bodies
         self.is_complete = False
         self.parser = httptools.HttpRequestParser(self)
 
@@ -85,9 +109,21 @@ class Front:
         servers: by the names of their models.
         turns: of the same models.
         wait_s: that a request waits for its model at most.
+        write_timeout_s: in which a client takes a part of its response.
+        max_open_body_bytes: of the requests that are not answered yet.
     """
 
-    def __init__(self, servers: Mapping[str, ChildServer], turns: Turns, *, wait_s: float) -> None:
+    def __init__(
+        self,
+        servers: Mapping[str, ChildServer],
+        turns: Turns,
+        *,
+        wait_s: float,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+        max_open_body_bytes: int = MAX_OPEN_BODY_BYTES,
+    ) -> None:
+        self._write_timeout_s = write_timeout_s
+        self._open_bodies = _OpenBodies(max_open_body_bytes)
         self._servers = servers
         self._turns = turns
         self._wait_s = wait_s
@@ -115,18 +151,32 @@ class Front:
         self._connections.add(task)
         try:
             await self._serve(reader, writer)
+        except _DoesNotRead:
+            logger.info("a client is cut off that does not read its response")
+            writer.transport.abort()
         except (OSError, TimeoutError, httptools.HttpParserError):
             logger.debug("a client left, or spoke no HTTP", exc_info=True)
         finally:
-            self._connections.discard(task)
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+            try:
+                await self._close(writer)
+            finally:
+                self._connections.discard(task)
+
+    async def _close(self, writer: asyncio.StreamWriter) -> None:
+        """Waits for what the client has not taken yet, but not for ever."""
+        writer.close()
+        with contextlib.suppress(OSError):
+            try:
+                async with asyncio.timeout(self._write_timeout_s):
+                    await writer.wait_closed()
+            except TimeoutError:
+                writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        answer = Answer(writer)
+        answer = Answer(writer, timeout_s=self._write_timeout_s)
+        request = HttpRequestHead()
         try:
-            request = await _read(reader)
+            await _read(reader, request, self._open_bodies)
             _check_origin(request)
             answering = asyncio.create_task(self._answer(request, answer))
             leaving = asyncio.create_task(reader.read(1))
@@ -139,9 +189,13 @@ class Front:
                 await _cancelled(answering)
         except ApiError as error:
             await answer.refuse(error)
+        except _DoesNotRead:
+            raise
         except Exception:
             logger.exception("a request failed")
             await answer.refuse(ApiError(500, "the router failed on this request; its log says why"))
+        finally:
+            self._open_bodies.give_back(request.taken_bytes)
 
     async def _answer(self, request: HttpRequestHead, answer: "Answer") -> None:
         if request.method == "GET" and request.path in ("/health", "/ready"):
@@ -161,6 +215,8 @@ class Front:
             served = ", ".join(self._servers)
             raise ApiError(404, f"the model {name[:200]!r} is not served; there are {served}", param="model")
         server = self._servers[name]
+        if server.has_ended:
+            self._turns.lost(name)
         try:
             async with contextlib.AsyncExitStack() as turn:
                 async with asyncio.timeout(self._wait_s):
@@ -185,15 +241,16 @@ class Front:
 class Answer:
     """What a client is answered, once."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, *, timeout_s: float) -> None:
         self._writer = writer
+        self._timeout_s = timeout_s
         self._has_begun = False
 
     async def send(self, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         length = (b"content-length", str(len(body)).encode())
         self._begin(status, [(b"content-type", b"application/json"), length, *headers])
         self._writer.write(body)
-        await self._writer.drain()
+        await self._drain()
 
     async def refuse(self, error: ApiError) -> None:
         """As an error, unless a response has begun: then the connection ends in its middle, which says it, too."""
@@ -206,9 +263,17 @@ class Answer:
         self._begin(response.status, [*headers, (b"transfer-encoding", b"chunked")])
         async for piece in response.body():
             self._writer.write(b"%x\r\n" % len(piece) + piece + b"\r\n")
-            await self._writer.drain()
+            await self._drain()
         self._writer.write(b"0\r\n\r\n")
-        await self._writer.drain()
+        await self._drain()
+
+    async def _drain(self) -> None:
+        """Raises `_DoesNotRead`."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._writer.drain()
+        except TimeoutError as error:
+            raise _DoesNotRead from error
 
     def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._has_begun = True
@@ -216,8 +281,8 @@ class Answer:
         self._writer.write(b"HTTP/1.1 %d \r\n" % status + head + b"connection: close\r\n\r\n")
 
 
-async def _read(reader: asyncio.StreamReader) -> HttpRequestHead:
-    request, num_bytes = HttpRequestHead(), 0
+async def _read(reader: asyncio.StreamReader, request: HttpRequestHead, open_bodies: _OpenBodies) -> None:
+    num_bytes = 0
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
             while not request.is_complete:
@@ -225,13 +290,14 @@ async def _read(reader: asyncio.StreamReader) -> HttpRequestHead:
                 if not data:
                     raise ConnectionResetError("the client left before its request was whole")
                 num_bytes += len(data)
+                open_bodies.take(len(data))
+                request.taken_bytes += len(data)
                 request.parser.feed_data(data)
                 _check_size(request, num_bytes)
     except TimeoutError as error:
         raise ApiError(408, f"the request was not whole after {READ_TIMEOUT_S:g} s") from error
     except (httptools.HttpParserError, UnicodeDecodeError) as error:
         raise ApiError(400, "this is no HTTP request that is understood") from error
-    return request
 
 
 def _check_size(request: HttpRequestHead, num_bytes: int) -> None:

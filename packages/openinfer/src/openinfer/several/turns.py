@@ -3,6 +3,7 @@
     asleep ──► waking ──► awake ──► leaving ──► sleeping ──► asleep
                  │ fails                 no new requests; those that run go on
                  └──► asleep: its own requests fail, no other is touched
+    awake, leaving ──► asleep              its server has died (`lost`): the next request wakes it, which starts it anew
 
 A request of a model that is awake runs at once. Where another model is waited for and there is no room, the least
 recently used model that runs nothing goes to sleep at once; where all run something, the least recently used one takes
@@ -119,6 +120,13 @@ class Turns:
             yield
         finally:
             self._leave(self._models[name])
+
+    def lost(self, name: str) -> None:
+        """The server of this model has died: it holds no memory, and is to be woken anew. Nothing to do twice."""
+        model = self._models[name]
+        if model.phase in (Phase.AWAKE, Phase.LEAVING):
+            model.phase = Phase.ASLEEP
+            self.look()
 
     async def close(self) -> None:
         """Ends what is under way; who waits is told. Nothing is put to sleep."""
