@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from openinfer_core import InvalidCheckpoint
+from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_core.family import check_model_file
 from openinfer_core.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 
@@ -24,6 +24,7 @@ class _Model(msgspec.Struct):
 
 class _AddedToken(msgspec.Struct):
     id: int
+    content: str = ""
 
 
 class _Tokenizer(msgspec.Struct):
@@ -63,6 +64,43 @@ def read_num_token_ids(model_dir: Path, *, vocab_size: int) -> int:
             "tokenizer and weights are not of the same model"
         )
     return max(ids) + 1
+
+
+def check_same_vocabulary(model_dir: Path, other_dir: Path) -> bool:
+    """Whether two folders have tokenizers, whose ids then stand for the same texts; False if neither has one.
+
+    How they cut a text into tokens is not compared: one of them alone is asked.
+
+    Raises:
+        Refused: one has a tokenizer and the other has none, or an id stands for another text.
+        InvalidCheckpoint: a tokenizer cannot be read.
+    """
+    contents = [read_tokenizer(each) for each in (model_dir, other_dir)]
+    if contents[0] == contents[1]:
+        return contents[0] is not None
+    texts: list[dict[int, str]] = []
+    for content, folder in zip(contents, (model_dir, other_dir), strict=True):
+        if content is None:
+            raise Refused(f"{folder} has no tokenizer to compare with the other model's")
+        texts.append(_texts_of_ids(_decoded(content, folder / TOKENIZER_FILE, _Tokenizer)))
+    ours, theirs = texts
+    differing = sorted(
+        token_id for token_id in ours.keys() | theirs.keys() if ours.get(token_id) != theirs.get(token_id)
+    )
+    if differing:
+        first = differing[0]
+        raise Refused(
+            f"{other_dir} has another vocabulary than {model_dir}: {len(differing)} token ids stand for something "
+            f"else, the first is {first}: {theirs.get(first, 'nothing')!r}, and {ours.get(first, 'nothing')!r} for the "
+            "model"
+        )
+    return True
+
+
+def _texts_of_ids(tokenizer: _Tokenizer) -> dict[int, str]:
+    vocab = tokenizer.model.vocab
+    pairs = vocab.items() if isinstance(vocab, dict) else ((text, index) for index, (text, _) in enumerate(vocab))
+    return {token_id: text for text, token_id in pairs} | {each.id: each.content for each in tokenizer.added_tokens}
 
 
 def read_eos_token_ids(model_dir: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

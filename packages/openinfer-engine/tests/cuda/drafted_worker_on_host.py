@@ -78,10 +78,12 @@ PLUGINS = {"qwen3": "qwen3", "qwen3_5": "qwen35"}
 class PaddedModel:
     """A model of the CPU, told of the rows that are none: captured steps have them."""
 
-    def __init__(self, model: Model, *, num_token_ids: int = NUM_TOKEN_IDS) -> None:
+    def __init__(
+        self, model: Model, *, num_token_ids: int = NUM_TOKEN_IDS, hidden_size: int = _QWEN["hidden_size"]
+    ) -> None:
         self._model = model
         self._num_token_ids = num_token_ids
-        self._hidden_size = _QWEN["hidden_size"]
+        self._hidden_size = hidden_size
 
     def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
         assert ((token_ids >= 0) & (token_ids < self._num_token_ids)).all(), "an id that the embedding does not have"

@@ -21,6 +21,7 @@ from openinfer_core.scheduling import SlotStart
 from openinfer_engine import EngineOptions, SoloCommunicator
 from openinfer_engine.cpu.worker import CpuWorker, make_states
 from openinfer_engine.cuda.worker import CudaWorker
+from openinfer_engine.drafters.draft_model import DraftModel
 from openinfer_engine.drafters.requirements import AskedDrafter, ask_drafter
 from openinfer_engine.drafting import DrafterContext, DrafterFaults, SharedDrafter
 from openinfer_engine.options import LoadFormat
@@ -36,7 +37,7 @@ from openinfer_kernels.cuda.common import graphs
 from openinfer_kv_cache import KvDtype, KvLayout
 
 MAX_DRAFTS = 3
-FAMILIES = {"eagle3": "qwen3", "dflash": "qwen3", "mtp": "qwen3_5"}
+FAMILIES = {"eagle3": "qwen3", "dflash": "qwen3", "mtp": "qwen3_5", "draft-model": "qwen3"}
 _LAYER = {
     name: on_host.CONFIGS["qwen3"][name] for name in ("hidden_size", "intermediate_size", "vocab_size", "head_dim")
 }
@@ -52,6 +53,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 90},
     },
+    "draft-model": {"hidden_size": 48, "num_attention_heads": 2},
 }
 
 
@@ -113,6 +115,18 @@ class TappedModel(on_host.PaddedModel):
         return hidden, tuple(map(emulated_cuda.array, padded))
 
 
+class PaddedDefinition:
+    """Loads a draft model that is told of rows that are none: captured steps have them."""
+
+    def __init__(self, found: DraftModel) -> None:
+        self._found = found
+
+    def load(self, config: Any, weights: Any, **given: Any) -> Any:
+        model = self._found.definition.load(config, weights, **given)
+        sizes = {"num_token_ids": config.vocab_size, "hidden_size": config.hidden_size}
+        return on_host.PaddedModel(model, **sizes)
+
+
 class DrafterBench(on_host.Bench):
     """One drafter, on one rank."""
 
@@ -144,6 +158,8 @@ class DrafterBench(on_host.Bench):
     ) -> ThreadRunner:
         asked, solo = self.asked(), SoloCommunicator()
         needed = asked.requirements(1)
+        if cuda and self.name == "draft-model":
+            needed = replace(needed, made_from=replace(needed.made_from, definition=PaddedDefinition(needed.made_from)))
         model, _, limits = self.model(solo)
         spec = self.definition.kv_spec(
             self.config,

@@ -9,12 +9,13 @@ of tokens up to `p` alone, so that a block depends on its own ids and on those b
 the drafter as it feeds the model. What a draft itself adds lies in blocks of the engine's that no sequence has.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from openinfer_engine.model import KvLayers, ModelDefinition
+from openinfer_engine.options import EngineOptions
 from openinfer_engine.weights.safetensors_file import TensorInfo
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import Array, AttentionBatch
@@ -34,6 +35,8 @@ class DrafterSetting:
     """Folder of the drafter's own weights; None where no option names one."""
     tensors: Mapping[str, TensorInfo]
     """Those of the drafter's folder, or else of the model's; none where weights are random."""
+    options: EngineOptions
+    """The engine's."""
     max_drafts: int
     block_size_tokens: int
     num_ranks: int
@@ -49,6 +52,10 @@ class DrafterRequirements:
 
     tensors: Mapping[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
     """What it loads, with whole shapes, from its own folder or the model's."""
+    other_tensors: Collection[str] | None = None
+    """Names of tensors that the folder may have next to these, as in `ModelDefinition.ignorable_tensors`; None: any."""
+    made_from: Any = None
+    """Whatever the factory has read of the folder for this, and finds again in `DrafterContext.requirements`."""
     paged: tuple[PagedGroup, ...] = ()
     """Its KV, in every block; each tensor of the shape of the model's."""
     slots: tuple[StateSlotGroup, ...] = ()

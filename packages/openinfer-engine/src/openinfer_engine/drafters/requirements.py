@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,27 @@ class AskedDrafter:
     options: EngineOptions
     kv_dtype: KvDtype
     state_dtype: KvDtype
+    _found: dict[int, DrafterRequirements] = field(default_factory=dict[int, DrafterRequirements], init=False)
 
     def requirements(self, num_ranks: int) -> DrafterRequirements:
-        """For a model on so many ranks.
+        """For a model on so many ranks; the drafter is asked once for each number.
 
         Raises:
             Refused: it does not serve this model; the message names it.
             BrokenPlugin: it answers with something else.
         """
+        if num_ranks not in self._found:
+            self._found[num_ranks] = self._ask(num_ranks)
+        return self._found[num_ranks]
+
+    def _ask(self, num_ranks: int) -> DrafterRequirements:
         setting = DrafterSetting(
             definition=self.definition,
             model_config=self.model_config,
             model_dir=self.model_dir,
             drafter_dir=self.drafter_dir,
             tensors=self.tensors,
+            options=self.options,
             max_drafts=self.max_drafts,
             block_size_tokens=self.options.block_size_tokens,
             num_ranks=num_ranks,
@@ -179,7 +186,9 @@ def _tensors_of(name: str, folder: Path, options: EngineOptions) -> Mapping[str,
 
 def _check_tensors(name: str, asked: DrafterRequirements, folder: Path) -> None:
     with Checkpoint.open(folder) as checkpoint:
-        others = checkpoint.tensors.keys() - asked.tensors.keys()
+        others = asked.other_tensors
+        if others is None:
+            others = checkpoint.tensors.keys() - asked.tensors.keys()
         try:
             checkpoint.validate(asked.tensors, ignorable=others)
         except InvalidCheckpoint as error:

@@ -179,7 +179,8 @@ def _drafter_weights(engine_plan: EnginePlan, context: DrafterContext) -> Genera
     if engine_plan.options.load_format is LoadFormat.DUMMY:
         yield engine_plan.backend.dummy_weights(context.requirements.tensors, **ranks)
         return
-    with drafter_weights(context.drafter_dir or context.model_dir, **ranks) as weights:
+    folder, tensors = context.drafter_dir or context.model_dir, context.requirements.tensors
+    with drafter_weights(folder, tensors, **ranks) as weights:
         yield weights
 
 

@@ -20,12 +20,22 @@ class FollowsTensors(Protocol):
 
 def check_stored(definition: ModelDefinition[Any], config: Any, checkpoint: Checkpoint) -> Any:
     """The config with what the checkpoint says, once both fit; raises `InvalidCheckpoint`."""
-    if isinstance(definition, FollowsTensors):
-        config = definition.as_stored(config, checkpoint.tensors)
-    config = as_stored(config, checkpoint.tensors)
-    ignorable = {*definition.ignorable_tensors(config), *_scales_of_activations(config, checkpoint.tensors)}
+    config = config_as_stored(definition, config, checkpoint.tensors)
+    ignorable = ignorable_tensors(definition, config, checkpoint.tensors)
     checkpoint.validate(definition.tensors(config), ignorable=ignorable)
     return config
+
+
+def config_as_stored(definition: ModelDefinition[Any], config: Any, tensors: Mapping[str, TensorInfo]) -> Any:
+    """The config with what the tensors of a checkpoint say."""
+    if isinstance(definition, FollowsTensors):
+        config = definition.as_stored(config, tensors)
+    return as_stored(config, tensors)
+
+
+def ignorable_tensors(definition: ModelDefinition[Any], config: Any, tensors: Mapping[str, TensorInfo]) -> set[str]:
+    """Names of tensors that a checkpoint of this config may have and nothing reads."""
+    return {*definition.ignorable_tensors(config), *_scales_of_activations(config, tensors)}
 
 
 def _scales_of_activations(config: Any, tensors: Mapping[str, TensorInfo]) -> list[str]:
