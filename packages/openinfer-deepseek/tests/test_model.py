@@ -96,7 +96,7 @@ def test_experts_are_stacked_gate_above_up(fixtures: Path) -> None:
     config = parse(fixtures / "lite")
     with Checkpoint.open(fixtures / "lite") as checkpoint:
         model = load_alone(config, RankWeights(checkpoint, rank=0, size=1))
-        mlp = model._weights.layers[2].experts  # noqa: SLF001 - nothing else shows it
+        mlp = model.weights.layers[2].experts
         assert mlp is not None
         up = CpuOps().upload_weight(checkpoint.read("model.layers.2.mlp.experts.5.up_proj.weight"))
     assert mlp.gate_up_proj.shape == (16, 2 * config.moe_intermediate_size, config.hidden_size)
@@ -107,7 +107,7 @@ def test_tied_head_is_the_embedding(fixtures: Path, tmp_path: Path) -> None:
     config = definition.parse(read_config(fixtures / "lite") | {"tie_word_embeddings": True})
     assert "lm_head.weight" not in definition.tensors(config)
     assert "lm_head.weight" in definition.ignorable_tensors(config)
-    weights = load_alone(config, DummyWeights(definition.tensors(config), rank=0, size=1))._weights  # noqa: SLF001
+    weights = load_alone(config, DummyWeights(definition.tensors(config), rank=0, size=1)).weights
     assert np.shares_memory(weights.lm_head, weights.embed_tokens)
 
 

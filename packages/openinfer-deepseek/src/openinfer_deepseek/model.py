@@ -111,7 +111,7 @@ class DeepseekConfig(QuantisedConfig, frozen=True, kw_only=True):
     norm_topk_prob: bool = False
     routed_scaling_factor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     num_nextn_predict_layers: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Layers after the model's that draft tokens; not served."""
+    """Layers after the model's that draft tokens: `mtp.py`."""
     rms_norm_eps: Annotated[float, msgspec.Meta(gt=0)]
     max_position_embeddings: Positive
     tie_word_embeddings: bool = False
@@ -231,20 +231,28 @@ def tensors(config: DeepseekConfig) -> Mapping[str, TensorSpec]:
     if not config.tie_word_embeddings:
         whole[f"{prefix}lm_head.weight"] = (config.vocab_size, h)
     for index in range(config.num_hidden_layers):
-        layer = StoredLayer.of(config, index)
-        whole[f"{layer.prefix}.input_layernorm.weight"] = (h,)
-        whole[f"{layer.prefix}.post_attention_layernorm.weight"] = (h,)
-        if config.q_lora_rank is not None:
-            whole[f"{layer.prefix}.self_attn.q_a_layernorm.weight"] = (config.q_lora_rank,)
-        whole[f"{layer.prefix}.self_attn.kv_a_layernorm.weight"] = (config.kv_lora_rank,)
-        if layer.experts:
-            whole[f"{layer.prefix}.mlp.gate.weight"] = (config.n_routed_experts, h)
-        if layer.experts and config.corrects_choice:
-            whole[f"{layer.prefix}.mlp.gate.e_score_correction_bias"] = StoredTensor(
-                shape=(config.n_routed_experts,), dtypes=("F32", "BF16"), dummy=Repeated(values=(0.0, 0.01, -0.01))
-            )
-        for matrix in layer.matrices:
-            whole |= matrix.tensors()
+        whole |= layer_tensors(config, index)
+    return whole
+
+
+def layer_tensors(config: DeepseekConfig, index: int) -> dict[str, TensorSpec]:
+    """Those of one decoder layer."""
+    h, layer = config.hidden_size, StoredLayer.of(config, index)
+    whole: dict[str, TensorSpec] = {
+        f"{layer.prefix}.input_layernorm.weight": (h,),
+        f"{layer.prefix}.post_attention_layernorm.weight": (h,),
+    }
+    if config.q_lora_rank is not None:
+        whole[f"{layer.prefix}.self_attn.q_a_layernorm.weight"] = (config.q_lora_rank,)
+    whole[f"{layer.prefix}.self_attn.kv_a_layernorm.weight"] = (config.kv_lora_rank,)
+    if layer.experts:
+        whole[f"{layer.prefix}.mlp.gate.weight"] = (config.n_routed_experts, h)
+    if layer.experts and config.corrects_choice:
+        whole[f"{layer.prefix}.mlp.gate.e_score_correction_bias"] = StoredTensor(
+            shape=(config.n_routed_experts,), dtypes=("F32", "BF16"), dummy=Repeated(values=(0.0, 0.01, -0.01))
+        )
+    for matrix in layer.matrices:
+        whole |= matrix.tensors()
     return whole
 
 
@@ -335,7 +343,7 @@ def load(
     embed_tokens, lm_head = loader.vocabulary(f"{prefix}model.embed_tokens.weight", head)
     group = expert_group(communicator, ops)
     layers = tuple(
-        _load_layer(StoredLayer.of(config, index), config, loader, group) for index in range(config.num_hidden_layers)
+        load_layer(StoredLayer.of(config, index), config, loader, group) for index in range(config.num_hidden_layers)
     )
     norm = loader.plain(f"{prefix}model.norm.weight")
     table = rope_table(config.rope, head_dim=config.qk_rope_head_dim, positions=max_model_tokens)
@@ -343,7 +351,8 @@ def load(
     return DeepseekModel(config, loaded, ops=ops, communicator=communicator)
 
 
-def _load_layer(layer: StoredLayer, config: DeepseekConfig, loader: WeightLoader, group: ExpertGroup) -> LayerWeights:
+def load_layer(layer: StoredLayer, config: DeepseekConfig, loader: WeightLoader, group: ExpertGroup) -> LayerWeights:
+    """Uploads this rank's share of one decoder layer."""
     query_lora, queries = None, (layer.q_proj,)
     if layer.q_a_proj is not None:
         query_lora, queries = _load_query_lora(layer, layer.q_a_proj, loader), ()
@@ -394,8 +403,8 @@ class DeepseekModel:
     """The model on one rank; stateless, so that all sequences live in the KV cache that it is handed."""
 
     def __init__(self, config: DeepseekConfig, weights: Weights, *, ops: Ops, communicator: Communicator) -> None:
-        self._config = config
-        self._weights = weights
+        self.config = config
+        self.weights = weights
         self._ops = ops
         self._communicator = communicator
         self._experts = expert_group(communicator, ops)
@@ -421,7 +430,7 @@ class DeepseekModel:
     def _forward(
         self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, last: LogitsIndices | None
     ) -> Array:
-        ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
+        ops, weights, eps = self._ops, self.weights, self.config.rms_norm_eps
         residual = ops.residual_embedding(token_ids, weights.embed_tokens)  # [T, h] float32
         x = ops.rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
         next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
@@ -432,38 +441,75 @@ class DeepseekModel:
                     return x[:0]
                 batch, residual, q = last.batch, ops.embedding(last.tokens, residual), self._rows(last.tokens, q)
             x = self._attention(q, layer, batch=batch, cache=cache)
-            x = ops.add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
-            if layer.experts is None:
-                x = self._communicator.all_reduce(self._gated(x, layer.mlp, batch))
-            else:
-                x = self._mixture(x, layer, layer.experts, batch)
-            x = ops.add_rms_norm(x, residual, next_norm, eps=eps)
+            x = self._feed_forward(x, residual, layer, next_norm=next_norm, batch=batch)
         return x
+
+    def append(self, x: Array, layer: LayerWeights, *, batch: AttentionBatch, cache: PagedCache) -> None:
+        """Latents and keys of a layer alone, for the normed `x [T, h]`."""
+        self._queries(x, layer, batch=batch, cache=cache)
+
+    def forward_layer(
+        self,
+        x: Array,
+        residual: Array,
+        layer: LayerWeights,
+        *,
+        next_norm: Array,
+        batch: AttentionBatch,
+        cache: PagedCache,
+        first_key: int = 0,
+    ) -> Array:
+        """One layer by itself: `[T, h]` after `next_norm`.
+
+        Args:
+            x: `[T, h]`, after the layer's `input_layernorm`.
+            residual: `[T, h]` float32, mutated: the stream before that norm.
+            layer: its weights.
+            next_norm: `[h]`, of what follows.
+            batch: where the tokens stand.
+            cache: mutated: latents and keys are appended.
+            first_key: as in `Ops.latent_attention`.
+        """
+        q = self._queries(x, layer, batch=batch, cache=cache)
+        x = self._attention(q, layer, batch=batch, cache=cache, first_key=first_key)
+        return self._feed_forward(x, residual, layer, next_norm=next_norm, batch=batch)
+
+    def _feed_forward(
+        self, x: Array, residual: Array, layer: LayerWeights, *, next_norm: Array, batch: AttentionBatch
+    ) -> Array:
+        """`[T, h]` after `next_norm`, for what the attention of a layer gave, `x [T, h]`."""
+        ops, eps = self._ops, self.config.rms_norm_eps
+        x = ops.add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
+        if layer.experts is None:
+            x = self._communicator.all_reduce(self._gated(x, layer.mlp, batch))
+        else:
+            x = self._mixture(x, layer, layer.experts, batch)
+        return ops.add_rms_norm(x, residual, next_norm, eps=eps)
 
     def join_step(self) -> None:
         """Of a data-parallel rank without rows in a step: its experts compute those of the other ranks."""
         ops, chosen = self._ops, self._routing.num_experts_per_token
-        nothing = self._weights.embed_tokens[:0]  # [0, h] in the compute dtype
+        nothing = self.weights.embed_tokens[:0]  # [0, h] in the compute dtype
         choice = ExpertChoice(ids=ops.zeros((0, chosen), np.int32), weights=ops.zeros((0, chosen), np.float32))
-        for layer in self._weights.layers:
+        for layer in self.weights.layers:
             if layer.experts is not None:
                 self._routed(nothing, choice, layer.experts, shared=nothing)
 
     def logits(self, hidden: Array) -> Array:
         """`[n, V]` float32 for `hidden [n, h]`, on every rank."""
-        piece = self._ops.logits(hidden, self._weights.lm_head)
-        return self._communicator.all_gather(piece, axis=1)[:, : self._config.vocab_size]
+        piece = self._ops.logits(hidden, self.weights.lm_head)
+        return self._communicator.all_gather(piece, axis=1)[:, : self.config.vocab_size]
 
     def _queries(self, x: Array, layer: LayerWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
         """`[T, H, dn + dr]` of a layer for the normed `x [T, h]`; latents and keys are appended."""
-        config, (q, latent) = self._config, self._projections(x, layer, batch)
+        config, (q, latent) = self.config, self._projections(x, layer, batch)
         return self._ops.latent_norm_rope_append(
             q,
             latent,
             head_dim=config.qk_head_dim,
             norm=layer.kv_a_layernorm,
             eps=LATENT_NORM_EPS,
-            rope=self._weights.rope,
+            rope=self.weights.rope,
             cache=cache,
             batch=batch,
         )
@@ -473,7 +519,7 @@ class DeepseekModel:
         ops, lora = self._ops, layer.query_lora
         projected = ops.linear(x, layer.input_proj, batch)
         if lora is None:
-            rows = projected.shape[1] - self._config.kv_lora_rank - self._config.qk_rope_head_dim
+            rows = projected.shape[1] - self.config.kv_lora_rank - self.config.qk_rope_head_dim
             return projected[:, :rows], projected[:, rows:]
         narrow = ops.rms_norm(ops.linear(x, lora.a_proj, batch), lora.a_layernorm, eps=LATENT_NORM_EPS)  # [T, rq]
         return ops.linear(narrow, lora.b_proj, batch), projected
@@ -481,10 +527,14 @@ class DeepseekModel:
     def _rows(self, tokens: Array, q: Array) -> Array:
         return self._ops.embedding(tokens, q.reshape(len(q), -1)).reshape(len(tokens), *q.shape[1:])
 
-    def _attention(self, q: Array, layer: LayerWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
+    def _attention(
+        self, q: Array, layer: LayerWeights, *, batch: AttentionBatch, cache: PagedCache, first_key: int = 0
+    ) -> Array:
         """`[T, h]` of a layer for the queries `q [T, H, dn + dr]`."""
+        # Operators of other packages need not know of what only a drafter asks for.
+        seen: dict[str, int] = {"first_key": first_key} if first_key else {}
         attended = self._ops.latent_attention(  # [T, H dv]
-            q, cache, kv_b_proj=layer.kv_b_proj, batch=batch, scale=self._scale
+            q, cache, kv_b_proj=layer.kv_b_proj, batch=batch, scale=self._scale, **seen
         )
         return self._communicator.all_reduce(self._ops.linear(attended, layer.o_proj, batch))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from openinfer_kernels import ArrayMismatchError, PagedCache, RopeParameters, rope_table
-from openinfer_kernels.cpu import BatchInvariantCpuOps
+from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
 from openinfer_kernels.latent_forms import LatentShape
 
 PUBLISHED = LatentShape(num_heads=16, nope_dim=128, rope_dim=64, value_dim=128, latent_dim=512)
@@ -98,8 +98,9 @@ def check(ops):
     return compare
 
 
-def naive_attention(case: LatentCase, layer: int) -> np.ndarray:
-    """The definition: every head's keys and values of each row, in float64."""
+@np.errstate(invalid="ignore")
+def naive_attention(case: LatentCase, layer: int, *, first_key: int = 0) -> np.ndarray:
+    """The definition: every head's keys and values of each row, in float64; NaN for tokens that see no key."""
     shape, outs = case.shape, []
     by_head = case.kv_b_proj.astype(np.float64).reshape(shape.num_heads, -1, shape.latent_dim)
     starts = case.paged.batch.query_starts.tolist()
@@ -112,6 +113,7 @@ def naive_attention(case: LatentCase, layer: int) -> np.ndarray:
         scores = (scores + np.einsum("shn,cn->hsc", q[..., shape.nope_dim :], shared)) * case.scale
         last_seen = len(entries) - len(q) + np.arange(len(q))
         scores[:, np.arange(len(entries)) > last_seen[:, None]] = -np.inf
+        scores[..., :first_key] = -np.inf
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         outs.append(np.einsum("hsc,hcv->shv", weights, both[..., shape.nope_dim :]).reshape(len(q), -1))
@@ -125,6 +127,30 @@ def test_latent_attention_of_rows_of_any_length_equals_float64(run, make_case, c
         out = run(case, layer=1)
         assert out.shape == (case.paged.num_tokens, shape.num_heads * shape.value_dim)
         check(out, naive_attention(case, 1))
+
+
+@pytest.mark.parametrize("operators", [CpuOps, BatchInvariantCpuOps])
+@pytest.mark.parametrize("first_key", [1, 3])
+def test_latent_attention_begins_at_the_first_key(make_case, ops, operators, first_key):
+    """What lies before it may be anything."""
+    if ops.name != "cpu":
+        pytest.skip("GPUs begin at key 0")
+    for index, shape in enumerate(SHAPES["cpu"]):
+        case = make_case(np.random.default_rng(index), [(1, 1), (40, 40), (37, 1), (9, 5), (300, 250)], shape)
+        expected = naive_attention(case, 1, first_key=first_key)
+        blocks = case.paged.batch.block_tables[0][:, 0]
+        case.paged.kv_cache[blocks, :, :, :, :first_key] = np.nan
+        out = operators().latent_attention(
+            case.q,
+            case.paged.cache(1),
+            kv_b_proj=case.kv_b_proj,
+            batch=case.paged.batch,
+            scale=case.scale,
+            first_key=first_key,
+        )
+        sees = case.paged.batch.positions >= first_key
+        np.testing.assert_allclose(out[sees], expected[sees], rtol=1e-4, atol=1e-5)
+        assert not np.allclose(out[sees], naive_attention(case, 1)[sees], rtol=1e-4, atol=1e-5)
 
 
 def test_latent_attention_told_of_the_chunks_contexts_gives_the_same(run, make_case, check, shapes):

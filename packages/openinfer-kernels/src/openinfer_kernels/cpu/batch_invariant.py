@@ -114,6 +114,7 @@ def _latent_attention(
     kv_b_proj: NDArray[Any],
     batch: AttentionBatch,
     scale: float,
+    first_key: int = 0,
 ) -> NDArray[Any]:
     """Attention over latents, which are one head's keys and, but for their rotated part, its values."""
     data = cache.in_compute_dtype()
@@ -123,7 +124,9 @@ def _latent_attention(
     both = np.broadcast_to(data[:, cache.layer], (len(data), 2, *data.shape[3:]))
     table = batch.block_tables[cache.table]
     tokens = queries.swapaxes(0, 1)[: len(q)]
-    mixed = _attend_rows(tokens, both.__getitem__, table, block_tokens=both.shape[3], batch=batch, scale=scale)
+    check_first_key(first_key, window=None)
+    scoring, size = _Scoring(first_key=first_key), both.shape[3]
+    mixed = _attend_rows(tokens, both.__getitem__, table, block_tokens=size, batch=batch, scale=scale, scoring=scoring)
     latents = mixed.reshape(len(q), shape.num_heads, -1)[..., : shape.latent_dim]
     values = np.concatenate([latent_values(tokens, by_head, shape) for tokens in _slices_by_head(latents)], axis=1)
     return values.swapaxes(0, 1)[: len(q)].reshape(len(q), -1)

@@ -46,7 +46,14 @@ class LatentAttentionOps(Protocol):
         ...
 
     def latent_attention(
-        self, q: Array, cache: PagedCache, *, kv_b_proj: Array, batch: AttentionBatch, scale: float
+        self,
+        q: Array,
+        cache: PagedCache,
+        *,
+        kv_b_proj: Array,
+        batch: AttentionBatch,
+        scale: float,
+        first_key: int = 0,
     ) -> Array:
         """Causal attention of each row's tokens over its paged latents, softmax in float32.
 
@@ -61,6 +68,8 @@ class LatentAttentionOps(Protocol):
             kv_b_proj: `[H (dn + dv), r]`, of each head the rows of its key, then those of its value.
             batch: rows of any length.
             scale: multiplies the scores.
+            first_key: positions before it are seen by no token, and what a cache holds there may be anything: drafters
+                of pairs of tokens have none at position 0. Tokens before it get any result. GPUs have 0 alone.
 
         Returns:
             `[T, H dv]`.

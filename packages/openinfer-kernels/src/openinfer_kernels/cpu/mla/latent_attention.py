@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from openinfer_kernels.cpu.attention.paged import check_first_key
 from openinfer_kernels.cpu.norm.rms_norm import rms_norm
 from openinfer_kernels.latent_forms import LatentShape
 from openinfer_kernels.ops import AttentionBatch, PagedCache
@@ -48,7 +49,9 @@ def latent_attention(
     kv_b_proj: NDArray[Any],
     batch: AttentionBatch,
     scale: float,
+    first_key: int = 0,
 ) -> NDArray[Any]:
+    check_first_key(first_key, window=None)
     data = cache.in_compute_dtype()
     shape = LatentShape.of(q.shape, data.shape, kv_b_proj.shape)
     by_head = kv_b_proj.reshape(shape.num_heads, -1, shape.latent_dim)
@@ -59,6 +62,12 @@ def latent_attention(
         tokens = slice(starts[row], starts[row + 1])
         latents = _gather(data[:, cache.layer, 0, 0], batch.block_tables[cache.table][row], context)
         form = _expanded if tokens.stop - tokens.start >= shape.least_expanded_tokens else _absorbed
+        # Tokens before the first key see none, and are left out: they would be divided by 0.
+        skipped = max(0, first_key - (context - (tokens.stop - tokens.start)))
+        out[tokens][:skipped] = 0
+        tokens, latents = slice(tokens.start + skipped, tokens.stop), latents[first_key:]
+        if tokens.start >= tokens.stop:
+            continue
         mixed = form(scaled[tokens].swapaxes(0, 1), latents, by_head, shape)  # [H, S, dv]
         out[tokens] = mixed.swapaxes(0, 1).reshape(tokens.stop - tokens.start, -1)
     return out

@@ -31,9 +31,20 @@ class LatentAttention:
         self._expanded = LatentExpanded(device, linear) if device.has(EXPANDED_STEM) else None
 
     def latent_attention(
-        self, q: Array, cache: PagedCache, *, kv_b_proj: Array, batch: AttentionBatch, scale: float
+        self,
+        q: Array,
+        cache: PagedCache,
+        *,
+        kv_b_proj: Array,
+        batch: AttentionBatch,
+        scale: float,
+        first_key: int = 0,
     ) -> Array:
         """Sizes are those of every published model (`require_latents`); padding of a captured step gets no result."""
+        if first_key:
+            raise ArrayMismatchError(
+                f"attention over latents from key {first_key} on has no kernel; it begins at key 0"
+            )
         shape = _check(q, cache, kv_b_proj, batch)
         out = cupy.empty((len(q), shape.num_heads * shape.value_dim), bfloat16)
         absorbed = partial(self._absorbed.launch, q, cache, kv_b_proj, out, batch=batch, scale=scale)
