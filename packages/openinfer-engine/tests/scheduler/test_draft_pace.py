@@ -14,7 +14,8 @@ from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepPlan
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_core.testing.fake_drafter import DraftScript, FakeDrafter
-from openinfer_engine.scheduler import TokenBudgetScheduler, draft_pace
+from openinfer_engine.scheduler import TokenBudgetScheduler
+from openinfer_engine.scheduler.drafts import pace as draft_pace
 from openinfer_engine.scheduler.sequence import Sequence
 from openinfer_engine.scheduler.step_builder import StepInFlight
 from openinfer_kv_cache import KvCache, KvCacheOptions

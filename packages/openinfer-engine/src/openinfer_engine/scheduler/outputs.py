@@ -13,7 +13,7 @@ from openinfer_core.events import (
 from openinfer_core.request import RequestId
 from openinfer_core.scheduling import StepResult
 from openinfer_engine.scheduler.counters import Counters
-from openinfer_engine.scheduler.draft_pace import DraftPace
+from openinfer_engine.scheduler.drafts.pace import DraftPace
 from openinfer_engine.scheduler.run_queue import RunQueue
 from openinfer_engine.scheduler.sequence import Sequence, SequenceState
 from openinfer_engine.scheduler.step_builder import StepInFlight

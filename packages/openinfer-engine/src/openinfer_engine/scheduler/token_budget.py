@@ -6,7 +6,7 @@ A plan is made by walking along the run queue (`run_queue.py`) until the budget 
                                       or the one that the queue policy chooses;
                                       with a grammar every other step, once the last token is known;
                                       of a tenant that has very many, in turns (`decode_turns.py`)
-    their drafts                      where blocks and budget are left (`drafts.py`)
+    their drafts                      where blocks and budget are left (`drafts/`)
     running, given ids left           chunks of prompts, or of what a preemption made them lose; where a block table has
                                       a window, as long as there are blocks for, the first ones as a decode row's
     preempted, then the queue's head  admitted while slots, blocks and budget last; where it is of a tenant that has no
@@ -47,8 +47,8 @@ from openinfer_engine.scheduler.adapter_slots import AdapterSlots
 from openinfer_engine.scheduler.company import ALONE_MS, ALONE_TOKENS, Company
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.decode_turns import DecodeTurns
-from openinfer_engine.scheduler.draft_pace import DraftPace
-from openinfer_engine.scheduler.drafts import add_drafts
+from openinfer_engine.scheduler.drafts.pace import DraftPace
+from openinfer_engine.scheduler.drafts.planning import add_drafts
 from openinfer_engine.scheduler.integrity import check_integrity
 from openinfer_engine.scheduler.itl_limit import LEAST_TOKENS, ItlLimiter
 from openinfer_engine.scheduler.outputs import OutputProcessor, finished

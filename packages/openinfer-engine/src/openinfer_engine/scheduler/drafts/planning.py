@@ -4,7 +4,7 @@ So drafts take nothing from any sequence: a row has as many as are left before i
 and as there is room for in its blocks and in free ones beyond one per table for each running sequence; at worst none.
 """
 
-from openinfer_engine.scheduler.draft_pace import DraftPace
+from openinfer_engine.scheduler.drafts.pace import DraftPace
 from openinfer_engine.scheduler.step_builder import StepBuilder
 from openinfer_kv_cache import BlockPool
 
