@@ -1,11 +1,12 @@
 """How many looked-up drafts a real model accepts: SmolLM2-135M edits, summarises and writes code.
 
-    ./run python tools/speculation_acceptance.py [--json FILE]
+    ./run python tools/speculation_acceptance.py [--json FILE] [--traces FILE]
 
 The model answers each chat once, greedily and at temperature 0.7. A draft is accepted if it is what was sampled, so
 what any rule of n-grams would have drafted is found by replaying those answers through `Ops.ngram_drafts`.
 `tokens_per_step` is what a step yields in the mean; what that is worth depends on what a step with drafts costs, which
-a CPU does not tell.
+a CPU does not tell. `--traces` records of each answer, for each of its tokens, how many drafts would have followed it
+and how many of them were right: what a policy of drafting may be tried on without a model.
 """
 
 import argparse
@@ -110,25 +111,42 @@ class Answered:
 
 def replay(answered: Answered, rule: NgramRule, *, k: int, uses_prediction: bool = False) -> tuple[int, int, int, int]:
     """Steps, rows with drafts, drafts and accepted ones, had the answer been sampled with such drafts."""
+    answer, history = answered.answer, make_history(answered, rule, k=k, uses_prediction=uses_prediction)
+    place, steps, rows, drafted, accepted = 1, 1, 0, 0, 0  # the prompt's step yields the first token
+    while place < len(answer):
+        drafts, right = look_up(history, answered, rule, place=place)
+        steps, rows, drafted, accepted = steps + 1, rows + bool(drafts), drafted + drafts, accepted + right
+        place += right + 1
+    return steps, rows, drafted, accepted
+
+
+def trace(answered: Answered, rule: NgramRule, *, k: int) -> list[tuple[int, int]]:
+    """Of each token of the answer but the last, drafts that would follow it, and how many of them are right."""
+    history = make_history(answered, rule, k=k)
+    return [look_up(history, answered, rule, place=place) for place in range(1, len(answered.answer))]
+
+
+def make_history(answered: Answered, rule: NgramRule, *, k: int, uses_prediction: bool = False) -> NgramHistory:
     reference = [*answered.prompt[-rule.reference_n_max :], *answered.expected] if uses_prediction else []
-    answer, known = answered.answer, [*reference, *answered.prompt]
-    history = NgramHistory(
-        ids=np.asarray([[*known, *([-1] * (len(answer) + k + 1))]], np.int32),
+    known = [*reference, *answered.prompt]
+    return NgramHistory(
+        ids=np.asarray([[*known, *([-1] * (len(answered.answer) + k + 1))]], np.int32),
         known=np.asarray([len(answered.prompt)], np.int32),
         references=np.asarray([len(reference)], np.int32),
         drafts=np.full((1, k), -1, np.int32),
     )
-    place, steps, rows, drafted, accepted = 1, 1, 0, 0, 0  # the prompt's step yields the first token
-    while place < len(answer):
-        columns = [np.asarray([each], np.int32) for each in (0, answer[place - 1], len(answered.prompt) + place)]
-        drafts = [each for each in CpuOps.ngram_drafts(history, *columns, rule=rule)[0].tolist() if each >= 0]
-        drafts = drafts[: len(answer) - place - 1]  # as the scheduler: none after the last token
-        right = 0
-        while right < len(drafts) and drafts[right] == answer[place + right]:
-            right += 1
-        steps, rows, drafted, accepted = steps + 1, rows + bool(drafts), drafted + len(drafts), accepted + right
-        place += right + 1
-    return steps, rows, drafted, accepted
+
+
+def look_up(history: NgramHistory, answered: Answered, rule: NgramRule, *, place: int) -> tuple[int, int]:
+    """Drafts after the first `place` tokens of the answer, and how many of them are right."""
+    answer = answered.answer
+    columns = [np.asarray([each], np.int32) for each in (0, answer[place - 1], len(answered.prompt) + place)]
+    drafts = [each for each in CpuOps.ngram_drafts(history, *columns, rule=rule)[0].tolist() if each >= 0]
+    drafts = drafts[: len(answer) - place - 1]  # as the scheduler: none after the last token
+    right = 0
+    while right < len(drafts) and drafts[right] == answer[place + right]:
+        right += 1
+    return len(drafts), right
 
 
 def figures(answers: Sequence[Answered], rule: NgramRule, *, k: int, uses_prediction: bool = False) -> dict[str, Any]:
@@ -168,6 +186,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--json")
+    parser.add_argument("--traces", help="of n-grams of 2 to 4 tokens, earliest match, up to 8 drafts")
     arguments = parser.parse_args()
     answers = answer_all(arguments.max_tokens)
     rows: list[dict[str, Any]] = []
@@ -188,6 +207,19 @@ def main() -> int:
     report = {**msgspec.to_builtins(provenance()), "model": "SmolLM2-135M-Instruct, GGUF Q4_1", "rows": rows}
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if arguments.traces:
+        rule = NgramRule(n_min=2, n_max=4, reference_n_max=32, match=NgramMatch.EARLIEST, max_tokens=1024)
+        traces = [
+            {
+                "kind": each.task.kind,
+                "temperature": each.temperature,
+                "prompt_tokens": len(each.prompt),
+                "drafts_and_right": trace(each, rule, k=8),
+            }
+            for each in answers
+        ]
+        recorded = {**msgspec.to_builtins(provenance()), "model": report["model"], "k": 8, "answers": traces}
+        Path(arguments.traces).write_text(json.dumps(recorded) + "\n", encoding="utf-8")
     return 0
 
 

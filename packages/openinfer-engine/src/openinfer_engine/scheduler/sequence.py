@@ -39,6 +39,7 @@ import msgspec
 from openinfer_core.errors import ContractViolation
 from openinfer_core.request import GenerateRequest, LoadedAdapter
 from openinfer_core.scheduling import SlotStart
+from openinfer_engine.scheduler.drafts.record import DraftRecord
 from openinfer_engine.scheduler.states.load import StateLoad
 from openinfer_kv_cache import BlockSequence, TableLoad
 
@@ -94,7 +95,7 @@ class Sequence:
         "cached_tokens",
         "capacity_tokens",
         "computed_tokens",
-        "draft_retry_tokens",
+        "draft_record",
         "drafts",
         "drafts_in_flight",
         "estimated_s",
@@ -110,8 +111,6 @@ class Sequence:
         "load",
         "prompt_logprobs_sent",
         "prompt_tokens",
-        "recent_accepted",
-        "recent_refused",
         "rejected_drafts",
         "request",
         "request_id",
@@ -166,9 +165,7 @@ class Sequence:
         self.drafts: tuple[int, ...] = ()
         self.drafts_in_flight = 0
         self.accepted_drafts = self.rejected_drafts = 0
-        # of its last rows with drafts, and where it has some again: `DraftPace`
-        self.recent_accepted = self.recent_refused = 0.0
-        self.draft_retry_tokens = 0
+        self.draft_record = DraftRecord()
         self.is_announced = False  # whether `Scheduled` is out
         self.prompt_logprobs_sent = 0
 

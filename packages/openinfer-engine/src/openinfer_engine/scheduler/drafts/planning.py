@@ -32,13 +32,15 @@ def add_drafts(
     """
     if pace is not None:
         budget_tokens = pace.begin_step(builder.rows, max_drafts=max_drafts, budget_tokens=budget_tokens)
+        if not budget_tokens:
+            return
     for row, sequence in enumerate(builder.rows):
         end = builder.ends[row]
         num_drafts = min(max_drafts, sequence.final_tokens - end, budget_tokens)
         if sequence.is_masked:
             num_drafts = min(num_drafts, len(sequence.drafts))
         if pace is not None and num_drafts > 0:
-            num_drafts = pace.most_drafts(sequence, num_drafts)
+            num_drafts = pace.most_drafts(row, sequence, num_drafts)
         if num_drafts > 0 and end + num_drafts > sequence.capacity_tokens:
             missing_blocks = num_tables * (pool.blocks_for(end + num_drafts) - len(sequence.kv.blocks))
             if missing_blocks <= pool.available_blocks - spare_blocks:
