@@ -4,7 +4,7 @@
 
 Each case is an engine of its own with something scarce, and each drafter answers N requests in it: n-grams by both
 rules, and scripted drafters that are right, wrong, random and hostile. Requests mix sampling, penalties, biases, stop
-tokens, grammars, restrictions, log-probabilities and predictions. Ends with 1 if an answer differs.
+tokens, grammars, restrictions, log-probabilities, predictions and, in one case, adapters. Ends with 1 if an answer differs.
 """
 
 import argparse
@@ -33,6 +33,8 @@ MODELS = {
     "states": ("qwen35", ROOT / "packages/openinfer-qwen35/tests/fixtures/text_tied"),
     "text": ("qwen3", None),  # the trained tiny model: it has a tokenizer, which grammars need
 }
+ADAPTERS = [f"{name}={ROOT / 'packages/openinfer-qwen3/tests/adapters' / name}" for name in ("patterns", "rank_8")]
+SCARCE = {"num_blocks": 40, "block_size_tokens": 4, "max_step_tokens": 40}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("attention", {}),
     "chunks": ("attention", {"max_step_tokens": 20, "max_num_seqs": 7}),
@@ -41,7 +43,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ranks": ("attention", {"tensor_parallel_size": 2, "num_blocks": 60}),
     "states": ("states", {"num_blocks": 60}),
     "grammars": ("text", {}),
+    "grammars, preemption": ("text", {"num_blocks": 60, "block_size_tokens": 4, "max_step_tokens": 40}),
+    "fp8": ("attention", {"kv_cache_dtype": "fp8", **SCARCE}),
+    "adapters": ("attention", {"lora": ADAPTERS, "max_lora_rank": 40, "max_loras": 2, **SCARCE}),
+    "states, preemption": ("states", {"num_blocks": 24, "max_step_tokens": 24}),
+    "states, tiers": ("states", {"num_blocks": 24, "kv_tier": ["host=16MiB"]}),
+    "states, fp8, ranks": ("states", {"kv_cache_dtype": "fp8", "tensor_parallel_size": 2, "num_blocks": 40}),
 }
+SAME = ("tensor_parallel_size", "kv_cache_dtype", "lora", "max_lora_rank")
+"""What has bits of its own: sums over ranks, KV that is rounded, adapters."""
 NGRAMS = ("ngram", "ngram,k=7,n_min=1,n_max=3,match=latest")
 GRAMMARS = (
     Grammar(kind=GrammarKind.REGEX, text="(ab|cd){3,6}[0-9]{2}"),
@@ -59,8 +69,7 @@ def engine(model: str, options: Mapping[str, Any]) -> EnginePlan:
 
 def run_case(name: str, drafter: str, *, count: int, seed: int) -> SpeculationCounts:
     model, options = CASES[name]
-    ranks = {"tensor_parallel_size": options.get("tensor_parallel_size", 1)}  # a sum over ranks has bits of its own
-    off = engine(model, {**ranks, "prefix_cache": False})
+    off = engine(model, {**{key: options[key] for key in SAME if key in options}, "prefix_cache": False})
     has_grammars = off.grammar_compiler is not None
     requests = mixed_requests(
         off.worker_limits.num_token_ids,
@@ -69,6 +78,9 @@ def run_case(name: str, drafter: str, *, count: int, seed: int) -> SpeculationCo
         grammars=GRAMMARS if has_grammars else (),
         stop_token_id=off.eos_token_ids[0] if off.eos_token_ids else None,
     )
+    if "lora" in options:
+        names = [None, *(each.partition("=")[0] for each in options["lora"])]
+        requests = [msgspec.structs.replace(each, lora=names[place % 3]) for place, each in enumerate(requests)]
 
     def make_on(outputs: Mapping[int, Sequence[int]]) -> EnginePlan:
         if drafter in set(DraftKind):

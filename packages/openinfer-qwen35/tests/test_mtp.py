@@ -203,6 +203,9 @@ def test_drafts_of_mutants_of_the_formulas_differ(mtp_dir: Path, log: DraftLog, 
         ("tier_tokens", {"num_blocks": 19, "kv_tier": ["host=16MiB"]}),
         ("cached_tokens", {"num_blocks": 40, "tensor_parallel_size": 2}),
         ("cached_tokens", {"num_blocks": 40, "kv_cache_dtype": KvCacheDtype.AUTO, "max_drafts": 9}),
+        # the layer's keys and values are rounded as the model's are; its hidden states lie with the recurrent ones
+        ("preemptions", {"max_step_tokens": 24, "num_blocks": 19, "kv_cache_dtype": KvCacheDtype.FP8}),
+        ("tier_tokens", {"num_blocks": 19, "kv_tier": ["host=16MiB"], "kv_cache_dtype": KvCacheDtype.FP8}),
     ],
 )
 def test_answers_with_the_layer_are_those_without(mtp_dir: Path, happens: str, options: dict[str, Any]) -> None:
@@ -233,10 +236,12 @@ def test_drafts_after_a_cached_prefix_are_those_of_a_computed_one(mtp_dir: Path)
     assert drafts[0] == drafts[1]
 
 
+@pytest.mark.parametrize("kv_cache_dtype", [KvCacheDtype.AUTO, KvCacheDtype.FP8])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_trained_layer_drafts_what_the_model_samples(prefix_cache: bool) -> None:
+def test_trained_layer_drafts_what_the_model_samples(prefix_cache: bool, kv_cache_dtype: KvCacheDtype) -> None:
     """In first turns and in further ones, which begin with a cached prefix where there is a cache: the same."""
-    loop = make_drafting_loop(Qwen35Definition(), TRAINED, MtpDrafter, max_drafts=3, prefix_cache=prefix_cache)
+    options: dict[str, Any] = {"prefix_cache": prefix_cache, "kv_cache_dtype": kv_cache_dtype}
+    loop = make_drafting_loop(Qwen35Definition(), TRAINED, MtpDrafter, max_drafts=3, **options)
     shares = [accepted_share(loop, PROMPTS), accepted_share(loop, PROMPTS)]
     stats = loop.stats()
     loop.close()
@@ -292,6 +297,12 @@ def test_a_plan_for_a_gpu_has_what_the_layer_takes(mtp_dir: Path) -> None:
 
     assert all(taken[purpose] > 0 for purpose in ("drafter_weights", "drafter_spans", "drafter_work"))
     assert "drafter_work" not in Qwen35().plan_for_gpu(mtp_dir, EngineOptions(), gpu="h200-141g").memory_bytes
+
+
+def test_kv_of_the_layer_in_fp8_is_refused_on_a_gpu(mtp_dir: Path) -> None:
+    options = EngineOptions(speculative="mtp", kv_cache_dtype=KvCacheDtype.FP8)
+    with pytest.raises(Refused, match="its KV in FP8 is served on the device cpu alone, not on cuda"):
+        Qwen35().plan_for_gpu(mtp_dir, options, gpu="h200-141g")
 
 
 def test_folder_of_its_own_is_refused(mtp_dir: Path) -> None:

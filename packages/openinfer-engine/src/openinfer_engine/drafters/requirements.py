@@ -122,6 +122,11 @@ class AskedDrafter:
                 f"schedule, which steps on the device {self.options.device} do not wait for (`is_queued`); start with "
                 "--device cpu, or --speculative off"
             )
+        if self.options.device is not DeviceKind.CPU and asked.paged and self.kv_dtype is KvDtype.FLOAT8_E4M3:
+            raise Refused(
+                f"drafter {self.name}: its KV in FP8 is served on the device cpu alone, not on {self.options.device}; "
+                "leave --kv-cache-dtype at auto, or start with --speculative off"
+            )
         if asked.paged and layout.num_tables > 1:
             raise Refused(
                 f"drafter {self.name}: its KV needs one block table, and layers with windows have {layout.num_tables}"

@@ -159,8 +159,9 @@ def check_model_drafter(
     Raises:
         AssertionError: an answer differs, the drafter raised, or nothing was compared.
     """
-    ranks = {"tensor_parallel_size": options.get("tensor_parallel_size", 1)}  # a sum over ranks has bits of its own
-    alone = build_loop(resolve(definition, model_dir, EngineOptions(**_SIZES, **ranks, prefix_cache=False)))
+    # Sums over ranks, and KV that is rounded, have bits of their own.
+    same = {name: options[name] for name in ("tensor_parallel_size", "kv_cache_dtype") if name in options}
+    alone = build_loop(resolve(definition, model_dir, EngineOptions(**_SIZES, **same, prefix_cache=False)))
     asked = requests or drafted_requests(alone.info.num_token_ids, shared_tokens=40)
     expected = run_alone(alone, asked)
     alone.close()
