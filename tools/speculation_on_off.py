@@ -4,7 +4,8 @@
 
 Each case is an engine of its own with something scarce, and each drafter answers N requests in it: n-grams by both
 rules, and scripted drafters that are right, wrong, random and hostile. Requests mix sampling, penalties, biases, stop
-tokens, grammars, restrictions, log-probabilities, predictions and, in one case, adapters. Ends with 1 if an answer differs.
+tokens, grammars, restrictions, log-probabilities, predictions and, in one case, adapters. Ends with 1 if an answer
+differs.
 """
 
 import argparse

@@ -14,6 +14,7 @@ from openinfer_engine.model import Shard
 from openinfer_engine.weights.checkpoint import Checkpoint
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_kernels.cpu import CpuOps
+from openinfer_kv_cache import KvDtype
 from openinfer_qwen35.family import Qwen35Definition
 from openinfer_qwen35.model import Qwen35Config, load
 
@@ -78,6 +79,19 @@ def test_tensors_of_the_published_4b_count_as_published() -> None:
     assert config.rotary_dim == 64
     for ranks in (1, 2, 4):
         definition.check_ranks(config, ranks)
+
+
+def test_kept_inputs_take_less_than_the_copies_that_the_ledger_of_a_gpu_counts() -> None:
+    """States of a sequence slot are copied before a step with drafts, or inputs of up to 15 tokens are kept instead."""
+    config, dtypes = definition.parse(QWEN35_4B), {"kv_dtype": KvDtype.BFLOAT16, "state_dtype": KvDtype.BFLOAT16}
+    spec = definition.kv_spec(config, model_tag="plan", **dtypes, num_ranks=1, rank_index=0)
+    (group,) = spec.slots
+    shapes = {tensor.name: (1, group.num_layers, *tensor.shape) for tensor in group.tensors}
+    conv, state = (np.broadcast_to(np.zeros((), np.uint16), shapes[name]) for name in ("conv", "state"))
+    kept = CpuOps().keep_inputs(conv=conv, state=state, most_tokens=15)
+    assert kept is not None
+    kept_bytes = kept.conv_inputs.nbytes + kept.keys_values.nbytes + kept.gates.nbytes
+    assert 0 < kept_bytes < group.bytes_per_slot / 4
 
 
 def test_load_reads_every_tensor_once_and_no_other(model_dir: Path) -> None:

@@ -66,7 +66,10 @@ def workspaces(
 
 
 def _drafts_bytes(limits: WorkerLimits, max_drafts: int) -> int:
-    """Of slots that have drafts, and of a copy of their recurrent states."""
+    """Of slots that have drafts, and of a copy of their recurrent states.
+
+    Where states are replayed there are no copies, but kept inputs, which take less: few tokens are kept.
+    """
     sizes = slot_sizes(limits)
     slots_bytes = drafted_state_bytes(sizes, max_drafts=max_drafts) - state_bytes(sizes)
     return slots_bytes + limits.max_num_seqs * limits.slot_bytes
