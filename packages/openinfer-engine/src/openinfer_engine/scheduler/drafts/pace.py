@@ -74,7 +74,8 @@ class DraftPace:
         plain_ms = times.plain_ms
         if plain_ms is None or times.is_plain_due or self._allowance(plain_ms) < 0:
             return 0
-        choose = partial(self._choose, times=times, plain_ms=plain_ms, max_drafts=max_drafts, budget_tokens=budget_tokens)
+        room = {"max_drafts": max_drafts, "budget_tokens": budget_tokens}
+        choose = partial(self._choose, times=times, plain_ms=plain_ms, **room)
         self._shares, self._tried = [self._share(each) for each in rows], [False] * len(rows)
         choice = choose(self._shares)
         if any(each.draft_record.is_due(each.known_tokens) for each in rows):
