@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grammars, preemption": ("text", {"num_blocks": 60, "block_size_tokens": 4, "max_step_tokens": 40}),
     "fp8": ("attention", {"kv_cache_dtype": "fp8", **SCARCE}),
     "adapters": ("attention", {"lora": ADAPTERS, "max_lora_rank": 40, "max_loras": 2, **SCARCE}),
-    "states, preemption": ("states", {"num_blocks": 24, "max_step_tokens": 24}),
+    "states, preemption": ("states", {"num_blocks": 16, "max_step_tokens": 24}),
     "states, tiers": ("states", {"num_blocks": 24, "kv_tier": ["host=16MiB"]}),
     "states, fp8, ranks": ("states", {"kv_cache_dtype": "fp8", "tensor_parallel_size": 2, "num_blocks": 40}),
 }
