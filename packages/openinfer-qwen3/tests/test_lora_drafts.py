@@ -51,7 +51,7 @@ def run(drafter: str, options: Mapping[str, Any], *, seed: int = 1, count: int =
     ("drafter", "options", "happens"),
     [
         ("ngram,n_min=1,adaptive=false", {}, "cached_tokens"),
-        ("ngram,k=7,n_min=1,match=latest", {"max_loras": 2}, "drafts"),
+        ("ngram,k=7,n_min=1,match=latest,adaptive=false", {"max_loras": 2}, "drafts"),
         ("right", SHORT, "preemptions"),
         ("hostile", {**SHORT, "max_loras": 2}, "preemptions"),
         ("random", {"num_blocks": 24, "kv_tier": ["host=16MiB"]}, "tier_tokens"),
