@@ -1,13 +1,13 @@
 """The recipes of deploy/: they parse, name flags and routes that are there, and leave time to drain."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tools.chart.__main__ import CASES, made_from
 
 from openinfer.commands.completion import flags_of_commands
 from openinfer_core import find_plugin
@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = sorted(DEPLOY.glob("image/*.Dockerfile"))
 CHART = DEPLOY / "chart"
+RENDERER: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "chart" / "__main__.py"))
 RENDERED = sorted((ROOT / "tests" / "fixtures" / "chart").glob("*.yaml"))
 PLAIN = sorted(path for path in DEPLOY.rglob("*.yaml") if not path.is_relative_to(CHART / "templates"))
 DRAIN_S = ServerOptions().drain_deadline_s
@@ -127,7 +128,8 @@ def test_the_chart_uses_its_values_and_no_others() -> None:
 @pytest.mark.parametrize("path", RENDERED, ids=lambda path: path.stem)
 def test_what_is_tested_was_rendered_from_the_templates_that_are_there(path: Path) -> None:
     head = path.read_text("utf-8").partition("\n")[0]
-    assert head == f"# python -m tools.chart; made from {made_from(CASES[path.stem])}", "python -m tools.chart"
+    made_from = RENDERER["made_from"](RENDERER["CASES"][path.stem])
+    assert head == f"# python -m tools.chart; made from {made_from}", "python -m tools.chart"
 
 
 def by_kind(case: str) -> dict[tuple[str, str], dict[str, Any]]:
