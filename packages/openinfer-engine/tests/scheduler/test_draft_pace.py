@@ -87,19 +87,15 @@ def run(
         before = launched
 
 
-@pytest.mark.parametrize(("num_rows", "num_tokens", "least"), [(1, 300, 0.98), (16, 100, 0.96)])
+@pytest.mark.parametrize(("num_rows", "num_tokens"), [(1, 300), (16, 100)])
 @pytest.mark.parametrize("cost", [memory_bound, arithmetic_bound, roofline, launch_bound])
-def test_speculation_is_never_slower(cost: Cost, num_rows: int, num_tokens: int, least: float) -> None:
-    """A batch that is not filled again ends with the request whose drafts were least lucky: it may be later by more.
-
-    `test_draft_pace_costs.py` has batches that are filled again.
-    """
+def test_speculation_is_never_slower(cost: Cost, num_rows: int, num_tokens: int) -> None:
     size = {"num_rows": num_rows, "num_tokens": num_tokens}
     off = run(cost, acceptance=0.0, max_drafts=0, adapts=False, **size)
     for acceptance in (0.0, 0.3, 0.7):
         on = run(cost, acceptance=acceptance, max_drafts=4, **size)
         assert on.answers == off.answers
-        assert off.ms / on.ms >= least, acceptance
+        assert off.ms / on.ms >= 0.98, acceptance
 
 
 def test_without_the_policy_it_is_much_slower_where_steps_are_bound_by_arithmetic() -> None:

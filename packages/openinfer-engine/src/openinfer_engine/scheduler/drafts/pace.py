@@ -112,11 +112,13 @@ class DraftPace:
         best = _Choice(0, 1.0, num_rows / plain_ms) if instead_of is None else replace(instead_of, num_drafts=0)
         least_rate = _LEAST_GAIN * num_rows / plain_ms
         affordable_ms = self._allowance(plain_ms) + (0.0 if instead_of is None else instead_of.loss_ms)
+        goes_beyond = False
         for size in range(1, len(chances).bit_length() + 1):
             end = min((1 << size) - 1, len(chances))
             bounds, least = times.bounds(end), chances[end - 1]
-            if bounds.least_ms > self._max_ms:
-                break
+            if bounds.least_ms > self._max_ms or (goes_beyond and num_rows > 1):
+                break  # sizes are tried in turn: a row that gains nothing pays for the step that others gain by
+            goes_beyond = bounds.is_beyond
             honest = tokens[end] - in_vain[min(end, sum(each >= least for each in hoped_for))]
             rate, loss_ms = tokens[end] / bounds.least_ms, bounds.most_ms - plain_ms * honest / num_rows
             # What was never timed may also be refused altogether, for a step's time beyond the allowance at most.

@@ -44,6 +44,8 @@ class StepBounds:
 
     least_ms: float
     most_ms: float
+    is_beyond: bool = False
+    """Whether fewer drafts were timed, and so many never."""
 
     @property
     def is_timed(self) -> bool:
@@ -105,7 +107,7 @@ class RowTimes:
             return StepBounds(ms, ms)
         least_ms = max(each.ms for each in smaller)
         most_ms = last.ms + max(0, num_drafts - last.num_drafts) * each_ms if known is None else known.ms
-        return StepBounds(least_ms, max(most_ms, least_ms * _UNTIMED))
+        return StepBounds(least_ms, max(most_ms, least_ms * _UNTIMED), is_beyond=known is None and len(smaller) > 1)
 
     def _is_trusted(self, timed: TimedSteps) -> bool:
         return self.steps - timed.step < min(_AGE_PER_STEP * timed.count, _MOST_AGE)
