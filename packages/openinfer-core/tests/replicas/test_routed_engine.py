@@ -13,6 +13,7 @@ import pytest
 from openinfer_core import (
     EngineClosed,
     EngineHandle,
+    EngineStats,
     Failed,
     FailureKind,
     Finished,
@@ -25,7 +26,7 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
-from openinfer_core.control import ControlCommand, LoadAdapter, UnloadAdapter
+from openinfer_core.control import ControlCommand, LoadAdapter, Pause, Resume, Sleep, UnloadAdapter, UpdateWeights, Wake
 from openinfer_core.process.engine_process import LinkKind
 from openinfer_core.process.local import InProcessEngine
 from openinfer_core.process.remote import RemoteEngine, join_engine
@@ -346,3 +347,155 @@ def test_replica_that_is_gone_keeps_no_command_from_the_others() -> None:
             await engine.close()
 
     asyncio.run(live())
+
+
+class Obedient(SimulatedLoop):
+    """Notes what it is told, and refuses it where it `refuses`; an update's path is its version of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__(OPTIONS)
+        self.told: list[ControlCommand] = []
+        self.refuses = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.weights_version = ""
+
+    def control(self, command: ControlCommand) -> list[TokenEvent]:
+        assert self.gate.wait(30)
+        if self.refuses:
+            raise Refused("not now")
+        self.told.append(command)
+        if isinstance(command, UpdateWeights):
+            self.weights_version = command.path or ""
+        return []
+
+    def stats(self) -> EngineStats:
+        return msgspec.structs.replace(super().stats(), weights_version=self.weights_version)
+
+
+def later(*commands: ControlCommand) -> list[ControlCommand]:
+    """What a replica is told that comes after these."""
+    first, second = Obedient(), Obedient()
+
+    async def live() -> None:
+        engine = routed(InProcessEngine(first))
+        for command in commands:
+            await engine.control(command)
+        await engine.join("later", InProcessEngine(second))
+        of(engine, ["later", "replica 0"])
+        await engine.close()
+
+    run(live())
+    assert first.told == [*commands]
+    return second.told
+
+
+def loaded(name: str, path: str) -> LoadAdapter:
+    return LoadAdapter(name, path, in_place=True)
+
+
+@pytest.mark.parametrize(
+    ("commands", "told"),
+    [
+        ([], []),
+        (
+            [LoadAdapter("a", "x"), LoadAdapter("b", "y", tenants=("t",))],
+            [loaded("a", "x"), LoadAdapter("b", "y", True, ("t",))],
+        ),
+        ([LoadAdapter("a", "x"), UnloadAdapter("a")], []),
+        ([LoadAdapter("a", "x"), loaded("a", "y")], [loaded("a", "y")]),
+        # One that replicas have from their start.
+        ([UnloadAdapter("a")], [UnloadAdapter("a")]),
+        ([UnloadAdapter("a"), LoadAdapter("a", "x")], [loaded("a", "x")]),
+        ([UnloadAdapter("a"), LoadAdapter("a", "x"), UnloadAdapter("a")], [UnloadAdapter("a")]),
+        ([loaded("a", "x"), UnloadAdapter("a")], [UnloadAdapter("a")]),
+        ([Pause(), Sleep()], [Pause(), Sleep()]),
+        ([Pause(), Sleep(), Wake(), Resume()], []),
+    ],
+)
+def test_replica_that_comes_later_is_told_what_still_counts(
+    commands: list[ControlCommand], told: list[ControlCommand]
+) -> None:
+    assert later(*commands) == told
+
+
+def test_replica_that_cannot_be_as_the_others_does_not_join() -> None:
+    async def live() -> None:
+        engine, second = routed(InProcessEngine(Obedient())), Obedient()
+        await engine.control(LoadAdapter("a", "x"))
+        second.refuses = True
+        stranger = InProcessEngine(second)
+        with pytest.raises(Refused, match="not now"):
+            await engine.join("later", stranger)
+        of(engine, ["replica 0"])
+        await stranger.close()
+        await engine.close()
+
+    run(live())
+
+
+def test_command_that_comes_while_a_replica_joins_is_told_to_it() -> None:
+    async def live() -> None:
+        first, second = Obedient(), Obedient()
+        engine = routed(InProcessEngine(first))
+        await engine.control(LoadAdapter("a", "x"))
+        second.gate.clear()
+        joining = asyncio.create_task(engine.join("later", InProcessEngine(second)))
+        await engine.control(LoadAdapter("b", "y"))  # obeyed by the first alone
+        of(engine, ["replica 0"])
+        second.gate.set()
+        await joining
+        assert second.told == [loaded("a", "x"), loaded("a", "x"), loaded("b", "y")]
+        of(engine, ["later", "replica 0"])
+        await engine.close()
+
+    run(live())
+
+
+def test_replica_that_joins_while_others_obey_is_told_too() -> None:
+    async def live() -> None:
+        first, second = Obedient(), Obedient()
+        engine = routed(InProcessEngine(first))
+        first.gate.clear()
+        command = asyncio.create_task(engine.control(LoadAdapter("a", "x")))
+        await asyncio.sleep(0)  # it is on its way
+        engine.add("later", InProcessEngine(second))
+        first.gate.set()
+        await command
+        assert second.told == [LoadAdapter("a", "x")]
+        await engine.close()
+
+    run(live())
+
+
+def test_replica_of_other_weights_gets_no_requests_until_an_update_that_it_obeys() -> None:
+    async def live() -> None:
+        loops = [Obedient(), Obedient(), Obedient()]
+        engine = routed(*map(InProcessEngine, loops[:2]))
+        await engine.control(UpdateWeights(path="one"))
+        await engine.join("later", InProcessEngine(loops[2]))
+        of(engine, ["replica 0", "replica 1"])
+        loops[1].refuses = True
+        with pytest.raises(Refused, match="not now"):
+            await engine.control(UpdateWeights(path="two"))
+        of(engine, ["later", "replica 0"])  # the second has weights that no other has
+        loops[1].refuses = False
+        await engine.control(UpdateWeights(path="three"))
+        of(engine, ["later", "replica 0", "replica 1"])
+        await engine.close()
+
+    run(live())
+
+
+def test_update_that_all_refuse_takes_requests_from_none() -> None:
+    async def live() -> None:
+        loops = [Obedient(), Obedient()]
+        engine = routed(*map(InProcessEngine, loops))
+        for loop in loops:
+            loop.refuses = True
+        with pytest.raises(Refused, match="not now"):
+            await engine.control(UpdateWeights(path="one"))
+        of(engine, ["replica 0", "replica 1"])
+        await engine.close()
+
+    run(live())

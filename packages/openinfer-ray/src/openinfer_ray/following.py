@@ -1,6 +1,6 @@
 """`Following`: keeps a `RoutedEngine` in step with the replicas that a directory lists.
 
-listed as serving ─► join (in a thread) ─► RoutedEngine.add ─► asked for its numbers, as a heartbeat; heard
+listed as serving ─► join (in a thread) ─► RoutedEngine.join ─► asked for its numbers, as a heartbeat; heard
 listed as leaving ─► RoutedEngine.drain: gets no more requests, and is left when it has answered
 no heartbeat      ─► its link is closed: its requests go elsewhere, or end with an error
 not listed        ─► nothing: the link says whether it lives
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from openinfer_core import EngineClosed, EngineHandle, EngineInfo, EngineStats, InvalidRequest, OpenInferError, Refused
+from openinfer_core.control import COMMAND_TIMEOUT_S
 from openinfer_core.replicas import RoutedEngine
 from openinfer_ray.replica_spec import ReplicaAddress, ReplicaState
 
@@ -135,8 +136,12 @@ class Following:
         try:
             if _composition_of(handle.info) != self._composition:
                 raise Refused(f"replica {replica.name} is composed otherwise than the first one")
-            self._engine.add(replica.name, handle)
+            async with asyncio.timeout(COMMAND_TIMEOUT_S):
+                await self._engine.join(replica.name, handle)
         except InvalidRequest:  # an old link to it has not ended yet
+            await handle.close()
+        except (EngineClosed, TimeoutError) as error:
+            logger.warning("replica %s cannot join yet: %s", replica.name, error or "it does not answer")
             await handle.close()
         except Refused as error:
             self._refused.add(replica.name)

@@ -6,6 +6,9 @@
 
 A request keeps its id and its seed when it is sent again. One that has shown tokens ends with the replica,
 `Failed(SHUTDOWN)`: what another replica would say may differ from what the client has read.
+
+A replica that comes later is told what the others were: adapters, a pause, a sleep. One whose weights are not those of
+the others gets no requests until an update that it obeys.
 """
 
 import asyncio
@@ -13,16 +16,18 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import msgspec
 
-from openinfer_core.control import ControlCommand, LoadAdapter, UnloadAdapter
+from openinfer_core.control import ControlCommand, LoadAdapter, UnloadAdapter, UpdateWeights
 from openinfer_core.engine import EngineHandle, EngineInfo, EngineStats
 from openinfer_core.errors import ContractViolation, EngineClosed, InvalidRequest, Refused
 from openinfer_core.events import Failed, FailureKind, Finished, Scheduled, TokenEvent, Tokens
 from openinfer_core.process.mailbox import Mailbox
 from openinfer_core.replicas.prefix_router import PrefixRouter
+from openinfer_core.replicas.standing_commands import StandingCommands
 from openinfer_core.replicas.totals import info_of_all, stats_of_all
 from openinfer_core.request import GenerateRequest, RequestId
 
@@ -45,7 +50,7 @@ class RoutedEngine:
     """Implements `EngineHandle`; it belongs to one event loop, and closes its replicas.
 
     Args:
-        replicas: the first ones, by name; `add` brings others.
+        replicas: the first ones, by name; `join` brings others.
         key: of the router's digests.
         router: chooses among them; by default a `PrefixRouter`.
 
@@ -64,6 +69,8 @@ class RoutedEngine:
         self._flights: dict[RequestId, _Flight] = {}
         self._mailbox = Mailbox()
         self._listening: dict[str, asyncio.Task[None]] = {}
+        self._standing = StandingCommands()
+        self._aside: set[str] = set()  # replicas of other weights, which get no requests
         self._is_read = False
         self._is_closing = False
         self._ended_flight = asyncio.Event()
@@ -77,16 +84,33 @@ class RoutedEngine:
         """Those that get requests."""
         return self._router.names
 
+    async def join(self, name: str, engine: EngineHandle) -> None:
+        """Brings a replica, tells it what the others were told, and then sends it requests.
+
+        Raises:
+            Refused: it is not of this model, or refuses what the others obeyed.
+            InvalidRequest: another one has its name.
+            EngineClosed: it is gone.
+        """
+        self._require_new(name, engine)
+        told: list[ControlCommand] | None = None
+        has_same_weights = True
+        while told != (commands := self._standing.commands):  # others may be told meanwhile
+            await _repeat(commands, engine)
+            has_same_weights = await self._has_weights_of_others(engine)
+            told = commands
+        self.add(name, engine)
+        if not has_same_weights:
+            self._set_aside(name, "its weights are not those of the others, which were updated")
+
     def add(self, name: str, engine: EngineHandle) -> None:
-        """Brings a replica, which gets requests from now on.
+        """Brings a replica that is as the others are, and gets requests from now on.
 
         Raises:
             Refused: it is not of this model.
             InvalidRequest: another one has its name.
         """
-        if name in self._replicas:
-            raise InvalidRequest(f"there is a replica {name} already")
-        _require_alike(self._info, engine.info, name)
+        self._require_new(name, engine)
         self._replicas[name] = engine
         self._router.add(name, num_blocks=engine.info.num_blocks)
         if self._is_read:
@@ -95,6 +119,7 @@ class RoutedEngine:
     async def drain(self, name: str) -> None:
         """Sends a replica no more requests, waits for the end of those that it has, and closes it."""
         self._router.remove(name)
+        self._aside.discard(name)
         while any(flight.replica == name for flight in self._flights.values()):
             self._ended_flight.clear()
             await self._ended_flight.wait()
@@ -142,16 +167,44 @@ class RoutedEngine:
     async def control(self, command: ControlCommand) -> None:
         """Commands all replicas, and returns when each has answered; one that is gone meanwhile needs to hear nothing.
 
-        Where one refuses a new adapter, no other keeps it.
+        Where one refuses a new adapter, no other keeps it. Where one refuses an update of weights that others have
+        obeyed, it gets no requests until one that it obeys.
         """
         self._mailbox.require_open()
-        failed = await self._tell(command, [*self._replicas])
+        told, failed = set[str](), dict[str, BaseException]()
+        while names := sorted(self._replicas.keys() - told):  # others may join meanwhile
+            failed |= await self._tell(command, names)
+            told.update(names)
         done = self._replicas.keys() - failed.keys()
-        refused = [error for error in failed.values() if not isinstance(error, EngineClosed)]
+        refused = {name: error for name, error in failed.items() if not isinstance(error, EngineClosed)}
         if refused and isinstance(command, LoadAdapter) and not command.in_place:
             await self._tell(UnloadAdapter(command.name), sorted(done))
+        if done and isinstance(command, UpdateWeights):
+            self._are_updated(done, refused)
         if refused or (failed and not done):
-            raise (*refused, *failed.values())[0]
+            raise (*refused.values(), *failed.values())[0]
+        self._standing.note(command)
+
+    def _are_updated(self, done: AbstractSet[str], refused: Iterable[str]) -> None:
+        for name in refused:
+            self._set_aside(name, "it refused an update of weights that others have obeyed")
+        for name in sorted(self._aside & done):
+            logger.info("replica %s has the weights of the others, and gets requests", name)
+            self._router.add(name, num_blocks=self._replicas[name].info.num_blocks)
+        self._aside -= done
+
+    def _set_aside(self, name: str, reason: str) -> None:
+        """Sends a replica no more requests; those that it has it answers."""
+        logger.error("replica %s gets no requests until an update of weights that it obeys: %s", name, reason)
+        self._router.remove(name)
+        self._aside.add(name)
+
+    async def _has_weights_of_others(self, engine: EngineHandle) -> bool:
+        version = (await engine.stats()).weights_version
+        for name in self._router.names:
+            with contextlib.suppress(EngineClosed):
+                return (await self._replicas[name].stats()).weights_version == version
+        return True
 
     async def _tell(self, command: ControlCommand, names: Sequence[str]) -> dict[str, BaseException]:
         """Why replicas have not obeyed, by their names, once all have answered."""
@@ -185,6 +238,11 @@ class RoutedEngine:
         self._end(request.request_id)
         self._mailbox.put([Failed(request.request_id, FailureKind.UNAVAILABLE, _NO_REPLICA)])
 
+    def _require_new(self, name: str, engine: EngineHandle) -> None:
+        if name in self._replicas:
+            raise InvalidRequest(f"there is a replica {name} already")
+        _require_alike(self._info, engine.info, name)
+
     def _listen_to(self, name: str) -> None:
         task = asyncio.get_running_loop().create_task(self._listen(name), name=f"openinfer-replica-{name}")
         task.add_done_callback(functools.partial(self._has_ended, name))
@@ -201,6 +259,7 @@ class RoutedEngine:
         if not task.cancelled() and task.exception() is not None:
             logger.error("replica %s failed", name, exc_info=task.exception())
         self._router.remove(name)
+        self._aside.discard(name)
         self._replicas.pop(name, None)
         self._listening.pop(name, None)
         left = [flight for flight in self._flights.values() if flight.replica == name]
@@ -253,6 +312,16 @@ class _Flight:
     was_scheduled: bool = False
     has_shown: bool = False
     was_sent_again: bool = False
+
+
+async def _repeat(commands: Iterable[ControlCommand], engine: EngineHandle) -> None:
+    """Raises `Refused` for what the others obeyed."""
+    for command in commands:
+        try:
+            await engine.control(command)
+        except Refused:
+            if not isinstance(command, UnloadAdapter):  # which it may have been told before
+                raise
 
 
 def _require_alike(info: EngineInfo, other: EngineInfo, name: str) -> None:
