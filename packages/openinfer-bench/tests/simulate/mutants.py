@@ -221,8 +221,8 @@ def queues_first_come_first_served(world: World) -> None:
 
     submit = FairQueue.submit
 
-    def as_one(self: FairQueue, owner: str, work: Any) -> Any:
-        return submit(self, "all", work)
+    def as_one(self: FairQueue, owner: str, work: Any, **options: Any) -> Any:
+        return submit(self, "all", work, **options)
 
     FairQueue.submit = as_one  # type: ignore[method-assign]
 
@@ -249,14 +249,14 @@ def our_fault_is_the_clients(world: World) -> None:
 
     submit = FairQueue.submit
 
-    def blamed(self: FairQueue, owner: str, work: Any) -> Any:
+    def blamed(self: FairQueue, owner: str, work: Any, **options: Any) -> Any:
         def blaming() -> Any:
             try:
                 return work()
             except Unavailable as fault:
                 raise InvalidRequest(str(fault), field="grammar") from fault
 
-        return submit(self, owner, blaming)
+        return submit(self, owner, blaming, **options)
 
     FairQueue.submit = blamed  # type: ignore[method-assign]
 
