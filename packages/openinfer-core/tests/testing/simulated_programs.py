@@ -135,23 +135,51 @@ class _Side(asyncio.Protocol):
         self.said.append("lost")
 
 
+async def _connected(world: World, client: _Side, server: _Side) -> None:
+    loop: Any = asyncio.get_running_loop()
+    connect(
+        world,
+        client_loop=loop,
+        client=client,
+        server_loop=loop,
+        make_server=lambda: server,
+        delay_s=0.001,
+        client_address=("127.0.0.1", 5000),
+        server_address=("127.0.0.1", 80),
+    )
+    await asyncio.sleep(0.1)
+
+
+def closed_before_it_is_read(world: World) -> dict[str, Any]:
+    """A side that is closed, or whose other side is, while that one does not read what has arrived."""
+    reader, writer = [_Side(), _Side()], [_Side(), _Side()]
+
+    async def main() -> None:
+        for client, server in zip(reader, writer, strict=True):
+            await _connected(world, client, server)
+            client.transport.pause_reading()
+            server.transport.write(b"all of it")
+            server.transport.close()
+        await asyncio.sleep(1)
+        assert [client.said for client in reader] == [[], []]
+        reader[0].transport.resume_reading()
+        reader[1].transport.write(b"to a side that is gone")
+        await asyncio.sleep(1)
+
+    with asyncio.Runner(loop_factory=lambda: VirtualEventLoop(world)) as runner:
+        runner.run(main())
+    return {
+        "read": [b"".join(client.pieces).decode() for client in reader],
+        "said": [client.said for client in reader],
+    }
+
+
 def connection(world: World) -> dict[str, Any]:
     client, server = _Side(), _Side()
     sent = bytes(range(256)) * 1000
 
     async def main() -> None:
-        loop: Any = asyncio.get_running_loop()
-        connect(
-            world,
-            client_loop=loop,
-            client=client,
-            server_loop=loop,
-            make_server=lambda: server,
-            delay_s=0.001,
-            client_address=("127.0.0.1", 5000),
-            server_address=("127.0.0.1", 80),
-        )
-        await asyncio.sleep(0.1)
+        await _connected(world, client, server)
         client.transport.pause_reading()
         server.transport.write(sent[:100_000])
         await asyncio.sleep(1)

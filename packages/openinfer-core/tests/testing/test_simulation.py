@@ -46,6 +46,11 @@ def test_event_loops_run_executors_and_wake_each_other() -> None:
     assert said["generator_closed"]
 
 
+def test_what_was_sent_before_the_end_of_a_connection_can_be_read_after_it() -> None:
+    found = run("closed_before_it_is_read")
+    assert found == {"read": ["all of it", ""], "said": [["lost"], ["lost"]]}
+
+
 def test_bytes_arrive_in_order_in_pieces_and_a_slow_reader_holds_the_writer_up() -> None:
     said = run("connection")
     assert said["intact"]

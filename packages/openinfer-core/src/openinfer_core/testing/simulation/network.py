@@ -140,11 +140,14 @@ class VirtualTransport(asyncio.Transport, Side):
         self._is_closing = False
         self._is_reading = True
         self._is_paused = False  # whether our protocol was told to stop writing
+        self._is_alone = False  # whether the peer is gone
         self.on_over: Callable[[], None] | None = None
 
     # --- what a protocol calls ---------------------------------------------------------------------------
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._is_alone and data:
+            self.loop.call_soon(self._over, None)  # as a connection that is reset
         if self._is_closing or self.is_over or not data:
             return
         self.unsent += data
@@ -215,6 +218,8 @@ class VirtualTransport(asyncio.Transport, Side):
             self._protocol.data_received(piece)
             if self.peer is not None:
                 self._tell(self.peer, "was_taken", len(piece))
+        if self._is_alone and not self._arrived:
+            self._over(None)
 
     def _has_room(self) -> None:
         if self._is_paused and len(self.unsent) <= _LOW_WATER:
@@ -230,10 +235,11 @@ class VirtualTransport(asyncio.Transport, Side):
             self.close()
 
     def peer_is_gone(self) -> None:
+        """What has arrived can still be read: a socket that is closed sends what it has before its end."""
         if not self.is_over:
-            self._is_closing = True
+            self._is_closing = self._is_alone = True
             self.unsent.clear()
-            self._over(None)
+            self._give()
 
     def vanish(self) -> None:
         """Its process is gone: the other side is told, the protocol is not."""
