@@ -5,9 +5,11 @@ import functools
 import http.client
 import json
 import re
+import resource
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -151,6 +153,24 @@ def test_worker_that_died_is_replaced_and_the_third_death_in_a_minute_ends_all_w
     assert "ended with code -9; the server ends" in log
     psutil.wait_procs([*workers, engine], timeout=DEADLINE_S)
     assert not engine.is_running()
+
+
+@needs_shared_ports
+def test_worker_that_cannot_be_started_is_no_death_and_starts_when_it_can(serving):
+    process, workers, _, address = serving()
+    limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, limits[1]))  # there is no descriptor for a pipe
+    known = {each.pid for each in living_workers(process)}
+    workers[0].kill()
+    said = "no worker can be started, which is tried again each second: [Errno 24]"
+    assert any(said in line for line in process.stderr)
+    time.sleep(3)  # as many attempts as deaths that would end it; on a slow machine fewer, which ends as well
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+    wait_until(functools.partial(has_new_worker, process, known), "a new worker that listens")
+    assert ask(address, "GET", "/health")[0] == 200
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, log
 
 
 @needs_shared_ports

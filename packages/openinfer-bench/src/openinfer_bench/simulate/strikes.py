@@ -118,7 +118,6 @@ class Strikes:
         life = self._life
         if life is not None and life.further_workers():
             self._run.world.processes.num_to_fail = 1
-            life.count_death()  # as one that could not be started does
             self._kill_worker()
 
     def _links(self) -> list[Any]:

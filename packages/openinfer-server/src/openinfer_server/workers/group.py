@@ -13,6 +13,7 @@ ready, and where it cannot be started at all, they are answered like others.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import socket
 import sys
@@ -48,6 +49,7 @@ logger = logging.getLogger("openinfer.server")
 MAX_DEATHS = 3  # so many are no accident: what ends one worker would end the next
 DEATHS_WINDOW_S = 60.0
 _START_AGAIN_S = 1.0
+_ATTEMPTS_PER_WARNING = 60
 _END_GRACE_S = 5.0  # what a worker gets beyond the drain's deadline
 
 
@@ -231,10 +233,7 @@ class WorkerGroup:
             await self._replace(worker, f"worker {worker.process.pid} ended with code {code}")
 
     async def _replace(self, worker: _Worker, what: str) -> None:
-        """Starts another in place of one that ended by itself, unless too many did.
-
-        One that cannot be started counts as one that ended, and the next is started a second later.
-        """
+        """Starts another in place of one that ended by itself, unless too many did."""
         self._workers.remove(worker)
         if self._table is not None:
             self._table.clear(worker.number)  # it gives back no more what it had taken
@@ -244,18 +243,26 @@ class WorkerGroup:
         if worker.number == self._large_number and not worker.was_ready:
             logger.error("%s before it was ready: large requests are answered next to others", what)
             return
-        while self._launch is not None and self._table is not None and self._is_serving and not self._are_many_deaths():
-            logger.error("%s; another takes its place", what)
+        launch, table = self._launch, self._table
+        if launch is None or table is None or not self._is_serving or self._are_many_deaths():
+            self._give_up(what)
+            return
+        logger.error("%s; another takes its place", what)
+        await self._start_when_possible(launch, table, worker.number)
+
+    async def _start_when_possible(self, launch: WorkerLaunch, table: WorkerTable, number: int) -> None:
+        """Tries once a second: the system has no memory, processes or descriptors, and the others serve meanwhile."""
+        for attempt in itertools.count():
             try:
-                await self._start_worker(self._launch, self._table, worker.number)
-            except OSError as error:  # of memory, processes or descriptors, which may be there a moment later
-                what = f"no worker can be started: {error}"
-                await asyncio.sleep(_START_AGAIN_S)
-                if self._draining:
-                    return
+                await self._start_worker(launch, table, number)
+            except OSError as error:
+                if attempt % _ATTEMPTS_PER_WARNING == 0:
+                    logger.error("no worker can be started, which is tried again each second: %s", error)
             else:
                 return
-        self._give_up(what)
+            await asyncio.sleep(_START_AGAIN_S)
+            if self._draining:
+                return
 
     def _are_many_deaths(self) -> bool:
         """Counts one more."""
