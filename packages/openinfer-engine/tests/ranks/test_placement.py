@@ -13,7 +13,7 @@ from openinfer_engine.ranks.choice import planned_placement
 from openinfer_engine.ranks.handshake import Node
 from openinfer_engine.ranks.interfaces import interface_of
 from openinfer_engine.ranks.join_host import arrange
-from openinfer_engine.ranks.join_setting import JoinSetting, parse_address
+from openinfer_engine.ranks.join_setting import JoinSetting
 from openinfer_engine.ranks.placement import Placement, RankPlace, nodes_in_order
 from openinfer_engine.ranks.socket_link import SocketLink
 
@@ -115,12 +115,6 @@ def test_setting_is_read() -> None:
 def test_setting_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest):
         JoinSetting.parse(text)
-
-
-@pytest.mark.parametrize("text", ["", "host", ":7000", "host:", "host:-1", "host:65536", "host:١"])
-def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="is not HOST:PORT"):
-        parse_address(text, field="join")
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="of Linux")

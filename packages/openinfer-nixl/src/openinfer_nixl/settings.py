@@ -1,4 +1,4 @@
-"""The tier from what a user writes: `nixl=0.0.0.0:7600,64GiB,token-file=FILE,peers=10.0.0.8:7600`."""
+"""The tier from what a user writes: `nixl=0.0.0.0:7600,64GiB,token_file=FILE,peers=10.0.0.8:7600`."""
 
 import socket
 import time
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from openinfer_core import InvalidRequest
+from openinfer_core.process.addresses import parse_address
 from openinfer_core.process.mutual_proof import read_token
 from openinfer_kv_cache import KvLayout
 from openinfer_kv_offload import RemoteTier, RemoteTierOptions, StoreError, TierConfigError, parse_size
@@ -50,20 +51,18 @@ class NixlFields(RemoteTierOptions, frozen=True, kw_only=True):
                 raise TierConfigError(f"{name} is {getattr(self, name)}; it must be between 0.001 and 86400")
         if len(self.peer_addresses) > _MOST_PEERS:
             raise TierConfigError(f"{len(self.peer_addresses)} peers are named; at most {_MOST_PEERS} are possible")
-        parse_address(self.listen)
+        _address(self.listen)
 
     @property
     def peer_addresses(self) -> tuple[tuple[str, int], ...]:
-        return tuple(parse_address(text) for text in self.peers.split("+") if text)
+        return tuple(_address(text) for text in self.peers.split("+") if text)
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """`10.0.0.1:7600` or `[fd00::1]:7600`; raises `TierConfigError`."""
-    host, colon, port = text.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise TierConfigError(f"{text!r} is not HOST:PORT; write for example {_EXAMPLE}")
-    return host, int(port)
+def _address(text: str) -> tuple[str, int]:
+    try:
+        return parse_address(text, field="kv_tier")
+    except InvalidRequest as error:
+        raise TierConfigError(f"{error}; write for example {_EXAMPLE}") from error
 
 
 def parse(setting: str) -> NixlFields:
@@ -114,7 +113,7 @@ def open_with(
 
 
 def _listen(text: str) -> socket.socket:
-    host, port = parse_address(text)
+    host, port = _address(text)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openinfer_core import InvalidRequest, Refused
+from openinfer_core.process.addresses import parse_address
 from openinfer_core.process.logs import set_up_logs
 from openinfer_core.process.mutual_proof import read_token
 from openinfer_engine.ranks.handshake import Node, introduce
-from openinfer_engine.ranks.join_setting import parse_address
 from openinfer_engine.ranks.process_host import CHILD_MODULE
 
 OPENINFER_CONTRACT = 1

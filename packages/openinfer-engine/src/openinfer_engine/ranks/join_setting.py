@@ -1,4 +1,4 @@
-"""What follows `--rank-host join=`, and addresses as people write them."""
+"""What follows `--rank-host join=`."""
 
 import socket
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Self
 import msgspec
 
 from openinfer_core import InvalidRequest
+from openinfer_core.process.addresses import parse_address
 
 _MAX_RANKS = 1024
 _MAX_WAIT_S = 7 * 86_400
@@ -40,15 +41,6 @@ class JoinSetting(msgspec.Struct, frozen=True, kw_only=True):
             node=given.get("node") or socket.gethostname(),
             wait_s=_number(given.get("wait-s", "600"), "wait-s", 1, _MAX_WAIT_S),
         )
-
-
-def parse_address(text: str, *, field: str) -> tuple[str, int]:
-    """`10.0.0.1:7000`, `head:7000` or `[fd00::1]:7000`; raises `InvalidRequest`."""
-    host, colon, port = text.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise InvalidRequest(f"{text!r} is not HOST:PORT", field=field)
-    return host, int(port)
 
 
 def _number(text: str, name: str, low: int, high: int) -> int:
