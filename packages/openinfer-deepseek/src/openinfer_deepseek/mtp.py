@@ -38,7 +38,8 @@ from openinfer_engine import DrafterContext
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.expert_group import expert_group
 from openinfer_engine.drafters.boundaries import boundary_group
-from openinfer_engine.drafters.chains import HiddenBefore, draft_in_chains, kept_states
+from openinfer_engine.drafters.chained import ChainedDrafter
+from openinfer_engine.drafters.chains import HiddenBefore, kept_states
 from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting, DraftMemory, ObservedStep
 from openinfer_engine.model import WeightSource
 from openinfer_engine.weights.loader import WeightLoader
@@ -125,7 +126,7 @@ def load_mtp(
     return own, DeepseekModel(config, layer, ops=ops, communicator=communicator)
 
 
-class DeepseekMtpDrafter:
+class DeepseekMtpDrafter(ChainedDrafter):
     """Implements `Drafter` and `KvDrafter` for checkpoints of DeepSeek-V3 that have the layer, on a CPU.
 
     Raises:
@@ -137,8 +138,7 @@ class DeepseekMtpDrafter:
         asked = context.requirements
         if not isinstance(context.model, DeepseekModel) or context.weights is None or asked is None:
             raise Refused(f"{_NO_LAYER}none")
-        self.max_drafts = context.max_drafts
-        self._ops = context.ops
+        super().__init__(context)
         self._max_num_seqs = context.max_num_seqs
         self._weights, self._layer = load_mtp(
             context.model,
@@ -148,8 +148,6 @@ class DeepseekMtpDrafter:
             communicator=context.communicator,
             max_positions=context.max_model_tokens + context.max_drafts + 1,
         )
-        self._memory: DraftMemory | None = None
-        self._hidden: HiddenBefore | None = None
 
     @staticmethod
     def requirements(setting: DrafterSetting) -> DrafterRequirements:
@@ -181,8 +179,7 @@ class DeepseekMtpDrafter:
     def attach(self, memory: DraftMemory) -> None:
         last = self._ops.zeros((self._max_num_seqs, self._layer.config.hidden_size))
         boundary = tuple(memory.layers[BOUNDARY])
-        self._memory = memory
-        self._hidden = HiddenBefore(last, max_drafts=self.max_drafts, ops=self._ops, boundary=boundary)
+        self._keep(memory, HiddenBefore(last, max_drafts=self.max_drafts, ops=self._ops, boundary=boundary))
 
     def start(self, starts: Sequence[SlotStart]) -> None:
         self._attached[1].start(start.slot for start in starts)
@@ -192,21 +189,6 @@ class DeepseekMtpDrafter:
         x, _ = self._inputs(step.token_ids, states.of(step, step.hidden), step.batch)
         self._layer.append(x, self._only_layer, batch=step.batch, cache=self._cache)
         states.take(step, step.hidden)
-
-    def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array:
-        memory, states = self._attached
-        return draft_in_chains(
-            memory,
-            slots,
-            last_ids,
-            # of the last accepted token, which need not be the last one computed
-            states.settle(slots, lengths, hidden=hidden),
-            lengths,
-            max_drafts=self.max_drafts,
-            forward=self._forward,
-            likeliest=self._likeliest,
-            ops=self._ops,
-        )
 
     def _likeliest(self, normed: Array, drafts: Array, column: int) -> Array:
         return self._ops.draft_ids(self._layer.logits(normed), drafts, column)
@@ -240,12 +222,6 @@ class DeepseekMtpDrafter:
     @property
     def _only_layer(self) -> LayerWeights:
         return self._layer.weights.layers[0]
-
-    @property
-    def _attached(self) -> tuple[DraftMemory, HiddenBefore]:
-        if self._memory is None or self._hidden is None:
-            raise RuntimeError("the drafter was attached to no memory")
-        return self._memory, self._hidden
 
     @property
     def _cache(self) -> PagedCache:

@@ -29,7 +29,8 @@ from openinfer_core.scheduling import SlotStart
 from openinfer_engine import DrafterContext
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafters.boundaries import boundary_group
-from openinfer_engine.drafters.chains import HiddenBefore, draft_in_chains, kept_states
+from openinfer_engine.drafters.chained import ChainedDrafter
+from openinfer_engine.drafters.chains import HiddenBefore, kept_states
 from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting, DraftMemory, ObservedStep
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.refusals import shortened
@@ -282,7 +283,7 @@ def _target_ids(config: Eagle3Config, weights: WeightSource) -> HostArray:
     return ids.astype(np.int32)
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(ChainedDrafter):
     """Implements `Drafter` and `KvDrafter` by an EAGLE-3 folder (its option `model`).
 
     Raises:
@@ -302,9 +303,8 @@ class Eagle3Drafter:
             or context.weights is None
         ):
             raise Refused("eagle3 drafts for Qwen3 models, from the folder that its option model names")
-        self.max_drafts = context.max_drafts
+        super().__init__(context)
         self._context = context
-        self._ops = context.ops
         self._config = read_eagle3(context.drafter_dir, context.model.config, asked.tensors)
         self._weights = load_eagle3(
             self._config,
@@ -314,9 +314,7 @@ class Eagle3Drafter:
             communicator=context.communicator,
             max_positions=context.max_model_tokens + context.max_drafts + 1,
         )
-        self._memory: DraftMemory | None = None
         self._places: Array = self._ops.zeros((0,), np.int32)
-        self._hidden: HiddenBefore | None = None
 
     @staticmethod
     def requirements(setting: DrafterSetting) -> DrafterRequirements:
@@ -359,9 +357,8 @@ class Eagle3Drafter:
     def attach(self, memory: DraftMemory) -> None:
         last = self._ops.zeros((self._context.max_num_seqs, self._config.hidden_size))
         boundary = tuple(memory.layers[BOUNDARY])
-        self._memory = memory
         self._places = self._ops.upload(np.arange(memory.max_rows, dtype=np.int32))
-        self._hidden = HiddenBefore(last, max_drafts=self.max_drafts, ops=self._ops, boundary=boundary)
+        self._keep(memory, HiddenBefore(last, max_drafts=self.max_drafts, ops=self._ops, boundary=boundary))
 
     def start(self, starts: Sequence[SlotStart]) -> None:
         self._attached[1].start(start.slot for start in starts)
@@ -373,20 +370,9 @@ class Eagle3Drafter:
         self._queries(self._ops.linear(both, self._weights.kv_proj, step.batch), step.batch)
         states.take(step, hidden)
 
-    def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array:
-        del hidden  # it reads others
-        memory, states = self._attached
-        return draft_in_chains(
-            memory,
-            slots,
-            last_ids,
-            states.settle(slots, lengths),
-            lengths,
-            max_drafts=self.max_drafts,
-            forward=self._forward,
-            likeliest=self._likeliest,
-            ops=self._ops,
-        )
+    def _of_model(self, hidden: Array) -> None:
+        """None: it reads taps."""
+        del hidden
 
     def _likeliest(self, normed: Array, drafts: Array, column: int) -> Array:
         logits = self._ops.logits(normed, self._weights.lm_head)
@@ -417,12 +403,6 @@ class Eagle3Drafter:
 
     def _queries(self, projected: Array, batch: AttentionBatch) -> Array:
         return self._ops.rope_append(projected, rope=self._weights.rope, cache=self._cache, batch=batch)
-
-    @property
-    def _attached(self) -> tuple[DraftMemory, HiddenBefore]:
-        if self._memory is None or self._hidden is None:
-            raise RuntimeError("the drafter was attached to no memory")
-        return self._memory, self._hidden
 
     @property
     def _cache(self) -> PagedCache:

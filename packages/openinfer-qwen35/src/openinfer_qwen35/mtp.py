@@ -28,7 +28,8 @@ from openinfer_core import Refused
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine import DrafterContext
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.drafters.chains import HiddenBefore, draft_in_chains, kept_states
+from openinfer_engine.drafters.chained import ChainedDrafter
+from openinfer_engine.drafters.chains import HiddenBefore, kept_states
 from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting, DraftMemory, ObservedStep
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
@@ -118,7 +119,7 @@ def load_mtp(
     )
 
 
-class MtpDrafter:
+class MtpDrafter(ChainedDrafter):
     """Implements `Drafter` and `KvDrafter` for checkpoints of Qwen3.5 that have the layer.
 
     Raises:
@@ -129,9 +130,8 @@ class MtpDrafter:
     def __init__(self, context: DrafterContext) -> None:
         if not isinstance(context.model, Qwen35Model) or context.weights is None:
             raise Refused("mtp is the drafting layer of Qwen3.5 checkpoints; this model is none")
-        self.max_drafts = context.max_drafts
+        super().__init__(context)
         self._model = context.model
-        self._ops = context.ops
         self._communicator = context.communicator
         asked = context.requirements or DrafterRequirements()
         self._config = mtp_config(context.model.config, asked.tensors)
@@ -142,8 +142,6 @@ class MtpDrafter:
             communicator=context.communicator,
             max_positions=context.max_model_tokens + context.max_drafts + 1,
         )
-        self._memory: DraftMemory | None = None
-        self._hidden: HiddenBefore | None = None
 
     @staticmethod
     def requirements(setting: DrafterSetting) -> DrafterRequirements:
@@ -176,9 +174,8 @@ class MtpDrafter:
         )
 
     def attach(self, memory: DraftMemory) -> None:
-        self._memory = memory
         last = memory.states[f"{STATE}.hidden"][:, 0]
-        self._hidden = HiddenBefore(last, max_drafts=self.max_drafts, ops=self._ops)
+        self._keep(memory, HiddenBefore(last, max_drafts=self.max_drafts, ops=self._ops))
 
     def start(self, starts: Sequence[SlotStart]) -> None:
         """Nothing: the last hidden state comes with the recurrent states, or the sequence begins at its first token."""
@@ -190,23 +187,8 @@ class MtpDrafter:
         self._append(x, step.batch)
         states.take(step, step.hidden)
 
-    def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array:
-        memory, states = self._attached
-        return draft_in_chains(
-            memory,
-            slots,
-            last_ids,
-            # of the last accepted token, which need not be the last one computed
-            states.settle(slots, lengths, hidden=hidden),
-            lengths,
-            max_drafts=self.max_drafts,
-            forward=self._forward,
-            likeliest=self._likeliest,
-            ops=self._ops,
-        )
-
-    def _likeliest(self, hidden: Array, drafts: Array, column: int) -> Array:
-        return self._ops.draft_ids(self._model.logits(hidden), drafts, column)
+    def _likeliest(self, normed: Array, drafts: Array, column: int) -> Array:
+        return self._ops.draft_ids(self._model.logits(normed), drafts, column)
 
     def _forward(self, token_ids: Array, hidden: Array, batch: AttentionBatch) -> tuple[Array, Array]:
         """`[n, h]` after `mtp.norm`, twice, for tokens and the hidden states before them; K and V are appended."""
@@ -258,12 +240,6 @@ class MtpDrafter:
             cache=self._cache,
             batch=batch,
         )
-
-    @property
-    def _attached(self) -> tuple[DraftMemory, HiddenBefore]:
-        if self._memory is None or self._hidden is None:
-            raise RuntimeError("the drafter was attached to no memory")
-        return self._memory, self._hidden
 
     @property
     def _cache(self) -> PagedCache:
