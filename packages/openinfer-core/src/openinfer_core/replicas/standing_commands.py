@@ -17,7 +17,6 @@ class StandingCommands:
         """Takes in a command that replicas have obeyed."""
         match command:
             case LoadAdapter():
-                # In place: a replica may have been told before, by another server or over a link that broke.
                 has_first = command.in_place or self._is_of_start(command.name)
                 self._adapters[command.name] = msgspec.structs.replace(command, in_place=has_first)
             case UnloadAdapter():
@@ -38,7 +37,10 @@ class StandingCommands:
 
     @property
     def commands(self) -> list[ControlCommand]:
-        """In the order in which they are to be told."""
+        """In the order in which they are to be told, to a replica that may have been told before.
+
+        It was by another server, or over a link that broke; so adapters are loaded in place.
+        """
         adapters = (
             msgspec.structs.replace(each, in_place=True) if isinstance(each, LoadAdapter) else each
             for each in self._adapters.values()

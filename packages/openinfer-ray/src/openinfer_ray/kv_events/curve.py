@@ -30,6 +30,11 @@ def connect_with(connecting: "zmq.Socket[bytes]", secrets: CurveSecrets) -> None
     connecting.curve_serverkey = _public(secrets.replica)
 
 
+def tcp_endpoint(host: str, port: int | str) -> str:
+    """What ZeroMQ calls a port of a host, which may be an address of IPv6."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
 def admit_servers(context: "zmq.Context[Any]", secrets: CurveSecrets) -> ThreadAuthenticator:
     """Starts a thread that refuses clients of other keys; without it a context takes all. The caller stops it."""
     log = logging.getLogger("openinfer.engine.kv_events.curve")

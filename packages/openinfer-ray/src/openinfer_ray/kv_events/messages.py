@@ -1,4 +1,4 @@
-"""What travels between a replica's events and its servers, beside the events themselves."""
+"""What travels between a replica's events and its servers, next to the events themselves."""
 
 import logging
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from openinfer_ray.kv_events.curve import MAX_UNSENT, admit_servers, serve_with
+from openinfer_ray.kv_events.curve import MAX_UNSENT, admit_servers, serve_with, tcp_endpoint
 from openinfer_ray.kv_events.keys import CurveSecrets
 from openinfer_ray.kv_events.messages import END, SEQUENCE_BYTES, read_message, snapshot
 from openinfer_ray.kv_events.stream import KvEventStream
@@ -55,8 +55,8 @@ class KvEventsRelay:
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = admit_servers(self._context, secrets)
         try:
-            place = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
-            self._events, self._replay = (self._listen(kind, place, secrets) for kind in (zmq.PUB, zmq.ROUTER))
+            anywhere = tcp_endpoint(host, "*")
+            self._events, self._replay = (self._listen(kind, anywhere, secrets) for kind in (zmq.PUB, zmq.ROUTER))
             self._from_engine = self._connect(zmq.SUB, f"ipc://{folder}/events")
             self._from_engine.subscribe(b"")
             self._of_engine = self._connect(zmq.DEALER, self._replay_of_engine)
@@ -79,10 +79,10 @@ class KvEventsRelay:
             return
         self._free()
 
-    def _listen(self, kind: int, place: str, secrets: CurveSecrets) -> "zmq.Socket[bytes]":
+    def _listen(self, kind: int, endpoint: str, secrets: CurveSecrets) -> "zmq.Socket[bytes]":
         listening: zmq.Socket[bytes] = self._context.socket(kind)
         serve_with(listening, secrets)
-        listening.bind(f"{place}:*")
+        listening.bind(endpoint)
         return listening
 
     def _connect(self, kind: int, endpoint: str) -> "zmq.Socket[bytes]":
@@ -122,9 +122,7 @@ class KvEventsRelay:
         sequence, batch = read_message(frames)
         if not self._stream.hear(sequence, batch):
             self._catch_up()
-            if not self._stream.hear(sequence, batch):
-                self._stream.skip_to(sequence)
-                self._stream.hear(sequence, batch)
+            self._stream.hear_after_gap(sequence, batch)
 
     def _tell_all(self, address: list[bytes]) -> None:
         """`address` ends with the empty frame. Without an answer of the engine there is none; the server asks again."""

@@ -74,15 +74,14 @@ class KvEventStream:
     def replayed(self, batches: Iterable[tuple[int, bytes]]) -> None:
         """Takes what the replica still has from `next_sequence` on, in order."""
         for sequence, batch in batches:
-            if sequence > self.next_sequence:
-                self.skip_to(sequence)
-            if sequence == self.next_sequence:
-                self._apply(batch)
+            self.hear_after_gap(sequence, batch)
 
-    def skip_to(self, sequence: int) -> None:
-        """What lies before cannot be had: nothing that was told is sure any more."""
-        self._held.clear()
-        self.next_sequence = sequence
+    def hear_after_gap(self, sequence: int, batch: bytes) -> None:
+        """Takes a message whatever is missing before it, which cannot be had: then nothing told is sure any more."""
+        if sequence > self.next_sequence:
+            self._held.clear()
+            self.next_sequence = sequence
+        self.hear(sequence, batch)
 
     def _apply(self, batch: bytes) -> None:
         self.next_sequence += 1

@@ -7,7 +7,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from openinfer_ray.kv_events.curve import connect_with
+from openinfer_ray.kv_events.curve import connect_with, tcp_endpoint
 from openinfer_ray.kv_events.keys import CurveSecrets
 from openinfer_ray.kv_events.messages import END, SEQUENCE_BYTES, read_message
 from openinfer_ray.kv_events.stream import KvEventStream
@@ -34,20 +34,18 @@ class KvEventSubscription:
 
     async def follow(self, name: str, host: str, ports: EventPorts, held: ToldPrefixes) -> None:
         """Keeps `held` as a replica says, until it is cancelled."""
-        place = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        replay = tcp_endpoint(host, ports.replay)
         stream = KvEventStream(held)
         subscribed = self._open(zmq.SUB)
         try:
             subscribed.subscribe(b"")
-            subscribed.connect(f"{place}:{ports.events}")
-            await self._replay(name, stream, f"{place}:{ports.replay}")
+            subscribed.connect(tcp_endpoint(host, ports.events))
+            await self._replay(name, stream, replay)
             while True:
                 sequence, batch = read_message(await subscribed.recv_multipart())
                 if not stream.hear(sequence, batch):
-                    await self._replay(name, stream, f"{place}:{ports.replay}")
-                    if not stream.hear(sequence, batch):
-                        stream.skip_to(sequence)
-                        stream.hear(sequence, batch)
+                    await self._replay(name, stream, replay)
+                    stream.hear_after_gap(sequence, batch)
         finally:
             subscribed.close(linger=0)
 
