@@ -1,6 +1,7 @@
 """Large requests are answered by a process of their own, which their connection is handed to."""
 
 import contextlib
+import functools
 import http.client
 import itertools
 import json
@@ -23,6 +24,7 @@ from openinfer_server.workers.kept_bytes import KEPT_BYTES
 pytestmark = pytest.mark.skipif(not can_share_ports(), reason="only Linux hands connections over")
 LARGE = 4096
 PATIENCE_S = 3 * DEADLINE_S  # for a process that starts or ends, on a machine that others use
+wait_patiently = functools.partial(wait_until, timeout_s=PATIENCE_S)
 CHILD = """
 import logging, sys
 from pathlib import Path
@@ -100,14 +102,6 @@ def start(model_dir):
     for server in servers:
         server.process.kill()
         server.process.communicate()
-
-
-def wait_patiently(condition, what):
-    """As `wait_until`, for up to `PATIENCE_S`."""
-    for _ in range(round(PATIENCE_S / DEADLINE_S) - 1):
-        with contextlib.suppress(AssertionError):
-            return wait_until(condition, what)
-    return wait_until(condition, what)
 
 
 def large(**fields):

@@ -244,12 +244,12 @@ class RecordingEngine:
         await self._inner.close()
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = DEADLINE_S) -> None:
     """Returns when a condition holds."""
-    deadline_s = time.monotonic() + DEADLINE_S
+    give_up_s = time.monotonic() + timeout_s
     while not condition():
-        if time.monotonic() > deadline_s:
-            raise AssertionError(f"{what}: not within {DEADLINE_S:g} s")
+        if time.monotonic() > give_up_s:
+            raise AssertionError(f"{what}: not within {timeout_s:g} s")
         time.sleep(0.002)
 
 
