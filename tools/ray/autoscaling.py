@@ -4,7 +4,6 @@ python tools/ray/autoscaling.py --json benchmarks/results/ray/autoscaling.json
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from openinfer_core.provenance import provenance
+from recorded import begun, say
 
 TESTS = Path(__file__).parents[2] / "packages" / "openinfer-ray" / "tests"
 sys.path.insert(0, str(TESTS))
@@ -32,18 +31,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--streams", type=int, default=16)
     arguments = parser.parse_args()
-    given = provenance()
-    seen: dict[str, Any] = {name: getattr(given, name) for name in given.__struct_fields__}
-    seen |= {"load_average": round(os.getloadavg()[0], 2), "flags": FLAGS}
+    seen = begun(flags=FLAGS)
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "log", replicas=1, flags=FLAGS)
         try:
             seen |= grow_and_shrink(server, arguments.streams)
         finally:
             server.end()
-    print(json.dumps({name: value for name, value in seen.items() if name != "versions"}, indent=1))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
+    say(seen, arguments.json)
 
 
 def grow_and_shrink(server: Any, streams: int) -> dict[str, Any]:

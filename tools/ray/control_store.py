@@ -7,7 +7,6 @@ otherwise), so it is watched for longer than that.
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -19,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-
-from openinfer_core.provenance import provenance
+from recorded import begun, say
 
 TESTS = Path(__file__).parents[2] / "packages" / "openinfer-ray" / "tests"
 sys.path.insert(0, str(TESTS))
@@ -35,9 +33,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=100.0)
     arguments = parser.parse_args()
-    given = provenance()
-    seen: dict[str, Any] = {name: getattr(given, name) for name in given.__struct_fields__}
-    seen["load_average"] = round(os.getloadavg()[0], 2)
+    seen = begun()
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "log")
         try:
@@ -45,9 +41,7 @@ def main() -> None:
             seen["log"] = [line for line in server.log.splitlines() if " INFO " not in line][-20:]
         finally:
             server.end()
-    print(json.dumps({name: value for name, value in seen.items() if name != "versions"}, indent=1))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
+    say(seen, arguments.json)
 
 
 def watch(server: Any, streams: int, seconds: float) -> dict[str, Any]:

@@ -24,8 +24,7 @@ from typing import Any
 
 import httpx
 import psutil
-
-from openinfer_core.provenance import provenance
+from recorded import begun, say
 
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OPENBLAS_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-m", "openinfer.commands.main"]
@@ -86,9 +85,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    given = provenance()
-    seen: dict[str, Any] = {name: getattr(given, name) for name in given.__struct_fields__}
-    seen |= {"load_average": round(os.getloadavg()[0], 2), "streams": arguments.streams, "tokens_each": TOKENS}
+    seen = begun(streams=arguments.streams, tokens_each=TOKENS)
     with tempfile.TemporaryDirectory() as folder:
         proxied = ["ray", "serve", "tiny", *RAY, *ENGINE, "--ray-servers", "1", "--port", str(free_port())]
         commands = {
@@ -103,9 +100,7 @@ def main() -> None:
             for each in ways:
                 each.close()
     seen["median"] = medians(seen["rounds"])
-    print(json.dumps({name: value for name, value in seen.items() if name != "versions"}, indent=1))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
+    say(seen, arguments.json)
 
 
 def free_port() -> int:

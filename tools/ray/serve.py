@@ -7,7 +7,6 @@ phase takes here, not what a cluster does.
 """
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -21,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from openinfer_core.provenance import provenance
+from recorded import begun, say
 
 TESTS = Path(__file__).parents[2] / "packages" / "openinfer-ray" / "tests"
 sys.path.insert(0, str(TESTS))
@@ -35,9 +34,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--streams", type=int, default=32)
     arguments = parser.parse_args()
-    given = provenance()
-    seen: dict[str, Any] = {name: getattr(given, name) for name in given.__struct_fields__}
-    seen["load_average"] = round(os.getloadavg()[0], 2)
+    seen = begun()
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "log")
@@ -50,9 +47,7 @@ def main() -> None:
             seen["ended_after_s"] = since(began_s)
         finally:
             server.end()
-    print(json.dumps({name: value for name, value in seen.items() if name != "versions"}, indent=1))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
+    say(seen, arguments.json)
 
 
 def since(began_s: float) -> float:

@@ -9,7 +9,6 @@ ways have the same pools, emptied before each; one engine with the blocks of all
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import random
 import secrets
@@ -22,12 +21,12 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import msgspec
+from recorded import begun, say
 
 from openinfer_bench.sessions.generate import Shape, generate
 from openinfer_bench.sessions.session import Session
 from openinfer_core import Failed, Finished, GenerateRequest, RequestId, SamplingParams, Scheduled
 from openinfer_core.control import FlushCache
-from openinfer_core.provenance import provenance
 from openinfer_core.replicas import PrefixRouter
 from openinfer_ray import cluster
 from openinfer_ray.cluster import Bundle
@@ -126,11 +125,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4])
     arguments = parser.parse_args()
-    given = provenance()
-    seen: dict[str, Any] = {name: getattr(given, name) for name in given.__struct_fields__}
-    seen["load_average"] = round(os.getloadavg()[0], 2)
-    seen["shape"] = {name: getattr(SHAPE, name) for name in SHAPE.__slots__}
-    seen["outcomes"] = []
+    seen = begun(shape={name: getattr(SHAPE, name) for name in SHAPE.__slots__}, outcomes=[])
     most = max(arguments.replicas)
     cluster.connect(RayOptions(ray_address="local", replicas=most, ray_app=APP), Bundle(cpus=1, gpus=0))
     try:
@@ -142,8 +137,7 @@ def main() -> None:
                 print(outcome, flush=True)
     finally:
         cluster.leave()
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
+    say(seen, arguments.json)
 
 
 def run_ways(count: int, hot_tokens: int, ways: list[str]) -> list[dict[str, Any]]:
