@@ -132,11 +132,12 @@ class HandOver:
     def takes(self, method: bytes, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether a request is large, and one that another process may answer. One of no told length may be large."""
         path = url.partition(b"?")[0]
-        if method != b"POST" or path not in self._paths | self._returning:
+        may_return = path in self._returning
+        if method != b"POST" or not (may_return or path in self._paths):
             return False
         fields = dict(headers)
         length = fields.get(b"content-length", b"")
-        if path in self._returning and not (length.isdigit() and self._can_keep(int(length))):
+        if may_return and not (length.isdigit() and self._can_keep(int(length))):
             return False
         if length.isdigit():
             return int(length) >= self._least_bytes
