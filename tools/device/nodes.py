@@ -5,6 +5,9 @@
 MODEL needs a config.json alone: weights are random. Each way is an engine in a process of its own: one whose ranks are
 its own (NVLink, and our kernel for few rows), and one that a rank joins over TCP (`openinfer rank`) under another
 `NCCL_HOSTID`, with sockets on loopback as the only way between the two. NCCL's log says which way it took.
+
+Last, the node of rank 1 is killed while both decode: seconds until the engine says so, until it is closed, and until
+an engine that is started anew has answered.
 """
 
 import argparse
@@ -12,6 +15,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -25,14 +29,15 @@ import numpy as np
 from tensor_parallel import answers
 
 from openinfer_bench.offline import measure_offline
-from openinfer_core import claim, list_plugins, read_config
+from openinfer_core import GenerateRequest, RequestId, SamplingParams, claim, list_plugins, read_config
 from openinfer_core.plugins import MODELS
 from openinfer_core.provenance import provenance
-from openinfer_engine import build_loop, resolve
+from openinfer_engine import GroupBroken, StepLoop, build_loop, resolve
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.worker.process_group import start_workers
 
 WAYS = ("one-node", "two-nodes")
+KILLED = "killed"
 SIZES = ((1, 1024), (8, 1024))
 LIMIT_S = 60
 JOIN = "import sys; from openinfer_engine.ranks.command import run; sys.exit(run(sys.argv[1:]))"
@@ -44,14 +49,14 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--way", choices=WAYS)
+    parser.add_argument("--way", choices=(*WAYS, KILLED))
     parser.add_argument("--options", type=json.loads, default={}, help="further options of the engine, as JSON")
     arguments = parser.parse_args()
     if arguments.way is not None:
-        one_way(arguments)
+        (killed if arguments.way == KILLED else one_way)(arguments)
         return
     with tempfile.TemporaryDirectory() as folder:
-        found = {way: run(way, arguments, Path(folder)) for way in WAYS}
+        found = {way: run(way, arguments, Path(folder)) for way in (*WAYS, KILLED)}
         said = [np.load(Path(folder) / f"{way}.npy") for way in WAYS]
     delta = np.abs(said[0] - said[1])
     is_equal = bool(np.array_equal(*said))
@@ -65,7 +70,7 @@ def main() -> None:
 
 def run(way: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     environment = os.environ | {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder / f"{way}-%p.log")}
-    environment |= node(0) if way == "two-nodes" else {}
+    environment |= {} if way == "one-node" else node(0)
     command = [sys.executable, __file__, str(arguments.model), str(folder / way), "--device", arguments.device]
     command += ["--way", way, "--options", json.dumps(arguments.options)]
     subprocess.run(command, env=environment, check=True, timeout=LIMIT_S)
@@ -80,37 +85,73 @@ def node(index: int) -> dict[str, str]:
     return {"NCCL_HOSTID": f"node-{index}", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
 
 
+class Ranks:
+    """An engine of two ranks, on one node or on two."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        model_dir = arguments.model
+        family: Any = claim(read_config(model_dir), list_plugins(MODELS))[0]
+        given = {"load_format": "dummy", "prefix_cache": False, "grammar_compiler": "none", **arguments.options}
+        given |= {"device": arguments.device, "tensor_parallel_size": 2, "rank_host": "process"}
+        self.joined: subprocess.Popen[bytes] | None = None
+        if arguments.way != "one-node":
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                address = f"127.0.0.1:{listener.getsockname()[1]}"
+            token = arguments.out.with_suffix(".token")
+            token.touch(0o600)
+            token.write_text(secrets.token_hex(32))
+            given["rank_host"] = f"join={address},token-file={token},local=1"
+            asked = ["--join", address, "--token-file", str(token), "--node", "another", "--gpu", "1"]
+            command = [sys.executable, "-c", JOIN, *asked, "--model", str(model_dir)]
+            self.joined = subprocess.Popen(command, env=os.environ | node(1))
+        options = msgspec.convert(given, family.options_type)
+        begin_s = time.perf_counter()
+        processes = start_workers(EngineSpec.of(family.definition, model_dir, options), options)
+        placement = None if processes is None else processes.placement
+        plan = resolve(family.definition, model_dir, options, placement=placement)
+        self.loop: StepLoop = build_loop(plan, processes)
+        self.start_s = time.perf_counter() - begin_s
+
+
 def one_way(arguments: argparse.Namespace) -> None:
-    model_dir, joined = arguments.model, None
-    family: Any = claim(read_config(model_dir), list_plugins(MODELS))[0]
-    given = {"load_format": "dummy", "prefix_cache": False, "grammar_compiler": "none", **arguments.options}
-    given |= {"device": arguments.device, "tensor_parallel_size": 2, "rank_host": "process"}
-    if arguments.way == "two-nodes":
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            address = f"127.0.0.1:{listener.getsockname()[1]}"
-        token = arguments.out.with_suffix(".token")
-        token.touch(0o600)
-        token.write_text(secrets.token_hex(32))
-        given["rank_host"] = f"join={address},token-file={token},local=1"
-        asked = ["--join", address, "--token-file", str(token), "--node", "another", "--gpu", "1"]
-        command = [sys.executable, "-c", JOIN, *asked, "--model", str(model_dir)]
-        joined = subprocess.Popen(command, env=os.environ | node(1))
-    options = msgspec.convert(given, family.options_type)
-    begin_s = time.perf_counter()
-    processes = start_workers(EngineSpec.of(family.definition, model_dir, options), options)
-    placement = None if processes is None else processes.placement
-    loop = build_loop(resolve(family.definition, model_dir, options, placement=placement), processes)
-    found: dict[str, Any] = {"start_s": time.perf_counter() - begin_s, "rows": []}
+    ranks = Ranks(arguments)
+    loop, found = ranks.loop, dict[str, Any](start_s=ranks.start_s, rows=[])
     first, second = answers(loop), answers(loop)
     found["is_repeatable"] = bool(np.array_equal(first, second))
     for batch, prompt in SIZES if arguments.device == "cuda" else ():
         timed = measure_offline(loop, max_step_tokens=2048, batch=batch, prompt_tokens=prompt, output_tokens=33)
         found["rows"].append({"rows": batch, "prompt": prompt, "tpot_ms": timed.tpot_ms, "prefill_s": timed.prefill_s})
     loop.close()
-    if joined is not None:
-        found["rank_exit_code"] = joined.wait(20)
+    if ranks.joined is not None:
+        found["rank_exit_code"] = ranks.joined.wait(20)
     np.save(arguments.out.with_suffix(".npy"), first)
     arguments.out.with_suffix(".json").write_text(json.dumps(found))
+
+
+def killed(arguments: argparse.Namespace) -> None:
+    ranks = Ranks(arguments)
+    assert ranks.joined is not None
+    sampling = SamplingParams(max_tokens=4000, temperature=0.0)
+    ranks.loop.submit(GenerateRequest(request_id=RequestId(999), prompt_token_ids=(1, 2, 3), sampling=sampling))
+    for _ in range(50):
+        ranks.loop.step()
+    os.kill(ranks.joined.pid, signal.SIGKILL)
+    begin_s, message = time.perf_counter(), ""
+    try:
+        while True:
+            ranks.loop.step()
+    except GroupBroken as error:
+        message = str(error)
+    told_s = time.perf_counter() - begin_s
+    ranks.loop.close()
+    closed_s = time.perf_counter() - begin_s
+    ranks.joined.wait(20)
+    again = Ranks(arguments)
+    said = answers(again.loop)
+    served_s = time.perf_counter() - begin_s
+    again.loop.close()
+    found = {"message": message, "told_s": told_s, "closed_s": closed_s, "served_again_s": served_s}
+    arguments.out.with_suffix(".json").write_text(json.dumps({**found, "answered_positions": len(said)}))
 
 
 if __name__ == "__main__":

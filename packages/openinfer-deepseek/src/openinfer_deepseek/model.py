@@ -490,7 +490,11 @@ class DeepseekModel:
         """Of a data-parallel rank without rows in a step: its experts compute those of the other ranks."""
         ops, chosen = self._ops, self._routing.num_experts_per_token
         nothing = self.weights.embed_tokens[:0]  # [0, h] in the compute dtype
-        choice = ExpertChoice(ids=ops.zeros((0, chosen), np.int32), weights=ops.zeros((0, chosen), np.float32))
+        choice = ExpertChoice(
+            ids=ops.zeros((0, chosen), np.int32),
+            weights=ops.zeros((0, chosen), np.float32),
+            num_experts=self._routing.num_experts,
+        )
         for layer in self.weights.layers:
             if layer.experts is not None:
                 self._routed(nothing, choice, layer.experts, shared=nothing)

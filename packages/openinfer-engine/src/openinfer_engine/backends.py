@@ -4,7 +4,7 @@ A backend's modules are imported when it is chosen: a CPU engine needs no packag
 up by NumPy's operators.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -53,6 +53,10 @@ class Backend(Protocol):
         Raises:
             GroupBroken: rank 0 is gone.
         """
+        ...
+
+    def thread_group(self, others: "Sequence[Backend]") -> Sequence[Communicator]:
+        """A group of ranks that are threads of this process, each on the device of its backend; this one's is first."""
         ...
 
     def check_layout(self, layout: KvLayout) -> None:
@@ -148,7 +152,7 @@ def open_backend(options: EngineOptions, *, rank: int = 0, placement: Placement 
     Raises:
         Refused: its device or packages are not there.
     """
-    placement = placement or Placement.on_one_node(options.tensor_parallel_size)
+    placement = placement or Placement.on_one_node(options.num_ranks)
     if options.device is DeviceKind.CPU:
         from openinfer_engine.cpu.backend import CpuBackend
 

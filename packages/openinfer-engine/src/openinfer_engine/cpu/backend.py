@@ -1,11 +1,13 @@
 """`CpuBackend`: engines on a CPU."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from openinfer_core import Refused
+from openinfer_engine.backends import Backend
 from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits, make_states
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.distributed.socket_communicator import SocketCommunicator
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.lifecycle.device_tensors import ForeignMemory
@@ -51,6 +53,9 @@ class CpuBackend:
 
     def join_group(self, ticket: bytes, *, rank: int, size: int) -> Communicator:
         return SocketCommunicator.join(ticket, rank=rank, size=size)
+
+    def thread_group(self, others: Sequence[Backend]) -> Sequence[Communicator]:
+        return LocalGroup(1 + len(others)).communicators
 
     def check_layout(self, layout: KvLayout) -> None:
         del layout

@@ -1,10 +1,11 @@
 """The CUDA backend: one GPU of one rank, its memory ledger, and ranks whose decode steps are captured."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 from openinfer_core import Refused
+from openinfer_engine.backends import Backend
 from openinfer_engine.cpu.worker import WorkerLimits, make_states
 from openinfer_engine.cuda.planned_gpu import PlannedGpu
 from openinfer_engine.cuda.worker import CudaWorker
@@ -52,7 +53,7 @@ class CudaBackend(PlannedGpu):
             Refused: too few GPUs, an old driver, missing packages, or what cannot be done on GPUs.
         """
         try:
-            if options.tensor_parallel_size > 1:
+            if options.num_ranks > 1:
                 _check_ranks(options, rank=rank, placement=placement)
             return cls(Device.open(placement.places[rank].gpu), options, placement=placement)
         except KernelsError as error:
@@ -71,6 +72,17 @@ class CudaBackend(PlannedGpu):
         if self._placement.spans_nodes and not self._placement.places[rank].address:
             raise Refused(f"--rank-host: it does not say by which address the other nodes reach rank {rank}")
         return NcclCommunicator(ticket, rank=rank, size=size, device=self._device, nodes=nodes)
+
+    def thread_group(self, others: Sequence[Backend]) -> Sequence[Communicator]:
+        backends = (self, *(each for each in others if isinstance(each, CudaBackend)))
+        ticket, size = unique_id(), 1 + len(others)
+        return [each.join_thread_group(ticket, rank=rank, size=size) for rank, each in enumerate(backends)]
+
+    def join_thread_group(self, ticket: bytes, *, rank: int, size: int) -> NcclCommunicator:
+        """One end of a group of threads: a process cannot map its own memory once more, so all sums are NCCL's."""
+        return NcclCommunicator(
+            ticket, rank=rank, size=size, device=self._device, nodes=self._placement.nodes, maps_memory=False
+        )
 
     @property
     def collectives(self) -> str:
@@ -143,14 +155,15 @@ def _check_ranks(options: EngineOptions, *, rank: int, placement: Placement) -> 
     Refused: this machine cannot run those ranks that the placement has here.
     DeviceUnavailableError: NCCL is not installed, or there is no GPU at all.
     """
-    size = options.tensor_parallel_size
-    if options.rank_host == THREAD_RANKS:
+    size, are_threads = options.num_ranks, options.data_parallel_size > 1
+    if options.rank_host == THREAD_RANKS and not are_threads:
         raise Refused("--rank-host thread: on GPUs each rank needs a process of its own; leave the option out")
     count, gpus = gpu_count(), placement.gpus_of_node(rank)
     if count <= max(gpus):
+        name = "data_parallel_size" if are_threads else "tensor_parallel_size"
         raise Refused(
-            f"tensor_parallel_size is {size}, of which {len(gpus)} ranks are on this machine and take GPUs {gpus}, and "
-            f"it has {count} GPUs that the process can see (CUDA_VISIBLE_DEVICES): each rank needs one"
+            f"{name} is {size}, of which {len(gpus)} ranks are on this machine and take GPUs {gpus}, and it has "
+            f"{count} GPUs that the process can see (CUDA_VISIBLE_DEVICES): each rank needs one"
         )
     address = placement.places[rank].address
     if placement.spans_nodes and address:  # in a plan there is none

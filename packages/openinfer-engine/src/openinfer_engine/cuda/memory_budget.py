@@ -39,10 +39,14 @@ def workspaces(
     mixed_tokens: Sequence[int],
     graphs_per_size: int = 1,
     num_ranks: int = 1,
+    gathered_tokens: int = 0,
     max_drafts: int = 0,
     low_bit_activations: bool = False,
 ) -> Mapping[str, int]:
-    """Purpose -> bytes on one GPU; what a drafter has of its own is not among them."""
+    """Purpose -> bytes on one GPU; what a drafter has of its own is not among them.
+
+    `gathered_tokens` are those of other data-parallel ranks, whose rows this one's experts compute.
+    """
     rows = limits.max_num_seqs + PROMPT_LOGPROB_ROWS
     gathered_bytes = rows * limits.vocab_size * _GATHERED_LOGIT_BYTES
     scored_tokens = max_step_tokens + max((*decode_rows, *mixed_tokens), default=0)  # graphs have memory of their own
@@ -56,6 +60,7 @@ def workspaces(
         **shared,
         "context": _CONTEXT_BYTES + limits.max_model_tokens * _ROPE_BYTES_PER_POSITION,
         "activations": max_step_tokens * _ACTIVATION_BYTES_PER_TOKEN,
+        **({"gathered_rows": gathered_tokens * _ACTIVATION_BYTES_PER_TOKEN} if gathered_tokens else {}),
         **({"low_bit_activations": max_step_tokens * _LOW_BIT_BYTES_PER_TOKEN} if low_bit_activations else {}),
         **({} if limits.tokens_per_score is None else {"scores": score_bytes}),
         "logits": rows * limits.vocab_size * _LOGIT_BYTES,

@@ -66,6 +66,18 @@ class MixedForward:
             has_adapters=self._adapters.adapters is not None,
         )
 
+    def prompt_inputs(self, num_tokens: int) -> MixedInputs:
+        """As for a prompt of so many tokens, all of them padding."""
+        return MixedInputs.make(
+            2,
+            num_tokens,
+            max_blocks=-(-num_tokens // self._limits.block_size_tokens),
+            longest=(num_tokens, num_tokens),
+            chunk_context_tokens=num_tokens,
+            memory=self._memory,
+            has_adapters=self._adapters.adapters is not None,
+        )
+
     def inputs_of(self, columns: RowColumns, staging: StagingBuffer) -> MixedInputs:
         starts, counts = columns.starts, columns.counts
         num_rows, num_tokens, longest = len(counts), int(counts.sum()), int((starts + counts).max())

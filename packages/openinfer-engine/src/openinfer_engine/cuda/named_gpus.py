@@ -1,11 +1,12 @@
 """GPUs by name, for `openinfer plan --gpu`: what a model would take of a card that is not here."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from openinfer_core import InvalidRequest, Refused
+from openinfer_engine.backends import Backend
 from openinfer_engine.cuda.planned_gpu import PlannedGpu
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.lifecycle.device_tensors import ForeignMemory
@@ -72,6 +73,9 @@ class NamedGpuBackend(PlannedGpu):
         raise self._absent()
 
     def join_group(self, ticket: bytes, *, rank: int, size: int) -> Communicator:
+        raise self._absent()
+
+    def thread_group(self, others: Sequence[Backend]) -> Sequence[Communicator]:
         raise self._absent()
 
     def make_ops(self) -> Ops:

@@ -92,7 +92,7 @@ class PlannedGpu:
         replay = "captured once, replayed" if self._options.cuda_graph else "launched one by one"
         found: dict[str, str] = {
             "device": f"{self._gpu.name} ({self._gpu.architecture})",
-            **({} if self._options.tensor_parallel_size == 1 else {"collectives": self.collectives}),
+            **({} if self._options.num_ranks == 1 else {"collectives": self.collectives}),
             "decode steps": replay,
             **kernels_by_part(self._gpu.architecture, skip=provided),
         }
@@ -121,6 +121,7 @@ class PlannedGpu:
             mixed_tokens=token_buckets(limits) if is_capturing else (),
             graphs_per_size=2 if self._options.num_adapter_slots else 1,  # with and without adapters
             num_ranks=num_ranks,
+            gathered_tokens=(self._options.data_parallel_size - 1) * max_step_tokens,
             max_drafts=max_drafts,
             low_bit_activations=self._options.low_bit_activations is not LowBitActivations.OFF,
         )

@@ -31,12 +31,13 @@ from openinfer_engine.cuda.sampler import CudaSampler, download_logprobs
 from openinfer_engine.cuda.sampling_state import CudaSamplingState, UnscoredRow
 from openinfer_engine.cuda.step_buckets import ROW_BUCKETS, bucket_of, row_buckets, token_buckets
 from openinfer_engine.cuda.times import StepTimes
+from openinfer_engine.data_parallel.step_sizes import StepSizes
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafters.contract import DrafterRequirements
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.lora.adapter_rows import AdapterRows
 from openinfer_engine.lora.rank_adapters import RankAdapters
-from openinfer_engine.model import LastTokenModel, LogitsIndices, Model
+from openinfer_engine.model import LastTokenModel, LogitsIndices, Model, ModelOfDealtExperts
 from openinfer_engine.tracing.trace import NoTrace, Tracer
 from openinfer_engine.worker.block_tables import BlockTables
 from openinfer_engine.worker.logprobs import HostLogprobs
@@ -58,11 +59,13 @@ from openinfer_kernels.cuda.sampling.step_inputs import (
     DecodeInputs,
     MixedInputs,
     SampledRows,
+    padding_record,
 )
 from openinfer_kernels.cuda.sampling.steps import SlotState
 
 _Inputs = TypeVar("_Inputs", DecodeInputs, MixedInputs)
 
+_LONG_PROMPT_TOKENS = 1024  # more than any graph has, and than what kernels of short prompts are for
 _STAGING_BUFFERS = 3  # steps whose host memory is in use at a time, at most: one running, one queued, one being read
 
 
@@ -114,6 +117,7 @@ class CudaWorker:
         self._kv_pool = kv_pool
         self._ops = ops
         self._communicator = communicator
+        self._sizes = StepSizes(communicator)
         self._limits = limits
         self._stream = Stream(ops.device)
         self._times = StepTimes(self._stream, tracer or NoTrace())
@@ -186,18 +190,20 @@ class CudaWorker:
             decode=self._decode_step,
             sample=lambda logits, inputs: self._sampler.sample(logits, inputs.sampled),
             sample_fully=self._sampler.sample_fully,
-            mixed_hidden=self._mixed.hidden_of,
+            mixed_hidden=self._mixed_hidden,
         )
         self._ops.device.synchronize()  # state and cache are filled on other streams, which this one does not wait for
         with self._stream:
             decode = [self._decode_inputs(rows) for rows in row_buckets(self._limits.max_num_seqs)]
             mixed = [self._mixed.padded_inputs(tokens) for tokens in token_buckets(self._limits)]
-            with self._ops.tuning():
+            with self._ops.tuning(), self._sizes.rehearsal():
                 for inputs in (way for each in decode for way in self._ways(each)):
                     self._sampler.sample_fully(self._decode_step(inputs)[0], inputs)
                 for inputs in (way for each in mixed for way in self._ways(each)):
-                    self._mixed.hidden_of(inputs)
+                    self._mixed_hidden(inputs)
                 self._stream.synchronize()
+            if self._sizes.are_shared:
+                self._warm_up_shared(decode, mixed)
             mark("tuning")
             if capture:
                 self._warm_up_drafts(mixed)
@@ -206,6 +212,17 @@ class CudaWorker:
                     self._capture(decode, mixed, work)
                 self._stream.synchronize()
                 mark("capture")
+
+    def _warm_up_shared(self, decode: Sequence[DecodeInputs], mixed: Sequence[MixedInputs]) -> None:
+        """Loads what prompts run that are in no graph; then every size once more, with what ranks exchange."""
+        with self._sizes.rehearsal():
+            self._mixed_hidden(self._mixed.prompt_inputs(min(_LONG_PROMPT_TOKENS, self._limits.max_model_tokens)))
+            self._stream.synchronize()
+        for inputs in decode:
+            self._decode_step(inputs)
+        for inputs in mixed:
+            self._mixed_hidden(inputs)
+        self._stream.synchronize()
 
     def _warm_up_drafts(self, mixed: Sequence[MixedInputs]) -> None:
         if self._drafted is None:
@@ -242,6 +259,7 @@ class CudaWorker:
 
     def _decode_step(self, inputs: DecodeInputs) -> tuple[Array, Array]:
         """Logits and hidden states."""
+        self._sizes.pad_to(len(inputs.token_ids))
         self._slots.state.prepare_decode(inputs)
         token_ids, batch, layers = inputs.token_ids, inputs.batch, self._kv_pool.layers
         if self._observer is None:
@@ -250,6 +268,10 @@ class CudaWorker:
             hidden = self._observer.forward(inputs.rows[0], token_ids, batch=batch, kv_cache=layers)
         return self._model.logits(hidden), hidden
 
+    def _mixed_hidden(self, inputs: MixedInputs) -> Array:
+        self._sizes.pad_to(len(inputs.token_ids))
+        return self._mixed.hidden_of(inputs)
+
     # --- steps ------------------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -257,6 +279,15 @@ class CudaWorker:
         try:
             with self._stream:
                 return self._queue(plan)
+        except BaseException as error:
+            self._communicator.abort(error)
+            raise
+
+    def join_step(self) -> None:
+        """Of a data-parallel rank without rows in a step: queues its experts' part of the others' rows."""
+        try:
+            with self._stream:
+                self._join()
         except BaseException as error:
             self._communicator.abort(error)
             raise
@@ -354,6 +385,24 @@ class CudaWorker:
         staging.done.record()  # after the downloads: the step's host memory is reused once this event has passed
         return QueuedStep(staging.done, plan.num_rows, sampled, prompts, after)
 
+    def _join(self) -> None:
+        """The graph that the other ranks replay, with padding alone; where they replay none, the experts alone."""
+        rows, staging = self._sizes.others_decode_rows, self._staging.take()
+        decode = None if rows is None else self._decode.get(bucket_of(ROW_BUCKETS, rows) or 0)
+        mixed = self._mixed.captured_for(self._sizes.num_tokens())
+        if decode is not None:
+            staging.upload_into(np.full(decode.inputs.rows.shape, -1, np.int32), decode.inputs.rows)
+            decode.forward.launch()
+        elif mixed is not None:
+            num_rows, num_tokens = len(mixed.inputs.batch.context_lens), len(mixed.inputs.token_ids)
+            staging.upload_into(padding_record(num_rows, num_tokens), mixed.inputs.record)
+            mixed.forward.launch()
+        elif isinstance(self._model, ModelOfDealtExperts):
+            self._model.join_step()
+        else:
+            raise ContractViolation(f"{type(self._model).__name__} has no join_step")
+        staging.done.record()
+
     def _run(self, plan: StepPlan, staging: StagingBuffer) -> tuple[SampledTokens | DraftedTokens, list[ScoredPrompt]]:
         captured = self._captured_decode(plan)
         if self._drafted is not None:
@@ -386,8 +435,8 @@ class CudaWorker:
         )
 
     def _captured_decode(self, plan: StepPlan) -> CapturedDecode | None:
-        is_decode = not len(plan.token_ids) and plan.num_tokens == plan.num_rows
-        bucket = bucket_of(ROW_BUCKETS, plan.num_rows) if is_decode else None
+        num_rows = self._sizes.decode_rows(plan)
+        bucket = None if num_rows is None else bucket_of(ROW_BUCKETS, num_rows)
         if bucket is None:
             return None
         return (self._decode if self._adapter_rows.of(plan.slots) is None else self._adapted_decode).get(bucket)
@@ -426,13 +475,16 @@ class CudaWorker:
         last_tokens, slots, positions = staging.upload(
             (ends[sampled] - 1).astype(np.int32), plan.slots[sampled], (plan.starts + plan.counts)[sampled]
         )
-        captured, unscored = self._mixed.captured_for(plan.num_tokens), self._slots.unscored(plan)
+        most_tokens = self._sizes.num_tokens(plan)
+        captured, unscored = self._mixed.captured_for(most_tokens), self._slots.unscored(plan)
         prompts: list[ScoredPrompt] = []
-        # A captured step, and log-probabilities of the prompt, take the hidden states of every token.
-        if captured is None and not unscored and isinstance(self._model, LastTokenModel):
+        # A captured step, and log-probabilities of the prompt, take the hidden states of every token. Data-parallel
+        # ranks know how many tokens the others have, not how many are last ones.
+        is_whole = captured is not None or unscored or self._sizes.are_shared
+        if not is_whole and isinstance(self._model, LastTokenModel):
             last = self._forward_last_tokens(self._model, plan, last_tokens, staging)
         else:
-            _, hidden = self._mixed.run(RowColumns.of(plan), staging)
+            _, hidden = self._mixed.run(RowColumns.of(plan), staging, least_tokens=most_tokens)
             prompts = self._score_prompts(plan, hidden, staging)
             last = self._ops.embedding(last_tokens, hidden) if len(sampled) else hidden[:0]
         if not len(sampled):

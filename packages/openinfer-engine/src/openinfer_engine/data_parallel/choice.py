@@ -4,7 +4,7 @@ from typing import Any
 
 from openinfer_core import Refused
 from openinfer_engine.model import ModelDefinition
-from openinfer_engine.options import THREAD_RANKS, DeviceKind, EngineOptions
+from openinfer_engine.options import THREAD_RANKS, EngineOptions
 
 
 def check_data_parallel(definition: ModelDefinition[Any], config: Any, options: EngineOptions) -> None:
@@ -12,11 +12,6 @@ def check_data_parallel(definition: ModelDefinition[Any], config: Any, options: 
     if options.data_parallel_size == 1:
         return
     definition.check_data_parallel(config, options.data_parallel_size)
-    if options.device is not DeviceKind.CPU:
-        raise Refused(
-            "data_parallel_size: data-parallel ranks run on a CPU alone so far, and have been run on no GPU; there "
-            "experts are dealt out by --tensor-parallel-size"
-        )
     excluded = {
         "--tensor-parallel-size": options.tensor_parallel_size > 1,
         f"--rank-host {options.rank_host}": options.rank_host not in (None, THREAD_RANKS),
@@ -26,6 +21,7 @@ def check_data_parallel(definition: ModelDefinition[Any], config: Any, options: 
         "--lora": bool(options.num_adapter_slots),
         "--kernel-providers": bool(options.kernel_providers),
         "--step-trace": options.step_trace is not None,
+        "--enable-sleep": options.enable_sleep,
     }
     for option in (name for name, is_asked in excluded.items() if is_asked):
         raise Refused(f"--data-parallel-size and {option} exclude each other so far; leave one of them out")

@@ -1,8 +1,14 @@
-"""Loading data-parallel ranks: threads of this process, each with a scheduler, a pool and tiers of its own."""
+"""Loading data-parallel ranks: threads of this process, each with a scheduler, a pool and tiers of its own.
+
+On GPUs each rank has one, and a backend and a plan for it; all use the smallest pool. On a CPU they have one plan.
+"""
 
 import contextlib
+import io
 import logging
 import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -12,12 +18,13 @@ from openinfer_engine.data_parallel.loop import DataParallelLoop
 from openinfer_engine.data_parallel.routing import RankRouter
 from openinfer_engine.data_parallel.runner import PlanRunner, StepRound
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
-from openinfer_engine.distributed.local_group import LocalGroup
-from openinfer_engine.engine_plan import EnginePlan
+from openinfer_engine.engine_plan import EnginePlan, resolve
 from openinfer_engine.kv_tiers import OpenTiers, PoolTierPort, open_port, require_tiered
 from openinfer_engine.loop import StepLoop
+from openinfer_engine.options import DeviceKind
 from openinfer_engine.tracing.trace import NoTrace, Tracer, open_trace
 from openinfer_engine.weights.loading import load_workers
+from openinfer_engine.worker.runner import Worker, raise_first
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -29,21 +36,25 @@ def build_data_parallel_loop(engine_plan: EnginePlan) -> DataParallelLoop:
     """Loads the weights of every rank and puts the engine together, without a host.
 
     Raises:
-        Refused: a tier cannot be opened, or the file of a trace not be written.
+        Refused: a device or tier cannot be had, or the file of a trace not be written.
     """
     options, num_ranks = engine_plan.options, engine_plan.options.data_parallel_size
+    plans = _plans_of_ranks(engine_plan)
+    engine_plan = plans[0]
     if engine_plan.clipped_context is not None:
         logger.warning("%s", engine_plan.clipped_context)
     tracer = NoTrace() if options.trace is None else open_trace(Path(options.trace))
-    communicators = [DataParallelCommunicator(each) for each in LocalGroup(num_ranks).communicators]
+    first, *others = (plan.backend for plan in plans)
+    ends = first.thread_group(others)
+    communicators = [DataParallelCommunicator(each, ends) for each in ends]
     with contextlib.ExitStack() as undo:
-        workers = load_workers(engine_plan, communicators, tracer)
+        workers = _load(plans, communicators, tracer)
         for worker in workers:
             undo.callback(worker.close)
-        step_round = StepRound(workers, communicators)
+        step_round = StepRound(workers, communicators, [plan.backend.enter_thread for plan in plans])
         loops: list[StepLoop] = []
-        for rank, runner in enumerate(step_round.runners):
-            loops.append(_make_loop(engine_plan, runner, rank=rank, tracer=tracer))
+        for rank, (plan, runner) in enumerate(zip(plans, step_round.runners, strict=True)):
+            loops.append(_make_loop(plan, runner, rank=rank, tracer=tracer))
             undo.callback(loops[-1].close)
         undo.pop_all()
     engine_plan.mark("ranks")
@@ -55,6 +66,44 @@ def build_data_parallel_loop(engine_plan: EnginePlan) -> DataParallelLoop:
         key=secrets.token_bytes(_KEY_BYTES),
     )
     return DataParallelLoop(loops, step_round=step_round, router=router)
+
+
+def _plans_of_ranks(engine_plan: EnginePlan) -> Sequence[EnginePlan]:
+    """One for each rank; on a CPU, where all are on one device, the same."""
+    options, num_ranks = engine_plan.options, engine_plan.options.data_parallel_size
+    if options.device is not DeviceKind.CUDA:
+        return [engine_plan] * num_ranks
+
+    def plan_of(rank: int) -> EnginePlan:
+        return resolve(engine_plan.definition, engine_plan.model_dir, options, rank=rank)
+
+    # In threads of their own: to open a GPU makes it that of the thread.
+    with ThreadPoolExecutor(num_ranks - 1) as threads:
+        plans = [engine_plan, *threads.map(plan_of, range(1, num_ranks))]
+    smallest = min(plan.num_blocks for plan in plans)
+    return [plan.with_num_blocks(smallest) for plan in plans]
+
+
+def _load(
+    plans: Sequence[EnginePlan], communicators: Sequence[DataParallelCommunicator], tracer: Tracer
+) -> Sequence[Worker]:
+    """The workers of all ranks, which warm up together."""
+    if plans[0].options.device is not DeviceKind.CUDA:
+        return load_workers(plans[0], communicators, tracer)
+
+    def load(plan: EnginePlan, communicator: DataParallelCommunicator) -> Worker:
+        progress = None if communicator.data_parallel_rank == 0 else io.StringIO()
+        try:
+            (worker,) = load_workers(plan, [communicator], tracer, stream=progress)
+        except BaseException as error:
+            communicator.abort(error)  # the others wait for this rank
+            raise
+        return worker
+
+    with ThreadPoolExecutor(len(plans)) as threads:
+        loading = [threads.submit(load, *each) for each in zip(plans, communicators, strict=True)]
+        raise_first(loading)
+        return [each.result() for each in loading]
 
 
 def _held_blocks(engine_plan: EnginePlan) -> int:

@@ -8,6 +8,7 @@ stays with its rank: preempted, it is computed again there, where its prefix is.
 
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -17,6 +18,7 @@ from openinfer_core.replicas.totals import info_of_all, stats_of_all
 from openinfer_engine.data_parallel.routing import RankRouter
 from openinfer_engine.data_parallel.runner import StepRound
 from openinfer_engine.loop import BegunStep, StepLoop
+from openinfer_engine.worker.runner import raise_first
 
 
 class DataParallelLoop:
@@ -96,8 +98,10 @@ class DataParallelLoop:
         return stats_of_all([loop.stats() for loop in self._loops])
 
     def close(self) -> None:
-        for loop in self._loops:
-            loop.close()
+        # At a time: ranks leave a group together.
+        with ThreadPoolExecutor(len(self._loops)) as threads:
+            closing = [threads.submit(loop.close) for loop in self._loops]
+        raise_first(closing)
 
     def _rest(self, begun: Iterable[tuple[StepLoop, BegunStep]], *, is_running: bool) -> None:
         """Of ranks that have requests and nothing to run: only the first waits, and only if no other rank runs."""

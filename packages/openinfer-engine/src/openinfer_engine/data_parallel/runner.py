@@ -7,12 +7,13 @@
 A rank's experts compute rows of all ranks, so each takes part in each step, and knows how many rows the others bring.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, runtime_checkable
 
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import StepPlan, StepResult
+from openinfer_engine.data_parallel.step_sizes import is_decode
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
 from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.worker.runner import PendingStep, Worker, raise_first
@@ -31,15 +32,20 @@ class StepRound:
     Args:
         workers: of each rank.
         communicators: theirs.
+        enter_threads: what each rank's thread calls first, which makes the rank's device its own.
 
     Raises:
         ContractViolation: a worker does not take part in others' steps.
     """
 
-    def __init__(self, workers: Sequence[Worker], communicators: Sequence[DataParallelCommunicator]) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        communicators: Sequence[DataParallelCommunicator],
+        enter_threads: Sequence[Callable[[], None]],
+    ) -> None:
         self._ranks = [
-            _Rank(index, worker, communicator)
-            for index, (worker, communicator) in enumerate(zip(workers, communicators, strict=True))
+            _Rank(index, *parts) for index, parts in enumerate(zip(workers, communicators, enter_threads, strict=True))
         ]
         self._runners = [PlanRunner(rank) for rank in self._ranks]
 
@@ -54,8 +60,9 @@ class StepRound:
         if not any(plans):
             return False
         counts = [0 if each is None else each.plan.num_tokens for each in plans]
+        all_decode = all(each is None or is_decode(each.plan) for each in plans)
         futures = [
-            rank.begin(None if each is None else each.plan, counts)
+            rank.begin(None if each is None else each.plan, counts, is_decode=all_decode)
             for rank, each in zip(self._ranks, plans, strict=True)
         ]
         for rank, each in enumerate(plans):
@@ -116,19 +123,21 @@ class _PlannedStep:
 class _Rank:
     """A data-parallel rank and its thread."""
 
-    def __init__(self, index: int, worker: Worker, communicator: DataParallelCommunicator) -> None:
+    def __init__(
+        self, index: int, worker: Worker, communicator: DataParallelCommunicator, enter_thread: Callable[[], None]
+    ) -> None:
         if not isinstance(worker, JoinsSteps):
             raise ContractViolation(f"{type(worker).__name__} has no join_step, and is no data-parallel rank")
         self.worker = worker
         self._joining: JoinsSteps = worker
         self._communicator = communicator
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"openinfer-rank-{index}")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"openinfer-rank-{index}", initializer=enter_thread)
 
-    def begin(self, plan: StepPlan | None, counts: Sequence[int]) -> "Future[PendingStep | None]":
-        return self._thread.submit(self._run, plan, counts)
+    def begin(self, plan: StepPlan | None, counts: Sequence[int], *, is_decode: bool) -> "Future[PendingStep | None]":
+        return self._thread.submit(self._run, plan, counts, is_decode=is_decode)
 
-    def _run(self, plan: StepPlan | None, counts: Sequence[int]) -> PendingStep | None:
-        self._communicator.begin_step(counts)
+    def _run(self, plan: StepPlan | None, counts: Sequence[int], *, is_decode: bool) -> PendingStep | None:
+        self._communicator.begin_step(counts, is_decode=is_decode)
         done = None if plan is None else self.worker.launch(plan)
         if (plan is None or not plan.num_tokens) and any(counts):
             self._joining.join_step()

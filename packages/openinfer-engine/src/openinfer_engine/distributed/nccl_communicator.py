@@ -40,10 +40,29 @@ class _Joined:
 
 
 class NcclCommunicator:
-    """One rank of a group."""
+    """One rank of a group.
 
-    def __init__(self, group_id: bytes, *, rank: int, size: int, device: Device, nodes: Sequence[int]) -> None:
-        self._nodes = tuple(nodes)  # of each rank
+    Args:
+        group_id: of the group, as all ranks have it.
+        rank: this one.
+        size: of the group.
+        device: of this rank.
+        nodes: of each rank.
+        maps_memory: whether ranks may write into each other's memory, which those of one process cannot map.
+    """
+
+    def __init__(
+        self,
+        group_id: bytes,
+        *,
+        rank: int,
+        size: int,
+        device: Device,
+        nodes: Sequence[int],
+        maps_memory: bool = True,
+    ) -> None:
+        self._nodes = tuple(nodes)
+        self._maps_memory = maps_memory and len(set(self._nodes)) == 1  # nor that of another machine
         self._rank = rank
         self._size = size
         self._device = device
@@ -139,9 +158,8 @@ class NcclCommunicator:
             self._device.use()
             group = NcclGroup(group_id, rank=self._rank, size=self._size)
             self._warm_up(group)
-            # Memory of another machine cannot be mapped.
-            is_one_node = len(set(self._nodes)) == 1
-            one_shot = open_one_shot(group, self._device, rank=self._rank, size=self._size) if is_one_node else None
+            sizes = {"rank": self._rank, "size": self._size}
+            one_shot = open_one_shot(group, self._device, **sizes) if self._maps_memory else None
         except Exception as error:  # a thread that waits for this one must hear of it, whatever it is
             logger.exception("rank %d cannot join", self._rank)
             self._break(GroupBroken(f"rank {self._rank} cannot join: {type(error).__name__}: {error}"))

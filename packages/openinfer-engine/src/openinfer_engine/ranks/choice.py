@@ -35,4 +35,4 @@ def planned_placement(options: EngineOptions) -> Placement:
         factory: object = find_plugin(RANK_HOSTS, name).load()
         if isinstance(factory, PlansPlacement):
             return factory.planned(setting, RankSpec(num_ranks=options.tensor_parallel_size, on_gpu=on_gpu))
-    return Placement.on_one_node(options.tensor_parallel_size)
+    return Placement.on_one_node(options.num_ranks)
