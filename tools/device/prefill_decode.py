@@ -46,7 +46,6 @@ from openinfer_engine.launch import launch
 
 BLOCK_TOKENS = 16
 CHATS, TURNS, USER_TOKENS, SAID_TOKENS = 3, 5, 300, 48
-GPUS = ("0", "1")
 HANDOVER = {"do_remote_decode": True}
 
 
@@ -126,6 +125,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--tier", choices=("disk", "nixl", "none"), default="disk")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--gpus", nargs=2, default=["0", "1"])
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--long", type=int, nargs=2, default=[3000, 32], help="tokens of prompt and answer")
     parser.add_argument("--short", type=int, nargs=2, default=[256, 192])
@@ -179,7 +179,7 @@ def start_pair(given: argparse.Namespace, folder: Path, **options: Any) -> list[
         each = f"{size},token_file={folder / 'token'},timeout_s=20"
         tiers = [f"nixl=127.0.0.1:{a},{each},peers=127.0.0.1:{b}" for a, b in (ports, ports[::-1])]
     shared = {"kv_key_file": str(folder / "key"), "kv_transfer": given.tier, "kv_load_timeout_ms": 20_000, **options}
-    return [start(given, gpu, kv_tier=[tier], **shared) for gpu, tier in zip(GPUS, tiers, strict=True)]
+    return [start(given, gpu, kv_tier=[tier], **shared) for gpu, tier in zip(given.gpus, tiers, strict=True)]
 
 
 def free_port() -> int:
@@ -195,7 +195,7 @@ def chats(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shared = {"batch_invariant": True, "num_blocks": 2048, "max_num_seqs": 16, "max_model_tokens": 4096}
     shared |= {"gpu_memory_fraction": 0.45}
     engines = start_pair(given, folder, kv_handover_timeout_ms=20_000, **shared)
-    engines.append(start(given, GPUS[0], **shared))
+    engines.append(start(given, given.gpus[0], **shared))
     return asyncio.run(run_chats(engines))
 
 
@@ -233,7 +233,7 @@ async def run_chats(engines: Sequence[EngineHandle]) -> dict[str, Any]:
 
 def load(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if given.tier == "none":
-        return asyncio.run(run_load([start(given, ",".join(GPUS), tensor_parallel_size=2)], given))
+        return asyncio.run(run_load([start(given, ",".join(given.gpus), tensor_parallel_size=2)], given))
     return asyncio.run(run_load(start_pair(given, folder, kv_handover_timeout_ms=5000), given))
 
 
