@@ -261,6 +261,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 @runtime_checkable
+class ElasticQueue(Protocol):
+    """An `EngineHandle` of several engines that come and go, whose queues have other places than `info` says then."""
+
+    @property
+    def max_waiting(self) -> int:
+        """Requests that may wait in the queues of those that get requests now; 0 while there are none."""
+        ...
+
+
+@runtime_checkable
 class EngineHandle(Protocol):
     """An engine that runs. `submit` and `abort` never block; answers arrive as events.
 

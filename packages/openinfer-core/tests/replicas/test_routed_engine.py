@@ -187,6 +187,23 @@ def test_a_request_is_sent_again_once_only() -> None:
     run(scenario())
 
 
+def test_queues_of_replicas_that_come_and_go_are_counted() -> None:
+    async def scenario() -> None:
+        engine = routed(simulated())
+        reader = Reader(engine)
+        places = [engine.max_waiting]
+        await engine.join("other", simulated(SimulatedOptions(max_waiting=5)))
+        places.append(engine.max_waiting)
+        await engine.drain("replica 0")
+        places.append(engine.max_waiting)
+        assert places == [OPTIONS.max_waiting, OPTIONS.max_waiting + 5, 5]
+        assert engine.info.max_waiting == OPTIONS.max_waiting
+        await engine.close()
+        await reader.end()
+
+    run(scenario())
+
+
 def test_draining_ends_what_runs_and_sends_the_rest_elsewhere() -> None:
     async def scenario() -> None:
         engine = routed(simulated(ENDLESS))

@@ -26,7 +26,7 @@ _KEY_BYTES = 32
 
 
 class RayEngine:
-    """Implements `EngineHandle`; it belongs to the event loop in which `events` is read.
+    """Implements `EngineHandle` and `ElasticQueue`; it belongs to the event loop in which `events` is read.
 
     Args:
         joined: the first replicas, by name; at least one.
@@ -66,6 +66,10 @@ class RayEngine:
     @property
     def info(self) -> EngineInfo:
         return self._routed.info
+
+    @property
+    def max_waiting(self) -> int:
+        return self._routed.max_waiting
 
     def submit(self, request: GenerateRequest) -> None:
         self._routed.submit(request)

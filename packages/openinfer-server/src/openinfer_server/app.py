@@ -22,7 +22,7 @@ from openinfer_server.http.request import GivenBack, HttpRequest
 from openinfer_server.http.router import Router
 from openinfer_server.http.routes import Endpoints, Route
 from openinfer_server.http.writers import ClientDisconnected, Receive, Scope, Send
-from openinfer_server.limits.admission import AdmissionControl
+from openinfer_server.limits.admission import AdmissionControl, queue_bound
 from openinfer_server.limits.budgets import Budgets
 from openinfer_server.observability.loop_lag import watch_loop
 from openinfer_server.observability.metrics import ServerMetrics
@@ -195,7 +195,7 @@ def build_app(
         raise ServerError(f"{taken[0]!r} names both the model that is served and an adapter (--lora): rename one")
     metrics = ServerMetrics(max_model_tokens=handle.info.max_model_tokens)
     parsers = parsers_for(template.source if template else None, handle.info.family, options)
-    admission = AdmissionControl(max_requests=max(1, handle.info.max_waiting), max_tokens=options.max_queued_tokens)
+    admission = AdmissionControl(max_requests=queue_bound(handle), max_tokens=options.max_queued_tokens)
     link = EngineLink(handle, metrics, admission=admission)
     access = Access.load(options.api_keys_file)
     service = Service(

@@ -7,13 +7,14 @@ import time
 import msgspec
 import pytest
 
+from openinfer_core.process.local import InProcessEngine
 from openinfer_core.request import RequestId
 from openinfer_server import ServerOptions
 from openinfer_server.chat.template import ChatTemplate, RenderingRefused
 from openinfer_server.http.api_errors import ApiError
-from openinfer_server.limits.admission import AdmissionControl
+from openinfer_server.limits.admission import AdmissionControl, queue_bound
 from openinfer_server.limits.request_cost import PromptCost, RequestCost
-from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until
+from openinfer_server.testing import DEADLINE_S, ParrotLoop, RecordingEngine, wait_until
 
 COMPLETIONS = "/v1/completions"
 
@@ -82,6 +83,29 @@ def test_waiting_room_knows_who_is_in_it():
     room.enter(RequestId(4), "a", 1)
     with pytest.raises(ApiError, match="3 requests are waiting"):
         room.check_open("a")
+
+
+class Replicas(RecordingEngine):
+    """Engines that come and go."""
+
+    max_waiting = 2
+
+
+def test_the_bound_of_a_queue_follows_replicas_that_come_and_go(info):
+    loop = ParrotLoop(info)
+    assert queue_bound(RecordingEngine(InProcessEngine(loop))) == info.max_waiting
+    replicas = Replicas(InProcessEngine(loop))
+    room = AdmissionControl(max_requests=queue_bound(replicas))
+    for number in range(2):
+        room.check_open("a")
+        room.enter(RequestId(number), "a", 1)
+    with pytest.raises(ApiError, match="2 requests are waiting"):
+        room.check_open("a")
+    replicas.max_waiting = 8
+    room.check_open("a")
+    assert room.uses()[0].limit == 8
+    replicas.max_waiting = 0  # none gets requests: the queue takes one, which the engine refuses by name
+    assert room.uses()[0].limit == 1
 
 
 def test_owner_that_fills_the_queue_is_refused_and_a_newcomer_is_not():

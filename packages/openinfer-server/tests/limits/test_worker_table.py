@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 
 from openinfer_core.request import RequestId
@@ -19,8 +20,11 @@ NUM_WORKERS = 3
 
 @pytest.fixture
 def tables() -> list[WorkerTable]:
-    first = WorkerTable.create(NUM_WORKERS)
-    return [first, *(WorkerTable(first.access_of(worker)) for worker in range(1, NUM_WORKERS))]
+    created = WorkerTable.create(NUM_WORKERS)
+    # With a key that is drawn two owners of a test have one slot in one run of a hundred.
+    return [
+        WorkerTable(msgspec.structs.replace(created.access_of(worker), key=b"k" * 16)) for worker in range(NUM_WORKERS)
+    ]
 
 
 def budgets(tables: list[WorkerTable], name: str, limit: int, *, per_worker: bool = False) -> list[SharedBudget]:

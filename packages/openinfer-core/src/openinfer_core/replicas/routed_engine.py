@@ -47,7 +47,7 @@ _NO_REPLICA = "no replica can take the request at the moment"
 
 
 class RoutedEngine:
-    """Implements `EngineHandle`; it belongs to one event loop, and closes its replicas.
+    """Implements `EngineHandle` and `ElasticQueue`; it belongs to one event loop, and closes its replicas.
 
     Args:
         replicas: the first ones, by name; `join` brings others.
@@ -132,6 +132,10 @@ class RoutedEngine:
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def max_waiting(self) -> int:
+        return sum(self._replicas[name].info.max_waiting for name in self._router.names if name in self._replicas)
 
     def submit(self, request: GenerateRequest) -> None:
         self._mailbox.open(request.request_id)

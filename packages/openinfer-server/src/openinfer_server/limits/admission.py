@@ -7,6 +7,9 @@ the next request's body is read, and divides both between owners, so that one ow
 request. One that has something waiting is told 429, one that has nothing 503: the queue is full of others' requests.
 """
 
+from collections.abc import Callable
+
+from openinfer_core.engine import ElasticQueue, EngineHandle
 from openinfer_core.request import RequestId
 from openinfer_server.http.api_errors import busy, overloaded
 from openinfer_server.limits.shared_budget import SharedBudget
@@ -20,11 +23,11 @@ class AdmissionControl:
     """Requests in the queue, by owner.
 
     Args:
-        max_requests: so many at most.
+        max_requests: so many at most; what tells it where it changes.
         max_tokens: prompt tokens of all of them. A request that finds the queue empty may bring more.
     """
 
-    def __init__(self, *, max_requests: int = _UNBOUNDED, max_tokens: int = _UNBOUNDED) -> None:
+    def __init__(self, *, max_requests: int | Callable[[], int] = _UNBOUNDED, max_tokens: int = _UNBOUNDED) -> None:
         self._requests = SharedBudget("queued_requests", max_requests, unit="requests in the queue")
         self._tokens = SharedBudget("queued_tokens", max_tokens, unit="prompt tokens in the queue")
         self._waiting: dict[RequestId, tuple[str, int]] = {}
@@ -83,3 +86,10 @@ class AdmissionControl:
         if held := budget.held(owner):
             raise overloaded(f"{what}; {held} of them are yours; try again later")
         raise busy(f"{what}; try again later")
+
+
+def queue_bound(handle: EngineHandle) -> int | Callable[[], int]:
+    """Requests that may wait in an engine's queue: `AdmissionControl.max_requests`."""
+    if isinstance(handle, ElasticQueue):
+        return lambda: max(1, handle.max_waiting)
+    return max(1, handle.info.max_waiting)

@@ -10,6 +10,7 @@ share is of all of them: a limit that each worker has, such as its descriptors, 
 
 import ipaddress
 from collections import Counter
+from collections.abc import Callable
 
 from openinfer_server.http.api_errors import busy, overloaded
 from openinfer_server.limits.worker_table import BUDGETS, WorkerTable
@@ -24,14 +25,14 @@ class SharedBudget:
 
     Args:
         name: of what, as `/metrics` has it.
-        limit: of all owners together.
+        limit: of all owners together; what tells it where it changes.
         unit: for messages.
         per_worker: whether each of several workers has as much; else they have it together.
     """
 
-    def __init__(self, name: str, limit: int, *, unit: str, per_worker: bool = False) -> None:
+    def __init__(self, name: str, limit: int | Callable[[], int], *, unit: str, per_worker: bool = False) -> None:
         self.name = name
-        self.limit = limit
+        self._limit = limit
         self.used = 0
         self.refused = 0
         self._unit = unit
@@ -39,6 +40,14 @@ class SharedBudget:
         self._table: WorkerTable | None = None
         self._place = 0
         self._by_owner: Counter[str] = Counter()
+
+    @property
+    def limit(self) -> int:
+        return self._limit if isinstance(self._limit, int) else self._limit()
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._limit = limit
 
     @property
     def use(self) -> BudgetUse:
