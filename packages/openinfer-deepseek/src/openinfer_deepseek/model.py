@@ -559,9 +559,11 @@ class DeepseekModel:
     def _routed(self, x: Array, choice: ExpertChoice, experts: ExpertWeights, *, shared: Array) -> Array:
         """`[T, h]` float32 for `x [T, h]`: what its experts, on whichever rank, and `shared [T, h]` add."""
         group = self._experts
-        gathered = replace(choice, ids=group.gather(choice.ids, padding=-1), weights=group.gather(choice.weights))
+        with group.together():
+            gathered = replace(choice, ids=group.gather(choice.ids, padding=-1), weights=group.gather(choice.weights))
+            rows = group.gather(x)
         summed = self._ops.experts(  # [R, h], of all ranks' rows
-            group.gather(x),
+            rows,
             gathered,
             experts.gate_up_proj,
             experts.down_proj,

@@ -7,9 +7,19 @@ Sums of floating-point numbers are accumulated in float32 in the order of ranks 
 the array, so that every rank gets the same bits, in every run.
 """
 
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 from openinfer_kernels import Array
+
+
+@runtime_checkable
+class QueuesTogether(Protocol):
+    """A `Communicator` that queues several collectives as one, which costs less than one after the other."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Within it every rank calls the same collectives; their results are there after it."""
+        ...
 
 
 class Communicator(Protocol):

@@ -68,7 +68,7 @@ class NcclCommunicator:
         self._device = device
         self._arrays = RankArrays(device)
         self._changed = threading.Condition()
-        self._calling = threading.Lock()
+        self._calling = threading.RLock()
         self._joined: _Joined | None = None
         self._broken: GroupBroken | None = None
         threading.Thread(target=self._join, args=(group_id,), name="openinfer-join", daemon=True).start()
@@ -124,6 +124,11 @@ class NcclCommunicator:
         with self._collective() as joined:
             joined.group.exchange(array, received)
         return received
+
+    @contextlib.contextmanager
+    def together(self) -> Generator[None]:
+        with self._collective() as joined, joined.group.together():
+            yield
 
     def broadcast(self, array: Array, *, root: int) -> Array:
         check_root(root, self._size)

@@ -151,7 +151,7 @@ class NcclGroup:
         count = source.size // size
         step = count * source.itemsize
         # In one group, as a rank whose send waits for a receive that its peer has not queued would wait for good.
-        with self._together():
+        with self.together():
             for rank in range(size):
                 offset = rank * step
                 _check(self._library.ncclSend(address(source) + offset, count, kind, rank, self._handle, stream))
@@ -173,7 +173,8 @@ class NcclGroup:
             _check(self._library.ncclCommDestroy(handle))
 
     @contextmanager
-    def _together(self) -> Generator[None]:
+    def together(self) -> Generator[None]:
+        """What is called within it is queued at its end, as one kernel where NCCL can."""
         _check(self._library.ncclGroupStart())
         yield
         _check(self._library.ncclGroupEnd())
