@@ -31,6 +31,7 @@ from openinfer_core import (
     TokenLogprobs,
     Tokens,
 )
+from openinfer_core.control import InFlight, Sleep, Wake
 from openinfer_core.process.local import InProcessEngine
 from openinfer_core.sampling_defaults import NO_DEFAULTS
 from openinfer_core.simulated import SimulatedLoop, SimulatedOptions
@@ -436,3 +437,46 @@ def test_a_trace_goes_on_in_the_engine() -> None:
             await reading
 
     run(scenario())
+
+
+class Obeying(SimulatedLoop):
+    """Sleeps and wakes."""
+
+    def __init__(self) -> None:
+        super().__init__(SimulatedOptions())
+        self.commands: list[Any] = []
+
+    @property
+    def info(self) -> EngineInfo:
+        return msgspec.structs.replace(super().info, capabilities=(EngineCapability.SLEEP,))
+
+    def control(self, command: Any) -> list[TokenEvent]:
+        if isinstance(command, Wake):
+            raise Refused("other processes hold its memory of the GPU")
+        self.commands.append(command)
+        return []
+
+
+def test_an_engine_is_asked_what_it_can_do_and_answers_as_dynamo_does() -> None:
+    async def scenario() -> None:
+        loop = Obeying()
+        backend = backend_of(lambda: InProcessEngine(loop))
+        assert backend.supported_controls() == {"flush_cache", "pause", "resume", "sleep", "wake"}
+        assert (await backend.engine_control("sleep", {}))["status"] == "error"  # not started
+        async with started(backend):
+            assert backend.supported_controls() == {"sleep", "wake"}
+            slept = await backend.engine_control("sleep", {"keeps_weights": False, "requests": "abort"})
+            assert slept == {"status": "ok"}
+            assert loop.commands == [Sleep(keeps_weights=False, requests=InFlight.ABORT)]
+            for name, body, reason in (
+                ("wake", {}, "other processes hold its memory"),
+                ("sleep", {"level": 1}, "level"),
+                ("sleep", {"keeps_weights": 1}, "bool"),
+                ("restart", {}, "there is no control 'restart'"),
+            ):
+                answer = await backend.engine_control(name, body)
+                assert answer["status"] == "error"
+                assert reason in answer["message"], answer
+        assert (await backend.engine_control("sleep", {}))["status"] == "error"
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))

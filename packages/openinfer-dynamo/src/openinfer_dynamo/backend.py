@@ -33,6 +33,7 @@ from openinfer_core import (
 )
 from openinfer_core.sampling_defaults import SamplingDefaults
 from openinfer_dynamo.chunks import Chunk, cancelled_chunk, chunk_of, last_chunk, prompt_entry
+from openinfer_dynamo.controls import controls_of, obey, told
 from openinfer_dynamo.dynamo_api import DynamoApi
 from openinfer_dynamo.options import DynamoOptions, Role
 from openinfer_dynamo.request import Asked, RequestReader
@@ -169,6 +170,21 @@ class DynamoBackend:
     async def health_check_payload(self) -> dict[str, Any]:
         """What Dynamo asks of an idle worker, to see whether it answers."""
         return self._api.probe(0)
+
+    def supported_controls(self) -> set[str]:
+        """Names of what the engine can be asked beside requests."""
+        return controls_of(None if self._handle is None else self._handle.info.capabilities)
+
+    async def engine_control(self, control: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Has the engine sleep, wake, pause, go on, or forget its cached prefixes; answers when it has."""
+        if self._handle is None:
+            return told(Refused("the engine has not been started"))
+        try:
+            return await obey(self._handle, control, body)
+        except (InvalidRequest, Refused) as error:
+            return told(error)
+        except EngineClosed as error:
+            return told(Refused(str(error)))
 
     def _registration(self, info: EngineInfo) -> Any:
         registration = self._api.llm_registration(
