@@ -461,17 +461,23 @@ def test_an_engine_is_asked_what_it_can_do_and_answers_as_dynamo_does() -> None:
     async def scenario() -> None:
         loop = Obeying()
         backend = backend_of(lambda: InProcessEngine(loop))
-        assert backend.supported_controls() == {"flush_cache", "pause", "resume", "sleep", "wake"}
+        assert backend.supported_controls() == {
+            "clear_cache",
+            "pause_generation",
+            "resume_generation",
+            "sleep",
+            "wake_up",
+        }
         assert (await backend.engine_control("sleep", {}))["status"] == "error"  # not started
         async with started(backend):
-            assert backend.supported_controls() == {"sleep", "wake"}
-            slept = await backend.engine_control("sleep", {"keeps_weights": False, "requests": "abort"})
+            assert backend.supported_controls() == {"sleep", "wake_up"}
+            slept = await backend.engine_control("sleep", {"level": 2, "requests": "abort"})
             assert slept == {"status": "ok"}
             assert loop.commands == [Sleep(keeps_weights=False, requests=InFlight.ABORT)]
             for name, body, reason in (
-                ("wake", {}, "other processes hold its memory"),
-                ("sleep", {"level": 1}, "level"),
-                ("sleep", {"keeps_weights": 1}, "bool"),
+                ("wake_up", {}, "other processes hold its memory"),
+                ("sleep", {"tags": ["weights"]}, "tags"),
+                ("sleep", {"level": 0}, "level"),
                 ("restart", {}, "there is no control 'restart'"),
             ):
                 answer = await backend.engine_control(name, body)

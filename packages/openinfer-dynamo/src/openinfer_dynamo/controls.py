@@ -1,15 +1,16 @@
 """What operators have Dynamo ask of an engine (`POST /engine/control/NAME`): a sleep, a pause, an empty cache.
 
-Dynamo has no names of its own for these; a body says what the fields of `openinfer_core.control` are called here.
+Names are those that Dynamo's worker knows: before `sleep` and `pause_generation` it takes itself out of discovery, and
+comes back after `wake_up` and `resume_generation`. A sleep's `level` is vLLM's: 1 keeps the weights, 2 does not.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import msgspec
 
 from openinfer_core import EngineCapability, EngineHandle, InvalidRequest, Refused
-from openinfer_core.control import CAPABILITY_OF, ControlCommand, FlushCache, InFlight, Pause, Resume, Sleep, Wake
+from openinfer_core.control import ControlCommand, FlushCache, InFlight, Pause, Resume, Sleep, Wake
 
 
 class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,16 +22,27 @@ class _PauseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _SleepBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    keeps_weights: bool = True
+    level: Literal[1, 2] = 1
     requests: InFlight = InFlight.KEEP
 
 
-_COMMANDS: Mapping[str, tuple[type[msgspec.Struct], type[ControlCommand]]] = {
-    "flush_cache": (_Nothing, FlushCache),
-    "pause": (_PauseBody, Pause),
-    "resume": (_Nothing, Resume),
-    "sleep": (_SleepBody, Sleep),
-    "wake": (_Nothing, Wake),
+def _sleep(body: Any) -> Sleep:
+    return Sleep(keeps_weights=body.level == 1, requests=body.requests)
+
+
+_COMMANDS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any], ControlCommand]]] = {
+    "clear_cache": (_Nothing, lambda _: FlushCache()),
+    "pause_generation": (_PauseBody, lambda body: Pause(body.requests)),
+    "resume_generation": (_Nothing, lambda _: Resume()),
+    "sleep": (_SleepBody, _sleep),
+    "wake_up": (_Nothing, lambda _: Wake()),
+}
+_NEEDED: Mapping[str, EngineCapability] = {
+    "clear_cache": EngineCapability.FLUSH_CACHE,
+    "pause_generation": EngineCapability.PAUSE,
+    "resume_generation": EngineCapability.PAUSE,
+    "sleep": EngineCapability.SLEEP,
+    "wake_up": EngineCapability.SLEEP,
 }
 
 
@@ -38,7 +50,7 @@ def controls_of(capabilities: tuple[EngineCapability, ...] | None) -> set[str]:
     """Names of what an engine with these can be asked; all of them while that is not known."""
     if capabilities is None:
         return set(_COMMANDS)
-    return {name for name, (_, command) in _COMMANDS.items() if CAPABILITY_OF[command] in capabilities}
+    return {name for name in _COMMANDS if _NEEDED[name] in capabilities}
 
 
 async def obey(handle: EngineHandle, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,12 +63,12 @@ async def obey(handle: EngineHandle, name: str, body: Mapping[str, Any]) -> dict
     """
     if name not in _COMMANDS:
         raise InvalidRequest(f"there is no control {name[:64]!r}; there are {', '.join(_COMMANDS)}", field="control")
-    fields, command = _COMMANDS[name]
+    fields, make = _COMMANDS[name]
     try:
         asked = msgspec.convert(dict(body), fields)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{name}: {error}", field="body") from error
-    await handle.control(command(**msgspec.structs.asdict(asked)))
+    await handle.control(make(asked))
     return {"status": "ok"}
 
 
