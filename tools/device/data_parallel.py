@@ -78,7 +78,8 @@ def one_way(given: argparse.Namespace) -> None:
     share = given.ranks if given.way == "data" else 1
     rows, step_tokens = max(batch for batch, _ in sizes), 8192
     asked = {"device": given.device, "load_format": "dummy", "prefix_cache": False, "grammar_compiler": "none"}
-    asked |= {"max_num_seqs": -(-rows // share), "max_step_tokens": step_tokens // share, "rank_host": None}
+    spare = 0 if share == 1 else rows // 16  # ranks need not have equally many
+    asked |= {"max_num_seqs": -(-rows // share) + spare, "max_step_tokens": step_tokens // share}
     asked |= {f"{given.way}_parallel_size": given.ranks, **given.options}
     options = msgspec.convert(asked, family.options_type)
     begin_s = time.perf_counter()
