@@ -35,6 +35,7 @@ class _Joined:
     """A group that was formed."""
 
     group: NcclGroup
+    arrays: RankArrays
     sums: ExactSums
     one_shot: OneShot | None  # what sums small arrays
 
@@ -66,7 +67,6 @@ class NcclCommunicator:
         self._rank = rank
         self._size = size
         self._device = device
-        self._arrays = RankArrays(device)
         self._changed = threading.Condition()
         self._calling = threading.RLock()
         self._joined: _Joined | None = None
@@ -98,7 +98,7 @@ class NcclCommunicator:
         with self._collective() as joined:
             joined.group.all_gather(array, gathered)
         if int(np.prod(before)) > 1:
-            gathered = self._arrays.exchange_axes(gathered.reshape(self._size, int(np.prod(before)), *after))
+            gathered = joined.arrays.exchange_axes(gathered.reshape(self._size, int(np.prod(before)), *after))
         return gathered.reshape(*before, self._size * after[0], *after[1:])
 
     def reduce_scatter(self, array: Array, *, axis: int) -> Array:
@@ -108,12 +108,12 @@ class NcclCommunicator:
         before, after = array.shape[:axis], (array.shape[axis] // self._size, *array.shape[axis + 1 :])
         rows = int(np.prod(before))
         pieces = array.reshape(rows, self._size, *after)
-        if rows > 1:
-            pieces = self._arrays.exchange_axes(pieces)
-        pieces = pieces.reshape(self._size, *before, *after)
-        received = cupy.empty_like(pieces)
         out = cupy.empty((*before, *after), array.dtype)
         with self._collective() as joined:
+            if rows > 1:
+                pieces = joined.arrays.exchange_axes(pieces)
+            pieces = pieces.reshape(self._size, *before, *after)
+            received = cupy.empty_like(pieces)
             joined.group.exchange(pieces, received)
             joined.sums.sum(received, out)
         return out
@@ -162,6 +162,7 @@ class NcclCommunicator:
         try:
             self._device.use()
             group = NcclGroup(group_id, rank=self._rank, size=self._size)
+            arrays = RankArrays(self._device)  # here, as the thread that makes a communicator may have another device
             self._warm_up(group)
             sizes = {"rank": self._rank, "size": self._size}
             one_shot = open_one_shot(group, self._device, **sizes) if self._maps_memory else None
@@ -169,9 +170,12 @@ class NcclCommunicator:
             logger.exception("rank %d cannot join", self._rank)
             self._break(GroupBroken(f"rank {self._rank} cannot join: {type(error).__name__}: {error}"))
             return
-        sums = ExactSums(group, self._arrays, rank=self._rank, size=self._size, nodes=self._nodes)
+        arrays = RankArrays(
+            self._device
+        )  # on this thread, whose device it is: the one that makes this may have another
+        sums = ExactSums(group, arrays, rank=self._rank, size=self._size, nodes=self._nodes)
         with self._changed:
-            self._joined = _Joined(group, sums, one_shot)
+            self._joined = _Joined(group, arrays, sums, one_shot)
             is_broken = self._broken is not None
             self._changed.notify_all()
         # It was broken while it was formed, when `_break` had nothing to abort.
