@@ -190,7 +190,7 @@ def serve(
     given = {"num_blocks": 36, "max_num_seqs": 16, "max_model_tokens": 256, **model.options}
     given |= {"device": model.device, "batch_invariant": is_invariant}
     if drafter is not None and not isinstance(drafter, DraftKind):
-        given["speculative"] = f"{drafter},adaptive=false"
+        given["speculative"] = drafter if ",adaptive=" in drafter else f"{drafter},adaptive=false"
     engine_plan = resolve(family.definition, model.folder, msgspec.convert(given, family.options_type, strict=False))
     if isinstance(drafter, DraftKind):
         engine_plan = with_drafter(engine_plan, scripted_drafter(drafter, outputs or {}), max_drafts=MAX_DRAFTS)

@@ -20,7 +20,13 @@ from openinfer_core.errors import BrokenPlugin, ContractViolation
 from openinfer_core.plugins import DRAFTERS, PLUGIN_ERRORS
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.drafters.contract import DrafterRequirements, DraftMemory, KvDrafter, ObservedStep
+from openinfer_engine.drafters.contract import (
+    DrafterRequirements,
+    DraftMemory,
+    KvDrafter,
+    ObservedStep,
+    SettlingDrafter,
+)
 from openinfer_engine.drafters.requirements import AskedDrafter, ask_drafter
 from openinfer_engine.model import Model, ModelDefinition, WeightSource
 from openinfer_engine.options import EngineOptions
@@ -172,6 +178,16 @@ class SharedDrafter:
     def observe(self, step: ObservedStep) -> None:
         """As `KvDrafter.observe`; nothing after a fault, or for a drafter that has no KV."""
         self._guarded(lambda drafter: drafter.observe(step))
+
+    def settle(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> None:
+        """As `SettlingDrafter.settle`, or else drafts that are left; nothing after a fault."""
+        if not isinstance(self._drafter, SettlingDrafter):
+            self.propose(slots, last_ids, hidden, lengths)
+            return
+        try:
+            self._drafter.settle(slots, last_ids, hidden, lengths)
+        except PLUGIN_ERRORS as error:
+            self._stop(error)
 
     def _guarded(self, call: Callable[[KvDrafter], None]) -> None:
         if not isinstance(self._drafter, KvDrafter):

@@ -251,7 +251,12 @@ class Drafts:
 
 
 def serve(
-    runner: ThreadRunner, requests: list[GenerateRequest], *, seed: int, drafts: Drafts | None = None
+    runner: ThreadRunner,
+    requests: list[GenerateRequest],
+    *,
+    seed: int,
+    drafts: Drafts | None = None,
+    quiet_share: float = 0.0,
 ) -> tuple[dict[int, DraftedAnswer], DraftedSteps]:
     sizes = DraftedSizes(
         num_blocks=NUM_BLOCKS,
@@ -267,6 +272,7 @@ def serve(
         max_drafts=0 if drafts is None else drafts.max_drafts,
         outputs=None if drafts is None else drafts.outputs,
         allowed=lambda request, output: every_third_token_masked(request, output, num_token_ids=NUM_TOKEN_IDS),
+        quiet_share=quiet_share,
     )
     with contextlib.closing(runner):
         return steps.run(requests), steps

@@ -49,7 +49,10 @@ _one_kernel = threading.Lock()  # where a thread stands is a global of the libra
 _LOOPING = (
     "steps_prepare_decode",
     "steps_prepare_chunks",
-    *(f"drafters_{name}" for name in ("restore", "before", "keep", "settle", "spans", "place")),
+    *(
+        f"drafters_{name}"
+        for name in ("restore", "before", "keep", "settle", "spans", "place", "put_late", "take_late")
+    ),
 )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import drafted_worker_on_host as on_host
 import emulated_cuda
+import msgspec
 import numpy as np
 
 from openinfer_core import find_plugin
@@ -21,6 +22,7 @@ from openinfer_core.scheduling import SlotStart
 from openinfer_engine import EngineOptions, SoloCommunicator
 from openinfer_engine.cpu.worker import CpuWorker, make_states
 from openinfer_engine.cuda.worker import CudaWorker
+from openinfer_engine.drafters.contract import LATE_STEPS
 from openinfer_engine.drafters.draft_model import DraftModel
 from openinfer_engine.drafters.requirements import AskedDrafter, ask_drafter
 from openinfer_engine.drafting import DrafterContext, DrafterFaults, SharedDrafter
@@ -59,9 +61,11 @@ FOLDERS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Record:
-    """(request, known tokens) -> what the drafter drafted."""
+    """(request, known tokens) -> what the drafter drafted; and the tokens of a row in steps that it was shown late."""
 
     drafts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    late: list[int] = field(default_factory=list)
+    num_settled: int = 0
 
 
 class Recorded(ScriptedDrafter):
@@ -77,7 +81,13 @@ class Recorded(ScriptedDrafter):
         self._inner.attach(memory)
 
     def observe(self, step: Any) -> None:
+        if len(step.hidden) < len(step.token_ids):
+            self._record.late.append(step.batch.max_query_tokens)
         self._inner.observe(step)
+
+    def settle(self, *given: Any) -> None:
+        self._record.num_settled += 1
+        self._inner.settle(*given)
 
     def start(self, starts: Sequence[SlotStart]) -> None:
         super().start(starts)
@@ -208,6 +218,8 @@ class DrafterBench(on_host.Bench):
             "drafter": shared,
             "first_span_block": on_host.NUM_BLOCKS,
         }
+        if capture:
+            given["shows_late"] = True
         if not cuda:
             return ThreadRunner([CpuWorker(model, **given)])
         worker = CudaWorker(TappedModel(model) if needed.taps else on_host.padded(model), **given)
@@ -217,26 +229,12 @@ class DrafterBench(on_host.Bench):
 
 
 def replace_groups(spec: Any, needed: Any) -> Any:
-    import msgspec
-
     return msgspec.structs.replace(spec, paged=(*spec.paged, *needed.paged), slots=(*spec.slots, *needed.slots))
 
 
 def check(bench: DrafterBench) -> None:
     requests = drafted_requests(on_host.NUM_TOKEN_IDS, count=10)
-    plain, _ = on_host.serve(bench.cpu(), requests, seed=1)
-    outputs = {request_id: answer.token_ids for request_id, answer in plain.items()}
-    drafts = on_host.Drafts(DraftKind.RANDOM, MAX_DRAFTS, outputs)
-    records: list[Record] = []
-    for cuda, capture in ((False, False), (True, False), (True, True)):
-        records.append(record := Record())
-        runner = bench.worker(cuda=cuda, capture=capture, outputs=outputs, record=record)
-        found, steps = on_host.serve(runner, requests, seed=5, drafts=drafts)
-        assert bench.faults.count == 0
-        assert steps.num_accepted > 20, steps.num_accepted
-        assert steps.num_preemptions > 0
-        for request_id, answer in plain.items():
-            assert found[request_id] == answer, f"request {request_id}, {cuda}, {capture}"
+    records = served(bench, requests, ((False, False), (True, False), (True, True)))
     right = records[0].drafts
     assert len(right) > 50, len(right)
     assert len({tuple(each) for each in right.values()}) > 10, "the drafter drafts the same whatever it is told"
@@ -244,14 +242,56 @@ def check(bench: DrafterBench) -> None:
         # A GPU's worker does not ask where no step takes the drafts. Where it replays states it takes none after a
         # chunk of a prompt, and so asks after tokens that a CPU had accepted at once.
         assert bench.name == "mtp" or record.drafts.keys() <= right.keys()
-        common = record.drafts.keys() & right.keys()
-        assert len(common) > len(right) // 2, (len(common), len(right))
-        differing = [key for key in common if record.drafts[key] != right[key]]
-        assert not differing, f"{len(differing)} of {len(right)}: {differing[:5]}"
+        compare(record, right, at_least=len(right) // 2)
+
+
+def check_quiet(bench: DrafterBench) -> None:
+    """With more steps in a row without drafts than are shown at once."""
+    requests = [
+        msgspec.structs.replace(each, sampling=msgspec.structs.replace(each.sampling, max_tokens=52))
+        for each in drafted_requests(on_host.NUM_TOKEN_IDS, count=10)
+    ]
+    of_cpu, of_gpu = served(bench, requests, ((False, False), (True, True)), quiet_share=0.3)
+    late = of_gpu.late
+    assert not of_cpu.late
+    # Where hidden states come with recurrent states, each step is shown as it is computed.
+    assert (bench.name == "mtp") == (not late), late
+    assert not late or (max(late) == LATE_STEPS and min(late) < LATE_STEPS), late
+    assert of_gpu.num_settled > 0, of_gpu.num_settled
+    compare(of_gpu, of_cpu.drafts, at_least=30)
+
+
+def served(
+    bench: DrafterBench, requests: list[Any], ways: Sequence[tuple[bool, bool]], *, quiet_share: float = 0.0
+) -> list[Record]:
+    """What is drafted by each way, on CUDA or not and captured or not; all answer as without drafts."""
+    plain, _ = on_host.serve(bench.cpu(), requests, seed=1)
+    outputs = {request_id: answer.token_ids for request_id, answer in plain.items()}
+    drafts = on_host.Drafts(DraftKind.RANDOM, MAX_DRAFTS, outputs)
+    records: list[Record] = []
+    for cuda, capture in ways:
+        records.append(record := Record())
+        runner = bench.worker(cuda=cuda, capture=capture, outputs=outputs, record=record)
+        found, steps = on_host.serve(runner, requests, seed=5, drafts=drafts, quiet_share=quiet_share)
+        assert bench.faults.count == 0
+        assert steps.num_accepted > 20, steps.num_accepted
+        assert steps.num_preemptions > 0
+        for request_id, answer in plain.items():
+            assert found[request_id] == answer, f"request {request_id}, {cuda}, {capture}"
+    return records
+
+
+def compare(record: Record, right: Mapping[tuple[int, int], list[int]], *, at_least: int) -> None:
+    common = record.drafts.keys() & right.keys()
+    assert len(common) > at_least, (len(common), len(right))
+    differing = [key for key in common if record.drafts[key] != right[key]]
+    assert not differing, f"{len(differing)} of {len(common)}: {differing[:5]}"
 
 
 if __name__ == "__main__":
     graphs.Stream.capture = emulated_cuda.capture
     with tempfile.TemporaryDirectory() as made:
-        check(DrafterBench(sys.argv[1], emulated_cuda.Kernels(Path(made)), Path(made)))
+        made_bench = DrafterBench(sys.argv[1], emulated_cuda.Kernels(Path(made)), Path(made))
+        check(made_bench)
+        check_quiet(made_bench)
     sys.stdout.write("equal\n")

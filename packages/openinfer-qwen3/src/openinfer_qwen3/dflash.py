@@ -23,7 +23,13 @@ from openinfer_core import InvalidCheckpoint, Refused, read_config
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine import DrafterContext
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting, DraftMemory, ObservedStep
+from openinfer_engine.drafters.contract import (
+    DrafterRequirements,
+    DrafterSetting,
+    DraftMemory,
+    ObservedStep,
+    late_bytes,
+)
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.refusals import shortened
 from openinfer_engine.weights.loader import WeightLoader
@@ -298,8 +304,10 @@ class DFlashDrafter:
             taps=config.taps,
             span_tokens=size,
             is_queued=True,
+            observes_late=True,
             # of a token: taps twice, two vectors, K and V of a layer; of a row: logits and its layers' activations
             bytes_per_token=2 * (2 * len(config.taps) + 2) * model.hidden_size + 8 * heads * config.head_dim,
+            bytes_per_sequence=late_bytes(len(config.taps), model.hidden_size),
             bytes_per_row=size * (8 * model.vocab_size + 32 * config.hidden_size + 8 * config.intermediate_size),
         )
 
@@ -329,6 +337,10 @@ class DFlashDrafter:
             some = slice(first, first + rows)
             self._block(slots[some], last_ids[some], lengths[some], drafts[some])
         return drafts
+
+    def settle(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> None:
+        """Implements `SettlingDrafter`; nothing: what it goes on from lies in its blocks."""
+        del slots, last_ids, hidden, lengths
 
     def _block(self, slots: Array, last_ids: Array, lengths: Array, drafts: Array) -> None:
         """Writes `drafts [n, max_drafts]`."""

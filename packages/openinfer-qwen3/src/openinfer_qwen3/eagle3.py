@@ -31,7 +31,13 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafters.boundaries import boundary_group
 from openinfer_engine.drafters.chained import ChainedDrafter
 from openinfer_engine.drafters.chains import HiddenBefore, kept_states
-from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting, DraftMemory, ObservedStep
+from openinfer_engine.drafters.contract import (
+    DrafterRequirements,
+    DrafterSetting,
+    DraftMemory,
+    ObservedStep,
+    late_bytes,
+)
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.refusals import shortened
 from openinfer_engine.weights.loader import WeightLoader
@@ -348,9 +354,11 @@ class Eagle3Drafter(ChainedDrafter):
             taps=config.taps,
             span_tokens=setting.max_drafts,
             is_queued=True,
+            observes_late=True,
             # of a token: taps twice, five vectors of the layer, K and V; of a row: logits, scratch of their sampling
             bytes_per_token=2 * (2 * _TAPS * model.hidden_size + 5 * config.hidden_size + width),
-            bytes_per_sequence=2 * (1 + kept_states(setting.max_drafts)) * config.hidden_size,
+            bytes_per_sequence=2 * (1 + kept_states(setting.max_drafts)) * config.hidden_size
+            + late_bytes(_TAPS, model.hidden_size),
             bytes_per_row=8 * config.draft_vocab_size + 64 * config.hidden_size + 8 * config.intermediate_size,
         )
 

@@ -144,6 +144,8 @@ class CudaBackend(PlannedGpu):
             sleeping_memory=memory,
             adapters=adapters,
             first_span_block=num_blocks,
+            # A tier copies blocks that a drafter may not have filled yet; a sleep gives back what is kept for it.
+            shows_late=not self._options.kv_tier and memory is None,
             tracer=tracer,
         )
         rank.warm_up(capture=self._options.cuda_graph, mark=mark)

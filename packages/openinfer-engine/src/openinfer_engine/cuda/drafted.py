@@ -20,6 +20,7 @@ from openinfer_engine.cuda.captured_spans import CapturedAccept, CapturedSpans, 
 from openinfer_engine.cuda.drafted_sampling import DraftedSamplingState
 from openinfer_engine.cuda.drafted_states import DraftedStates
 from openinfer_engine.cuda.graphs import CapturedDecode
+from openinfer_engine.cuda.late_steps import LateSteps
 from openinfer_engine.cuda.mixed import MixedForward, RowColumns
 from openinfer_engine.cuda.replayed_states import ReplayedStates
 from openinfer_engine.cuda.results import DraftedTokens, PositionLogprobs, ScoredPrompt
@@ -51,6 +52,7 @@ class DraftedSteps:
         limits: WorkerLimits,
         states: DraftedStates | None,
         replayed: ReplayedStates | None,
+        late: LateSteps | None,
         score_prompts: ScorePrompts,
     ) -> None:
         self._model = model
@@ -63,6 +65,7 @@ class DraftedSteps:
         self._limits = limits
         self._states = states
         self._replayed_states = replayed
+        self._late = late
         self._score_prompts = score_prompts
         self._pending: _Pending | None = None
         self._most_logits = limits.max_num_seqs + PROMPT_LOGPROB_ROWS  # that the memory ledger has room for
@@ -75,19 +78,35 @@ class DraftedSteps:
             draft=self._queue_draft if drafter.observes and drafter.requirements.is_queued else None,
         )
 
-    def draft_pending(self, plan: StepPlan) -> None:
-        """Before the slots are brought up to date for a plan: has drafts made that were put off.
+    def draft_pending(self, plan: StepPlan, *, is_decode: bool) -> None:
+        """Before the slots are brought up to date for a plan: has done what was put off until something asks for it.
 
-        A drafter that observes steps is asked for drafts where the plan has some, or where what was accepted of others
-        tells it what to go on from. A step whose drafts nothing asks for costs no more than to be observed.
+        A drafter that observes steps is asked for drafts where the plan has some. Where it has none, the drafter hears
+        what was accepted of others, which it goes on from, and need not be shown a step of one token a row yet.
+
+        Args:
+            plan: the next one.
+            is_decode: whether `run_decode` will queue it.
         """
+        if self._late is not None and not (is_decode and self._late.goes_on(plan)):
+            self._late.show()
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if pending.had_drafts or plan.draft_counts.any():
+        # A row that is not in this step may have its drafts in a later one.
+        sits_out = pending.had_drafts and not np.isin(pending.slots, plan.slots).all()
+        if sits_out or plan.draft_counts.any():
             self._draft(pending)
         else:
-            self._drafts.keep_drafts(pending.spans, None, num_token_ids=self._limits.num_token_ids)
+            self._leave(pending)
+
+    def _leave(self, pending: "_Pending") -> None:
+        """Rows go on without drafts."""
+        spans = pending.spans
+        if pending.had_drafts:
+            self._drafter.settle(spans.slots, spans.last_ids, pending.hidden, spans.lengths)
+        if not pending.is_advanced:
+            self._drafts.keep_drafts(spans, None, num_token_ids=self._limits.num_token_ids)
 
     def place(self, plan: StepPlan) -> StepPlan:
         """The plan with true positions where the host knows them: of states that are not replayed, but waited for."""
@@ -132,7 +151,9 @@ class DraftedSteps:
         self._drafter.start(plan.started)
         captured, token_ids = replay(lambda inputs: self._drafts.place_decode(inputs, plan.num_rows))
         spans = self._drafts.advance(captured.inputs, token_ids, plan.num_rows)
-        pending = _Pending(spans, captured.hidden[: plan.num_rows], had_drafts=False)
+        pending = _Pending(plan.slots, spans, captured.hidden[: plan.num_rows], had_drafts=False, is_advanced=True)
+        if self._late is not None:
+            self._late.note(plan, captured.inputs)
         if self._drafter.observes:
             self._pending = pending
         else:
@@ -155,7 +176,7 @@ class DraftedSteps:
         staging.upload_into(arrays.lines(plan.slots, firsts, plan.max_new, plan.draft_counts), arrays.columns)
         accept = replayed.full if self._slots.changes_logits(plan) else replayed.plain
         accept.graph.launch()
-        pending = _Pending(spans, accept.last_hidden, had_drafts=True, captured=accept)
+        pending = _Pending(plan.slots, spans, accept.last_hidden, had_drafts=True, captured=accept)
         if self._drafter.observes:
             self._pending = pending
         else:
@@ -253,7 +274,7 @@ class DraftedSteps:
     ) -> DraftedTokens:
         """Asks for the next drafts, and begins to bring to the host what the step's result has."""
         last_hidden = self._ops.embedding(spans.last_tokens, hidden)
-        pending = _Pending(spans, last_hidden, had_drafts=bool((plan.max_new > 1).any()))
+        pending = _Pending(plan.slots[rows], spans, last_hidden, had_drafts=bool((plan.max_new > 1).any()))
         wants_drafts = plan.wants_drafts[rows]
         drafts, num_drafts = None, None
         if self._drafter.observes and not wants_drafts.any():
@@ -294,9 +315,12 @@ class DraftedSteps:
 class _Pending:
     """Rows that sampled, and were drafted nothing yet."""
 
+    slots: HostArray
     spans: Spans
     hidden: Array
     had_drafts: bool
+    is_advanced: bool = False
+    """Whether the slots are known to have no drafts."""
     captured: CapturedAccept | None = None
 
 

@@ -23,6 +23,7 @@ from openinfer_engine.cuda.drafted import DraftedSteps, nothing_sampled
 from openinfer_engine.cuda.drafted_sampling import DraftedSamplingState
 from openinfer_engine.cuda.drafted_states import DraftedStates
 from openinfer_engine.cuda.graphs import CapturedDecode, StepWork, capture_decode, capture_mixed
+from openinfer_engine.cuda.late_steps import LateSteps
 from openinfer_engine.cuda.memory_budget import slot_sizes
 from openinfer_engine.cuda.mixed import MixedForward, RowColumns
 from openinfer_engine.cuda.replayed_states import ReplayedStates
@@ -96,6 +97,7 @@ class CudaWorker:
         sleeping_memory: MappedMemory | None = None,
         adapters: RankAdapters | None = None,
         first_span_block: int = 0,
+        shows_late: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
         self._adapter_rows = AdapterRows(adapters, max_num_seqs=limits.max_num_seqs)
@@ -143,6 +145,7 @@ class CudaWorker:
             observer=self._observer,
         )
         self._drafted: DraftedSteps | None = None
+        self._late = self._late_steps(drafter, drafted_slots) if shows_late else None
         if drafter is not None and drafted_slots is not None:
             self._drafted = DraftedSteps(
                 model,
@@ -154,11 +157,27 @@ class CudaWorker:
                 limits=limits,
                 states=self._drafted_states(states),
                 replayed=self._replayed,
+                late=self._late,
                 score_prompts=self._score_prompts,
             )
             if drafter.observes:
                 drafter.attach(self._draft_memory(drafter.requirements, first_span_block))
         self._staging = StagingRing(ops.device, _STAGING_BUFFERS)
+
+    def _late_steps(self, drafter: SharedDrafter | None, slots: DraftedSamplingState | None) -> LateSteps | None:
+        """None for a drafter that is shown each step as it is computed."""
+        if drafter is None or slots is None or self._observer is None or not drafter.requirements.observes_late:
+            return None
+        if self._states is not None:  # copies of states are made after a step, and with them the drafter's
+            return None
+        return LateSteps(
+            self._observer,
+            drafter,
+            slots=slots.drafts,
+            device=self._ops.device,
+            limits=self._limits,
+            memory=self._memory,
+        )
 
     def _draft_memory(self, asked: DrafterRequirements, first_span_block: int) -> CudaDraftMemory:
         return CudaDraftMemory(
@@ -264,6 +283,9 @@ class CudaWorker:
         token_ids, batch, layers = inputs.token_ids, inputs.batch, self._kv_pool.layers
         if self._observer is None:
             hidden = self._model.forward(token_ids, batch=batch, kv_cache=layers)
+        elif self._late is not None:
+            hidden, taps = self._observer.forward_unseen(token_ids, batch=batch, kv_cache=layers)
+            self._late.put(inputs, taps)
         else:
             hidden = self._observer.forward(inputs.rows[0], token_ids, batch=batch, kv_cache=layers)
         return self._model.logits(hidden), hidden
@@ -365,7 +387,7 @@ class CudaWorker:
     def _queue(self, plan: StepPlan) -> QueuedStep:
         entries, planned = self._tables.advance(plan), plan
         if self._drafted is not None:
-            self._drafted.draft_pending(plan)
+            self._drafted.draft_pending(plan, is_decode=self._is_replayed(plan))
             plan = self._drafted.place(plan)
         elif (plan.max_new > 1).any():
             raise ContractViolation("the plan has rows of several new tokens, and the worker no drafter")
@@ -414,7 +436,7 @@ class CudaWorker:
         self, drafted: DraftedSteps, plan: StepPlan, captured: CapturedDecode | None, staging: StagingBuffer
     ) -> tuple[SampledTokens | DraftedTokens, list[ScoredPrompt]]:
         """Rows of one token each, where no grammar waits for drafts, are replayed as without a drafter."""
-        if captured is None or plan.wants_drafts.any() or not plan.max_new.all():
+        if captured is None or not self._is_replayed(plan):
             return drafted.run(plan, staging)
         found: list[_Rows] = []
 
@@ -434,9 +456,18 @@ class CudaWorker:
             tops=self._slots.logprobs[plan.slots[rows.sampled]],
         )
 
-    def _captured_decode(self, plan: StepPlan) -> CapturedDecode | None:
+    def _is_replayed(self, plan: StepPlan) -> bool:
+        """Whether an engine with a drafter replays a step as one without: a token a row, and no grammar that waits."""
+        bucket = self._decode_bucket(plan)
+        return bucket in self._decode and not plan.wants_drafts.any() and bool(plan.max_new.all())
+
+    def _decode_bucket(self, plan: StepPlan) -> int | None:
+        """Rows of the captured decode step that could replay a plan; None for other plans."""
         num_rows = self._sizes.decode_rows(plan)
-        bucket = None if num_rows is None else bucket_of(ROW_BUCKETS, num_rows)
+        return bucket_of(ROW_BUCKETS, num_rows) if num_rows else None
+
+    def _captured_decode(self, plan: StepPlan) -> CapturedDecode | None:
+        bucket = self._decode_bucket(plan)
         if bucket is None:
             return None
         return (self._decode if self._adapter_rows.of(plan.slots) is None else self._adapted_decode).get(bucket)

@@ -37,6 +37,11 @@ class ChainedDrafter(ABC):
             ops=self._ops,
         )
 
+    def settle(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> None:
+        """Implements `SettlingDrafter`."""
+        del last_ids
+        self._attached[1].settle(slots, lengths, hidden=self._of_model(hidden))
+
     @abstractmethod
     def _forward(self, token_ids: Array, hidden: Array, batch: AttentionBatch) -> tuple[Array, Array]:
         """As `chains.Forward`."""

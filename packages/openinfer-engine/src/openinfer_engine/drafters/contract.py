@@ -4,6 +4,8 @@
     loaded           factory(DrafterContext) ─► KvDrafter ─► attach(DraftMemory)
     each step        forward ─► observe(ObservedStep): its KV of all positions computed ─► sampled ─► draft(...)
 
+A step without drafts may be shown later, together with others of the same rows (`observes_late`).
+
 Its KV is laid out in the model's blocks: what belongs to the token at position `p` lies at slot `p`, and must be made
 of tokens up to `p` alone, so that a block depends on its own ids and on those before it, and a cached prefix feeds
 the drafter as it feeds the model. What a draft itself adds lies in blocks of the engine's that no sequence has.
@@ -20,6 +22,11 @@ from openinfer_engine.weights.safetensors_file import TensorInfo
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import Array, AttentionBatch
 from openinfer_kv_cache import KvDtype, PagedGroup, StateSlotGroup
+
+LATE_STEPS = 16
+"""Steps that a drafter is shown at once, later, at most."""
+LATE_TOKENS = 512
+"""Tokens of them at once, at most; of more rows some after the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +75,10 @@ class DrafterRequirements:
     """Whether `observe` and `draft` do no more than to call operators, and read nothing on the host: what a GPU asks
     for, where `observe` is captured once for each number of tokens, with rows that are padding, and then replayed, and
     `draft` for small numbers of rows, before any sequence began: slots are any, and what it drafts is of no use."""
+    observes_late: bool = False
+    """Whether `observe` reads `token_ids` and `taps` of a step, and not `hidden`: a GPU may then show it steps of one
+    token a row later, up to `LATE_STEPS` at once and before drafts are asked for, where it reads its weights once for
+    all. `hidden` has no rows then. Given with `is_queued`."""
     bytes_per_token: int = 0
     """Memory that `observe` works in for each token of a step, at most, next to what is kept."""
     bytes_per_sequence: int = 0
@@ -83,7 +94,7 @@ class ObservedStep:
     token_ids: Array
     """`[T]` int32, drafts that may be refused among them."""
     hidden: Array
-    """`[T, h]` after the final norm: what `Model.forward` returns."""
+    """`[T, h]` after the final norm: what `Model.forward` returns; `[0]` of steps that are shown late."""
     taps: tuple[Array, ...]
     """Of each tap `[T, h]`, the residual stream before that layer, in the compute dtype."""
     slots: Array
@@ -145,3 +156,20 @@ class KvDrafter(Protocol):
         recurrent states, a row with refused drafts is computed again up to the last accepted one, and observed again.
         """
         ...
+
+
+@runtime_checkable
+class SettlingDrafter(Protocol):
+    """What a `KvDrafter` may have in addition: a cheaper way to hear what was accepted, where no drafts are wanted."""
+
+    def settle(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> None:
+        """Instead of `Drafter.draft` after a step with drafts, where the step after it has none: arguments are those.
+
+        A drafter without it is asked for drafts, which are left.
+        """
+        ...
+
+
+def late_bytes(num_taps: int, hidden_size: int) -> int:
+    """For `DrafterRequirements.bytes_per_sequence` of a drafter that is shown steps late: what is kept of them."""
+    return LATE_STEPS * (4 + 2 * num_taps * hidden_size)

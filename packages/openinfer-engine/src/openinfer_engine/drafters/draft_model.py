@@ -26,7 +26,13 @@ from openinfer_core.family import claim
 from openinfer_core.plugins import MODELS, list_plugins
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine.drafters.chains import draft_in_chains
-from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting, DraftMemory, ObservedStep
+from openinfer_engine.drafters.contract import (
+    DrafterRequirements,
+    DrafterSetting,
+    DraftMemory,
+    ObservedStep,
+    late_bytes,
+)
 from openinfer_engine.drafting import MODEL_OPTION, DrafterContext
 from openinfer_engine.model import KvLayers, LastTokenModel, LogitsIndices, Model, ModelDefinition
 from openinfer_engine.options import DeviceKind
@@ -238,7 +244,9 @@ class DraftModelDrafter:
             paged=(_kept_group(found, setting),),
             span_tokens=setting.max_drafts,
             is_queued=True,
+            observes_late=True,
             bytes_per_token=_ACTIVATION_BYTES_PER_TOKEN if on_gpu else 0,
+            bytes_per_sequence=late_bytes(0, 0),
             bytes_per_row=_LOGIT_BYTES * vocab_size + (_ACTIVATION_BYTES_PER_TOKEN if on_gpu else 0),
         )
 
@@ -273,6 +281,10 @@ class DraftModelDrafter:
             likeliest=self._likeliest,
             ops=self._ops,
         )
+
+    def settle(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> None:
+        """Implements `SettlingDrafter`; nothing: what it goes on from lies in its blocks."""
+        del slots, last_ids, hidden, lengths
 
     def _forward(self, token_ids: Array, hidden: Array, batch: AttentionBatch) -> tuple[Array, Array]:
         """`[n, h]` after its last norm; the model's hidden states go on unread."""

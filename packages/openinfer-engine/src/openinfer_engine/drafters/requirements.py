@@ -10,7 +10,7 @@ import msgspec
 
 from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_core.errors import BrokenPlugin
-from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting
+from openinfer_engine.drafters.contract import LATE_TOKENS, DrafterRequirements, DrafterSetting
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat
 from openinfer_engine.weights.checkpoint import Checkpoint
@@ -101,7 +101,7 @@ class AskedDrafter:
         asked, options = self.requirements(num_ranks), self.options
         return (
             options.max_num_seqs * asked.bytes_per_sequence
-            + options.max_step_tokens * asked.bytes_per_token
+            + max(options.max_step_tokens, LATE_TOKENS if asked.observes_late else 0) * asked.bytes_per_token
             + SPAN_ROWS * asked.bytes_per_row
         )
 

@@ -23,6 +23,7 @@ AllowedTokens: TypeAlias = Callable[[GenerateRequest, Sequence[int]], Sequence[i
 
 _EMPTY_STEPS = 0.1
 """Share of the steps that have no rows, next to the second one."""
+_MOST_QUIET_STEPS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,7 @@ class DraftedSteps:
         max_drafts: device drafts that a row is planned with at most, and host drafts.
         outputs: what host drafts are taken from, where they are to be right.
         allowed: which tokens a request may be answered with; of the requests that it masks none is planned ahead.
+        quiet_share: of steps from which on the same few rows have a token each for a while, without drafts.
 
     Attributes:
         num_compared: drafts that the runner has compared.
@@ -123,6 +125,7 @@ class DraftedSteps:
         max_drafts: int = 0,
         outputs: Mapping[int, Sequence[int]] | None = None,
         allowed: AllowedTokens | None = None,
+        quiet_share: float = 0.0,
     ) -> None:
         self._runner = runner
         self._sizes = sizes
@@ -135,6 +138,7 @@ class DraftedSteps:
         self._sequences: list[_Sequence] = []
         self._started: list[SlotStart] = []
         self._step = 0
+        self._quiet_share, self._quiet_left, self._quiet = quiet_share, 0, list[_Sequence]()
         self.num_compared = self.num_accepted = self.num_preemptions = self.num_empty = 0
 
     def run(self, requests: Sequence[GenerateRequest]) -> dict[int, DraftedAnswer]:
@@ -167,6 +171,8 @@ class DraftedSteps:
 
     def _plan(self) -> tuple[StepPlan, list[_Row]] | None:
         self._started = []
+        if self._quiet_share and (quiet := self._quiet_rows()):
+            return self._columns(quiet), quiet
         live = [each for each in self._sequences if not each.is_finished]
         if live and (self._rng.random() < _EMPTY_STEPS or self._step == 1):
             self.num_empty += 1
@@ -178,6 +184,26 @@ class DraftedSteps:
         while not rows and (other := next(others, None)) is not None:  # none of the chosen can run
             rows += [row for row in [self._row(other)] if row is not None]
         return (self._columns(rows), rows) if rows else None
+
+    def _quiet_rows(self) -> list[_Row]:
+        """A token each of the same sequences, step after step, as long as all can go on; none at other times."""
+        if not self._quiet_left and self._rng.random() < self._quiet_share:
+            able = [each for each in self._sequences if self._can_go_on(each)]
+            share = self._rng.choice((0.5, 1.0))
+            self._quiet = [each for each in able if self._rng.random() < share]
+            self._quiet_left = int(self._rng.integers(1, _MOST_QUIET_STEPS))
+        if not (self._quiet_left and self._quiet and all(map(self._can_go_on, self._quiet))):
+            self._quiet_left = 0
+            return []
+        self._quiet_left -= 1
+        rows = [_Row(each, each.bound - 1, 1, [], 1) for each in self._quiet]
+        for each in self._quiet:
+            each.in_flight.append(1)
+        return rows
+
+    def _can_go_on(self, sequence: _Sequence) -> bool:
+        has_room = sequence.bound < self._sizes.max_model_tokens
+        return sequence.is_decoding and has_room and not sequence.is_finished and not self._is_masked(sequence)
 
     def _row(self, sequence: _Sequence) -> _Row | None:
         self._preempt_at_times(sequence)

@@ -29,12 +29,7 @@ class StepObserver:
 
     def forward(self, slots: Array, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
         """As `Model.forward`, of rows in the sequence `slots [R]` int32."""
-        taps: tuple[Array, ...] = ()
-        if self._taps:
-            model = cast("TappedModel", self._model)
-            hidden, taps = model.forward_tapped(token_ids, batch=batch, kv_cache=kv_cache, taps=self._taps)
-        else:
-            hidden = self._model.forward(token_ids, batch=batch, kv_cache=kv_cache)
+        hidden, taps = self.forward_unseen(token_ids, batch=batch, kv_cache=kv_cache)
         step = ObservedStep(
             token_ids=token_ids,
             hidden=hidden,
@@ -44,3 +39,12 @@ class StepObserver:
         )
         self._drafter.observe(step)
         return hidden
+
+    def forward_unseen(
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """As `Model.forward`, and what the drafter asked for, which it is yet to be shown."""
+        if not self._taps:
+            return self._model.forward(token_ids, batch=batch, kv_cache=kv_cache), ()
+        model = cast("TappedModel", self._model)
+        return model.forward_tapped(token_ids, batch=batch, kv_cache=kv_cache, taps=self._taps)

@@ -3,6 +3,7 @@
 //
 //     restore ─► before ─► the drafter's K and V of the step ─► keep          of each step, prompts too
 //     settle ─► spans ─► { place ─► the drafter ─► ids } per draft            of the rows that sampled
+//     put_late, step after step ─► take_late ─► what each step has, at once    of steps that the drafter is shown later
 //
 // A row with slot -1 is padding, and so are tokens after the last row's.
 #include <cstdint>
@@ -101,6 +102,53 @@ extern "C" __global__ void drafters_settle(const Hidden memory, const int* slots
   const char* from = hidden == nullptr ? memory.tail_of(slot, back) : hidden + int64_t(i) * memory.row_bytes;
   copy_row(memory.last_of(slot), from, memory.row_bytes);
   copy_row(settled + int64_t(i) * memory.row_bytes, from, memory.row_bytes);
+}
+
+namespace {
+
+constexpr int LATE_PARTS = 8;
+
+// What a drafter reads of steps, [rows] each.
+struct Parts {
+  const char* rows[LATE_PARTS];
+};
+
+// The same of the last `depth` tokens of each slot, by position; `num_parts` of `row_bytes` each, or ids alone.
+struct LateRows {
+  char* parts;     // [num_parts, slots, depth]
+  int* token_ids;  // [slots, depth]
+  int slots, depth, row_bytes;
+
+  __device__ __forceinline__ int64_t place(int slot, int position) const {
+    return int64_t(slot) * depth + position % depth;
+  }
+  __device__ __forceinline__ char* part(int number, int64_t place) const {
+    return parts + (int64_t(number) * slots * depth + place) * row_bytes;
+  }
+};
+
+}  // namespace
+
+// A step of one token a row: `parts` are those from number `first` on. Grid: rows, and parts (one of them for ids alone).
+extern "C" __global__ void drafters_put_late(const Parts parts, const LateRows late, const int* token_ids,
+                                             const int* slots, const int* positions, int first) {
+  const int row = blockIdx.x, slot = slots[row];
+  if (slot < 0) return;
+  const int64_t place = late.place(slot, positions[row]);
+  const char* from = parts.rows[blockIdx.y];
+  if (late.row_bytes > 0) copy_row(late.part(first + blockIdx.y, place), from + int64_t(row) * late.row_bytes, late.row_bytes);
+  if (first + blockIdx.y == 0 && threadIdx.x == 0) late.token_ids[place] = token_ids[row];
+}
+
+// What was put of the tokens of a batch, `parts` [num_parts, tokens]; zeros for padding. Grid: tokens, and parts.
+extern "C" __global__ void drafters_take_late(const LateRows late, const Step step, char* parts, int* token_ids) {
+  const int token = blockIdx.x, row = step.row_of(token);
+  const bool is_padding = row == step.num_rows;
+  const int64_t place = is_padding ? 0 : late.place(step.slots[row], step.positions[token]);
+  if (late.row_bytes > 0)
+    copy_row(parts + (int64_t(blockIdx.y) * gridDim.x + token) * late.row_bytes,
+             is_padding ? nullptr : late.part(blockIdx.y, place), late.row_bytes);
+  if (blockIdx.y == 0 && threadIdx.x == 0) token_ids[token] = is_padding ? 0 : late.token_ids[place];
 }
 
 // A matrix into columns of a wider one: rows of `row_bytes`, `stride` bytes apart in `to`. Grid: rows.

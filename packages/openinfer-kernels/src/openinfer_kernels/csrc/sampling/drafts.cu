@@ -79,6 +79,17 @@ extern "C" __global__ void drafts_place_decode(int* rows, int padded_rows, const
   *start = max(0, min(*start, drafts.lengths[rows[row]] - 1));
 }
 
+// The record of a mixed batch, as `place_rows` takes it, of the `count` tokens of each of these slots that were computed
+// last. Their ids are not in it.
+extern "C" __global__ void drafts_place_late(const int* slots, const DraftArrays drafts, int count, int* record,
+                                             int num_rows) {
+  const int row = blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= num_rows) return;
+  const int slot = slots[row], start = max(0, drafts.lengths[slot] - 1 - count);
+  const int lines[6] = {slot, start, count, count, row * count, row * count};
+  for (int line = 0; line < 6; ++line) record[line * num_rows + row] = lines[line];
+}
+
 // After such a step, what `finish` and `keep` do after others: where each slot stands, and that it has no drafts.
 extern "C" __global__ void drafts_advance(const int* rows, int padded_rows, const int* sampled_ids,
                                           const SlotArrays slots, const DraftArrays drafts, int* span_slots,

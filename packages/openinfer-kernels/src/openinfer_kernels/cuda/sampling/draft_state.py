@@ -14,7 +14,7 @@ from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kernels.cuda.sampling.slot_sizes import SlotSizes
-from openinfer_kernels.cuda.sampling.step_inputs import DecodeInputs, MixedInputs, SampledRows
+from openinfer_kernels.cuda.sampling.step_inputs import MIXED_LINES, DecodeInputs, MixedInputs, SampledRows
 from openinfer_kernels.cuda.sampling.steps import ONE_BLOCK_THREADS, SlotState, launch_per_item
 from openinfer_kernels.ops import Array
 
@@ -88,6 +88,7 @@ class DraftedSlotState(SlotState):
             "start_slots",
             "place_rows",
             "place_decode",
+            "place_late",
             "advance",
             "open_position",
             "name_rows",
@@ -139,6 +140,14 @@ class DraftedSlotState(SlotState):
         """Corrects the positions of the first `count` of `inputs.rows`, rows of one token without drafts."""
         arguments = [inputs.rows, ctypes.c_int(inputs.rows.shape[1]), self._draft_arrays(), ctypes.c_int(count)]
         self._run("place_decode", count, arguments)
+
+    def place_late(self, slots: Array, count: int) -> Array:
+        """`MixedInputs.record`, without ids, of the `count` tokens of each of `slots [R]` that were computed last."""
+        num_rows = len(slots)
+        record: Any = cupy.zeros(num_rows * (MIXED_LINES + count), np.int32)
+        arguments = [slots, self._draft_arrays(), ctypes.c_int(count), record, ctypes.c_int(num_rows)]
+        self._run("place_late", num_rows, arguments)
+        return record
 
     def advance(self, inputs: DecodeInputs, sampled_ids: Array, count: int) -> Spans:
         """Notes where the slots of such rows stand, once they sampled; they have no drafts then."""
