@@ -28,12 +28,12 @@ from openinfer_engine.cuda.sampler import CudaSampler, download_logprobs
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.model import Model
 from openinfer_kernels import Array, HostArray
+from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kernels.cuda.common.pinned import StagingBuffer
 from openinfer_kernels.cuda.ops import CudaOps
-from openinfer_kernels.cuda.sampling.draft_state import Spans
+from openinfer_kernels.cuda.sampling.draft_state import SPAN_LINES, Spans
 from openinfer_kernels.cuda.sampling.step_inputs import DecodeInputs, MixedInputs
 
-ReplayDecode: TypeAlias = Callable[[Callable[[DecodeInputs], None]], tuple[CapturedDecode, Array]]
 ScorePrompts: TypeAlias = Callable[[StepPlan, Array, StagingBuffer], list[ScoredPrompt]]
 
 
@@ -68,6 +68,7 @@ class DraftedSteps:
         self._late = late
         self._score_prompts = score_prompts
         self._pending: _Pending | None = None
+        self._decode_spans: dict[int, Spans] = {}
         self._most_logits = limits.max_num_seqs + PROMPT_LOGPROB_ROWS  # that the memory ledger has room for
         self.graphs = SpanGraphs(
             max_num_seqs=limits.max_num_seqs,
@@ -140,17 +141,27 @@ class DraftedSteps:
             self._states.settle(plan, tokens, inputs, staging)
         return tokens, prompts
 
-    def run_decode(self, plan: StepPlan, replay: ReplayDecode) -> None:
+    def begin_decode(self, inputs: DecodeInputs) -> None:
+        """Queues what corrects a step of rows of one token each before it is computed; captured with it."""
+        self._drafts.place_decode(inputs)
+
+    def end_decode(self, inputs: DecodeInputs, token_ids: Array) -> None:
+        """Queues that such rows sampled these ids; captured with their sampling."""
+        num_rows = inputs.rows.shape[1]
+        if num_rows not in self._decode_spans:
+            self._decode_spans[num_rows] = Spans.make(cupy.zeros((SPAN_LINES, num_rows), np.int32), positions=1)
+        self._drafts.advance(inputs, token_ids, self._decode_spans[num_rows])
+
+    def run_decode(self, plan: StepPlan, replay: Callable[[], CapturedDecode]) -> None:
         """Queues a placed step of rows of one token each, without drafts, whose slots are up to date.
 
         Args:
             plan: of the step.
-            replay: replays it; takes what corrects its inputs on the device before they are read, and returns the
-                step and the ids that its rows sampled.
+            replay: replays it, what `begin_decode` and `end_decode` queued included.
         """
         self._drafter.start(plan.started)
-        captured, token_ids = replay(lambda inputs: self._drafts.place_decode(inputs, plan.num_rows))
-        spans = self._drafts.advance(captured.inputs, token_ids, plan.num_rows)
+        captured = replay()
+        spans = self._decode_spans[captured.inputs.rows.shape[1]].first(plan.num_rows)
         pending = _Pending(plan.slots, spans, captured.hidden[: plan.num_rows], had_drafts=False, is_advanced=True)
         if self._late is not None:
             self._late.note(plan, captured.inputs)

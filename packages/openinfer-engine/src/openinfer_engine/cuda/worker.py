@@ -207,8 +207,8 @@ class CudaWorker:
         """Runs each captured size once, so that nothing is compiled or measured later; marks `tuning` and `capture`."""
         work = StepWork(
             decode=self._decode_step,
-            sample=lambda logits, inputs: self._sampler.sample(logits, inputs.sampled),
-            sample_fully=self._sampler.sample_fully,
+            sample=lambda logits, inputs: self._sampled_decode(self._sampler.sample(logits, inputs.sampled), inputs),
+            sample_fully=self._sample_decode_fully,
             mixed_hidden=self._mixed_hidden,
         )
         self._ops.device.synchronize()  # state and cache are filled on other streams, which this one does not wait for
@@ -217,7 +217,7 @@ class CudaWorker:
             mixed = [self._mixed.padded_inputs(tokens) for tokens in token_buckets(self._limits)]
             with self._ops.tuning(), self._sizes.rehearsal():
                 for inputs in (way for each in decode for way in self._ways(each)):
-                    self._sampler.sample_fully(self._decode_step(inputs)[0], inputs)
+                    self._sample_decode_fully(self._decode_step(inputs)[0], inputs)
                 for inputs in (way for each in mixed for way in self._ways(each)):
                     self._mixed_hidden(inputs)
                 self._stream.synchronize()
@@ -279,6 +279,8 @@ class CudaWorker:
     def _decode_step(self, inputs: DecodeInputs) -> tuple[Array, Array]:
         """Logits and hidden states."""
         self._sizes.pad_to(len(inputs.token_ids))
+        if self._drafted is not None:
+            self._drafted.begin_decode(inputs)
         self._slots.state.prepare_decode(inputs)
         token_ids, batch, layers = inputs.token_ids, inputs.batch, self._kv_pool.layers
         if self._observer is None:
@@ -293,6 +295,15 @@ class CudaWorker:
     def _mixed_hidden(self, inputs: MixedInputs) -> Array:
         self._sizes.pad_to(len(inputs.token_ids))
         return self._mixed.hidden_of(inputs)
+
+    def _sample_decode_fully(self, logits: Array, inputs: DecodeInputs) -> tuple[Array, Logprobs]:
+        token_ids, logprobs = self._sampler.sample_fully(logits, inputs)
+        return self._sampled_decode(token_ids, inputs), logprobs
+
+    def _sampled_decode(self, token_ids: Array, inputs: DecodeInputs) -> Array:
+        if self._drafted is not None:
+            self._drafted.end_decode(inputs, token_ids)
+        return token_ids
 
     # --- steps ------------------------------------------------------------------------------------------
 
@@ -440,9 +451,9 @@ class CudaWorker:
             return drafted.run(plan, staging)
         found: list[_Rows] = []
 
-        def replay(correct: Callable[[DecodeInputs], None]) -> tuple[CapturedDecode, Array]:
-            found.append(self._replay_decode(plan, captured, staging, correct=correct))
-            return captured, found[0].token_ids
+        def replay() -> CapturedDecode:
+            found.append(self._replay_decode(plan, captured, staging))
+            return captured
 
         drafted.run_decode(plan, replay)
         return self._sampled(plan, found[0], staging), []
@@ -472,14 +483,7 @@ class CudaWorker:
             return None
         return (self._decode if self._adapter_rows.of(plan.slots) is None else self._adapted_decode).get(bucket)
 
-    def _replay_decode(
-        self,
-        plan: StepPlan,
-        captured: CapturedDecode,
-        staging: StagingBuffer,
-        *,
-        correct: Callable[[DecodeInputs], None] | None = None,
-    ) -> _Rows:
+    def _replay_decode(self, plan: StepPlan, captured: CapturedDecode, staging: StagingBuffer) -> _Rows:
         num_rows = plan.num_rows
         num_lines, padded_rows = captured.inputs.rows.shape
         rows = np.full((num_lines, padded_rows), -1, np.int32)
@@ -491,8 +495,6 @@ class CudaWorker:
         if (adapter_slots := self._adapter_rows.of(plan.slots)) is not None:
             rows[DECODE_LINES, :num_rows] = adapter_slots
         staging.upload_into(rows, captured.inputs.rows)
-        if correct is not None:
-            correct(captured.inputs)
         captured.forward.launch()
         sampling = captured.plain if self._slots.is_plain(plan) else captured.full
         sampling.graph.launch()

@@ -71,10 +71,10 @@ extern "C" __global__ void drafts_place_rows(int* record, int padded_rows, const
   for (int i = 0; i < planned; ++i) ids[i] = i < drafts.num_drafts[slot] ? found[i] : 0;
 }
 
-// The same for a step of one token per row, without drafts: `rows` as `steps_prepare_decode` takes it.
+// The same for a step of one token per row, without drafts: `rows` as `steps_prepare_decode` takes it, -1 for padding.
 extern "C" __global__ void drafts_place_decode(int* rows, int padded_rows, const DraftArrays drafts, int num_rows) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
-  if (row >= num_rows) return;
+  if (row >= num_rows || rows[row] < 0) return;
   int* start = rows + padded_rows + row;
   *start = max(0, min(*start, drafts.lengths[rows[row]] - 1));
 }
@@ -95,7 +95,7 @@ extern "C" __global__ void drafts_advance(const int* rows, int padded_rows, cons
                                           const SlotArrays slots, const DraftArrays drafts, int* span_slots,
                                           int* new_counts, int* last_ids, int* lengths, int num_rows) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
-  if (row >= num_rows) return;
+  if (row >= num_rows || rows[row] < 0) return;
   const int slot = rows[row], num_new = sampled_ids[row] < 0 ? 0 : 1;
   drafts.lengths[slot] = lengths[row] = rows[padded_rows + row] + 1 + num_new;
   drafts.num_drafts[slot] = 0;

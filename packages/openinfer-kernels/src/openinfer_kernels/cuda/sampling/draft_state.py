@@ -73,6 +73,12 @@ class Spans:
     def slots(self) -> Array:
         return self.columns[0]
 
+    def first(self, count: int) -> "Spans":
+        """Of the first rows."""
+        names = ("alive", "new_counts", "compared", "consumed", "last_tokens", "last_ids", "lengths")
+        arrays = {name: getattr(self, name)[:count] for name in names}
+        return Spans(columns=self.columns[:, :count], token_ids=self.token_ids[:, :count], **arrays)
+
     def pointers(self) -> _SpanArrays:
         arrays = (*self.columns, self.alive, self.new_counts, self.token_ids)
         return _SpanArrays(*map(address, arrays), len(self.alive))
@@ -136,10 +142,10 @@ class DraftedSlotState(SlotState):
             ],
         )
 
-    def place_decode(self, inputs: DecodeInputs, count: int) -> None:
-        """Corrects the positions of the first `count` of `inputs.rows`, rows of one token without drafts."""
-        arguments = [inputs.rows, ctypes.c_int(inputs.rows.shape[1]), self._draft_arrays(), ctypes.c_int(count)]
-        self._run("place_decode", count, arguments)
+    def place_decode(self, inputs: DecodeInputs) -> None:
+        """Corrects the positions in `inputs.rows`, rows of one token without drafts."""
+        count = ctypes.c_int(inputs.rows.shape[1])
+        self._run("place_decode", count.value, [inputs.rows, count, self._draft_arrays(), count])
 
     def place_late(self, slots: Array, count: int) -> Array:
         """`MixedInputs.record`, without ids, of the `count` tokens of each of `slots [R]` that were computed last."""
@@ -149,12 +155,12 @@ class DraftedSlotState(SlotState):
         self._run("place_late", num_rows, arguments)
         return record
 
-    def advance(self, inputs: DecodeInputs, sampled_ids: Array, count: int) -> Spans:
-        """Notes where the slots of such rows stand, once they sampled; they have no drafts then."""
-        spans = Spans.make(cupy.empty((SPAN_LINES, count), np.int32), positions=1)
+    def advance(self, inputs: DecodeInputs, sampled_ids: Array, spans: Spans) -> None:
+        """Notes where the slots of such rows stand, once they sampled, and in `spans`; they have no drafts then."""
+        count = inputs.rows.shape[1]
         arguments = [
             inputs.rows,
-            ctypes.c_int(inputs.rows.shape[1]),
+            ctypes.c_int(count),
             sampled_ids,
             self._slot_arrays(),
             self._draft_arrays(),
@@ -165,7 +171,6 @@ class DraftedSlotState(SlotState):
             ctypes.c_int(count),
         ]
         self._run("advance", count, arguments)
-        return spans
 
     def open_position(self, spans: Spans, chosen: Array, position: int, inputs: MixedInputs) -> SampledRows:
         """How spans are sampled at their position of this number; -1 among `slots` where it is not reached.
