@@ -74,6 +74,8 @@ class Mtp64:
     """A mutant's: pairs of a token and a hidden state of another row."""
     is_swapped: bool = False
     """A mutant's: the hidden state first."""
+    vocabulary: int | None = None
+    """Token ids that drafts are among, from the first."""
 
     def drafts(self, token_ids: list[int], hidden: NDArray[Any], num_drafts: int) -> list[NDArray[np.float64]]:
         """Logits of each draft, which follow from the likeliest tokens before; `hidden [tokens - 1, h]`."""
@@ -87,7 +89,7 @@ class Mtp64:
             out = self._norm(last, self.tensors["mtp.norm.weight"])
             head = self.tensors.get("lm_head.weight")
             head = self._of_model("embed_tokens.weight") if head is None else head
-            logits.append(head.astype(np.float64) @ out)
+            logits.append(head[: self.vocabulary].astype(np.float64) @ out)
             ids.append(int(np.argmax(logits[-1])))
             states.append(out)
         return logits
@@ -249,6 +251,31 @@ def test_trained_layer_drafts_what_the_model_samples(prefix_cache: bool, kv_cach
     assert stats.drafter_faults == 0
     assert (stats.cached_tokens > 0) == prefix_cache
     assert shares[0] == shares[1] > 0.6
+
+
+def test_drafts_of_a_part_of_the_vocabulary_are_the_likeliest_of_it(mtp_dir: Path) -> None:
+    factory = RecordingFactory(MtpDrafter)
+    options = {"vocabulary": "150"}
+    loop = make_drafting_loop(Qwen35Definition(), mtp_dir, factory, max_drafts=3, drafter_options=options)
+    run_together(loop, random_requests(8, vocab_size=263, max_prompt_tokens=40), seed=0)
+    loop.close()
+    tensors, config = load_float32(mtp_dir), json.loads((mtp_dir / "config.json").read_text())
+
+    assert len(factory.log.contexts) > 100
+    assert max(max(context.drafts) for context in factory.log.contexts) < 150
+    assert wrong_drafts(factory.log, Mtp64(tensors, config, vocabulary=150)) == 0
+    assert wrong_drafts(factory.log, Mtp64(tensors, config)) > 20
+
+
+@pytest.mark.parametrize("option", ["0", "129", "all"])
+def test_a_part_of_the_vocabulary_that_is_none_is_refused(option: str) -> None:
+    message = refused(TRAINED, f"mtp,vocabulary={option}")
+    assert f"vocabulary is {option}; it must be between 1 and 128" in message
+
+
+def test_answers_with_drafts_of_a_part_of_the_vocabulary_are_those_without(mtp_dir: Path) -> None:
+    options = {"vocabulary": "100"}
+    check_model_drafter(Qwen35Definition(), mtp_dir, MtpDrafter, seeds=[0], drafter_options=options)
 
 
 def test_plan_shows_the_layer_its_weights_and_its_kv(mtp_dir: Path) -> None:

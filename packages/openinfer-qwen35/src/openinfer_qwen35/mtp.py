@@ -15,11 +15,15 @@ Sources: the tensors of published checkpoints (`mtp.*`); vLLM's `qwen3_5_mtp` (9
 (bd998a2c) for the order of the halves of `fc`, embedding first. Both are handed what their logits are computed from:
 the hidden state after the final norm, not before it, and of further drafts the layer's output after `mtp.norm`.
 DeepSeek-AI 2024, "DeepSeek-V3", section 2.2, for the idea.
+
+Half of a draft's time is the model's head. With the option `vocabulary=N` drafts are among the first N token ids: a
+tokenizer's ids are in the order in which its merges were found, those of frequent texts first. Zhao et al. 2025,
+"FR-Spec: Accelerating Large-Vocabulary Language Models via Frequency-Ranked Speculative Sampling", by counted ranks.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import msgspec
 import numpy as np
@@ -32,9 +36,10 @@ from openinfer_engine.drafters.chained import ChainedDrafter
 from openinfer_engine.drafters.chains import HiddenBefore, kept_states
 from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting, DraftMemory, ObservedStep
 from openinfer_engine.model import Shard, WeightSource
+from openinfer_engine.speculation.setting import read_integer
 from openinfer_engine.weights.loader import WeightLoader
 from openinfer_engine.weights.stored_tensor import TensorSpec
-from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops, PagedCache, rope_table
+from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops, PagedCache, QuantisedWeight, rope_table
 from openinfer_kv_cache import StateSlotGroup, StateTensor, attention_group
 from openinfer_qwen35.model import (
     AttentionWeights,
@@ -54,6 +59,8 @@ ATTENTION = "mtp"
 """The paged group of the layer."""
 STATE = "mtp_hidden"
 """The slot group of the last hidden state; its tensor is `hidden`."""
+VOCABULARY = "vocabulary"
+"""The option: how many token ids drafts are among, from the first."""
 _PREFIX = "mtp."
 _FIRST_KEY = 1
 
@@ -123,9 +130,12 @@ class MtpDrafter(ChainedDrafter):
     """Implements `Drafter` and `KvDrafter` for checkpoints of Qwen3.5 that have the layer.
 
     Raises:
-        Refused: the model is another family's.
+        Refused: the model is another family's, or the head cannot be cut to the option `vocabulary`.
         InvalidCheckpoint: a tensor has numbers that are not finite.
     """
+
+    options: ClassVar[tuple[str, ...]] = (VOCABULARY,)
+    """Of `--speculative`: token ids that drafts are among."""
 
     def __init__(self, context: DrafterContext) -> None:
         if not isinstance(context.model, Qwen35Model) or context.weights is None:
@@ -133,6 +143,7 @@ class MtpDrafter(ChainedDrafter):
         super().__init__(context)
         self._model = context.model
         self._communicator = context.communicator
+        self._head = _cut_head(context.model, context.options.get(VOCABULARY), num_ranks=context.communicator.size)
         asked = context.requirements or DrafterRequirements()
         self._config = mtp_config(context.model.config, asked.tensors)
         self._weights = load_mtp(
@@ -188,7 +199,8 @@ class MtpDrafter(ChainedDrafter):
         states.take(step, step.hidden)
 
     def _likeliest(self, normed: Array, drafts: Array, column: int) -> Array:
-        return self._ops.draft_ids(self._model.logits(normed), drafts, column)
+        logits = self._model.logits(normed) if self._head is None else self._ops.logits(normed, self._head)
+        return self._ops.draft_ids(logits, drafts, column)
 
     def _forward(self, token_ids: Array, hidden: Array, batch: AttentionBatch) -> tuple[Array, Array]:
         """`[n, h]` after `mtp.norm`, twice, for tokens and the hidden states before them; K and V are appended."""
@@ -244,3 +256,18 @@ class MtpDrafter(ChainedDrafter):
     @property
     def _cache(self) -> PagedCache:
         return self._attached[0].layers[ATTENTION][0]
+
+
+def _cut_head(model: Qwen35Model, option: str | None, *, num_ranks: int) -> Array | None:
+    """The first rows of the model's head; None for all of them."""
+    if option is None:
+        return None
+    try:
+        num_ids = read_integer(option, VOCABULARY, 1, model.config.vocab_size)
+    except ValueError as error:
+        raise Refused(f"--speculative mtp: {error}") from error
+    head = model.weights.lm_head
+    if isinstance(head, QuantisedWeight) or num_ranks > 1:
+        why = "its head is cut by ranks" if num_ranks > 1 else "its head is quantised"
+        raise Refused(f"--speculative mtp,{VOCABULARY}={num_ids}: {why}; leave the option out")
+    return head[:num_ids]
