@@ -15,7 +15,7 @@ from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepPl
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_core.testing.fake_drafter import DraftScript, FakeDrafter
 from openinfer_engine.scheduler import TokenBudgetScheduler
-from openinfer_engine.scheduler.drafts.pace import DraftPace
+from openinfer_engine.scheduler.drafts.pace import FIRST_ALLOWANCE, DraftPace
 from openinfer_engine.scheduler.drafts.record import MOST_RETRY_TOKENS
 from openinfer_engine.scheduler.drafts.times import PLAIN_STEPS
 from openinfer_engine.scheduler.sequence import Sequence
@@ -153,6 +153,25 @@ def test_a_row_that_drafts_in_vain_stops_and_tries_again() -> None:
     assert now_s < 1020.0
 
 
+def test_drafts_next_to_prompts_are_paid_for() -> None:
+    """After a few steps without, every step has a chunk of a prompt, and takes long: that is no draft's cost."""
+    pace, sequence, drafted, now_s = DraftPace(None), make_sequence(), 0, 0.0
+    for step in range(1000):
+        budget = pace.begin_step([sequence], max_drafts=4, budget_tokens=100)
+        num_drafts = pace.most_drafts(0, sequence, min(budget, 4)) if budget else 0
+        chunk = 64 if step > 20 else 0
+        now_s += (3.0 if chunk else 1.0) + num_drafts / 10
+        record = decode_step(step, num_drafts=num_drafts, chunk=chunk)
+        assert (record.has_chunks, record.decode_rows) == (bool(chunk), 1)
+        pace.note_step(record, num_tokens=1, applied_s=now_s)
+        if num_drafts:
+            pace.note_row(sequence, planned=num_drafts, accepted=0)
+            drafted += num_drafts
+        sequence.known_tokens += 1
+    # A draft costs a tenth of a step: a hundredth of a thousand steps, and what there is at the beginning.
+    assert 20 < drafted <= 100 + 10 * FIRST_ALLOWANCE
+
+
 def test_a_step_with_drafts_keeps_to_max_itl_ms() -> None:
     paces = [DraftPace(each) for each in (1100, None)]
     for pace in paces:
@@ -164,15 +183,16 @@ def test_a_step_with_drafts_keeps_to_max_itl_ms() -> None:
     assert budgets == [1, 3]
 
 
-def decode_step(step: int, *, num_drafts: int) -> StepInFlight:
-    """A step of one row, planned when the one before was applied."""
+def decode_step(step: int, *, num_drafts: int, chunk: int = 0) -> StepInFlight:
+    """A step of one row, and of a chunk of a prompt, planned when the one before was applied."""
+    of_prompt = [chunk] if chunk else []
     return StepInFlight(
         step=step,
         planned_s=0.0,
-        rows=[make_sequence()],
-        starts=[10],
-        ends=[11 + num_drafts],
-        max_new=[1 + num_drafts],
+        rows=[make_sequence() for _ in range(1 + len(of_prompt))],
+        starts=[10, *(0 for _ in of_prompt)],
+        ends=[11 + num_drafts, *of_prompt],
+        max_new=[1 + num_drafts, *(0 for _ in of_prompt)],
         faults={},
         decode_tokens=1 + num_drafts,
     )

@@ -5,6 +5,7 @@ from collections.abc import Generator
 from collections.abc import Sequence as ListLike
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,19 @@ class StepInFlight:
     snapshots: dict[int, StateSlotCopy] = field(default_factory=dict[int, StateSlotCopy])
     # snapshots that the step restores from, and that no tier may fill before it has run
     holds: list[StateSlotCopy] = field(default_factory=list[StateSlotCopy])
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether it has rows of prompts, too."""
+        return sum(self.ends) - sum(self.starts) != self.decode_tokens
+
+    @property
+    def decode_rows(self) -> int:
+        """Rows, from the first, that go on from the last id of their slot."""
+        if not self.has_chunks:
+            return len(self.rows)
+        ends = accumulate(end - start for start, end in zip(self.starts, self.ends, strict=True))
+        return sum(1 for _ in takewhile(lambda end: end <= self.decode_tokens, ends))
 
 
 class StepBuilder:

@@ -367,7 +367,8 @@ class TokenBudgetScheduler:
         self._itl_limiter.note(step, applied_s=now_s)
         self._decode_turns.note(step, applied_s=now_s)
         if self._draft_pace is not None:
-            self._draft_pace.note_step(step, num_tokens=len(result.token_ids), applied_s=now_s)
+            num_tokens = int(result.new_counts[: step.decode_rows].sum())
+            self._draft_pace.note_step(step, num_tokens=num_tokens, applied_s=now_s)
         outputs = OutputProcessor(
             step,
             result,

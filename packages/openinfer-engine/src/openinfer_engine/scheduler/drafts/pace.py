@@ -9,9 +9,11 @@ second (`StepTimes` has the times):
 So B is 0 where drafts only cost. What is not known is tried: drafts whose steps were not timed lately, as if further
 ones cost nothing, and rows that have had no drafts for a while, as if theirs were sampled. All that is paid from one
 *allowance*, in ms: a hundredth of the time of decode steps goes there, and what a step with drafts saved or lost: what
-its tokens take without drafts, less its own time. What is tried must be affordable at its worst, and where the
-allowance is spent there are no drafts at all. So whatever drafts, acceptance and times do, a run loses about a
-hundredth of its time to them; where drafts cost little they are tried often, and where they cost much, seldom.
+its tokens take without drafts, less its own time. Drafts in a step that also has tokens of prompts are taken to cost
+there what they cost without these, since how long such a step takes says nothing about them. What is tried must be
+affordable at its worst, and where the allowance is spent there are no drafts at all. So whatever drafts, acceptance and
+times do, a run loses about a hundredth of its time to them; where drafts cost little they are tried often, and where
+they cost much, seldom.
 
 Nothing depends on chance, and no token on any of this.
 """
@@ -144,19 +146,20 @@ class DraftPace:
         self._all.note(planned=planned, accepted=accepted)  # of many requests: a run says nothing
 
     def note_step(self, step: StepInFlight, *, num_tokens: int, applied_s: float) -> None:
-        """Takes in what a step took, from the result before to its own, unless it had tokens of prompts."""
+        """Takes in what a step took, from the result before to its own; `num_tokens` are those of its decode rows."""
         took_ms = (applied_s - max(self._applied_s, step.planned_s)) * 1e3
         self._applied_s = applied_s
-        num_rows = len(step.rows)
-        if took_ms <= 0 or not num_rows or sum(step.ends) - sum(step.starts) != step.decode_tokens:
+        num_rows = step.decode_rows
+        if took_ms <= 0 or not num_rows:
             return
         times, num_drafts = self._times.of(num_rows), step.decode_tokens - num_rows
         plain_ms = times.plain_ms
         if plain_ms is not None:
             most_ms = times.bounds(num_drafts).most_ms if num_drafts else plain_ms
-            paid_ms = min(took_ms, max(2 * most_ms, _MOST_TIMES * plain_ms))
+            paid_ms = most_ms if step.has_chunks else min(took_ms, max(2 * most_ms, _MOST_TIMES * plain_ms))
             self._pay(paid_ms, plain_ms, num_drafts=num_drafts, num_tokens=num_tokens / num_rows)
-        times.note(num_drafts, took_ms)
+        if not step.has_chunks:
+            times.note(num_drafts, took_ms)
 
     def _pay(self, took_ms: float, plain_ms: float, *, num_drafts: int, num_tokens: float) -> None:
         """`num_tokens` are those of a row in the mean."""
