@@ -3,11 +3,14 @@
     forward (captured by tokens) ─► replay: { sample, accept } per position, finish ─► to the host
                                                      before the next step ─► replay: the drafter, keep
 
+The first drafts of a run follow a decode step, and are captured for few rows of one, too.
+
 Rows with fewer drafts than a graph has room for end early, which the device sees: `max_new` of a row is its data.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -119,6 +122,7 @@ class SpanGraphs:
             if rows * positions <= min(most_logits, TOKEN_BUCKETS[-1])
         ]
         self._captured: dict[tuple[int, int], CapturedSpans] = {}
+        self._after_decode: dict[int, tuple[Array, CapturedDrafts]] = {}
         self._ladder = ladder
         self._arrays = {size: SpanArrays.make(*size) for size in self._sizes}
 
@@ -136,8 +140,24 @@ class SpanGraphs:
             for size in self._of_bucket(bucket):
                 self._captured[size] = self._capture(stream, self._arrays[size], mixed)
 
+    def capture_after_decode(self, stream: Stream, spans: Spans, hidden: Array, *, fewest: int) -> None:
+        """Drafts of `fewest` and more of the rows of a captured decode step, up to all of them."""
+        draft = self._draft
+        if draft is None:
+            return
+        for rows in range(fewest, min(len(hidden), MOST_ROWS) + 1):
+            some, last = spans.first(rows), hidden[:rows]
+            graph, (ids, num_ids) = stream.capture(partial(draft, some, last))
+            self._after_decode[rows] = hidden, CapturedDrafts(graph=graph, drafts=ids, num_drafts=num_ids)
+
+    def after_decode(self, num_rows: int, hidden: Array) -> CapturedDrafts | None:
+        """Of a step whose hidden states are there, which steps with adapters have elsewhere."""
+        of, found = self._after_decode.get(num_rows, (None, None))
+        return found if of is hidden else None
+
     def clear(self) -> None:
         self._captured.clear()
+        self._after_decode.clear()
 
     def of(self, plan: StepPlan) -> CapturedSpans | None:
         """What replays a plan whose rows all sample, some at several positions; None if nothing does."""

@@ -7,8 +7,8 @@ position is sampled by a launch of its own, as a step of its own would have samp
 before, the bias and the random number of its true position. Rows that do not reach a position take no part in it.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
-from openinfer_engine.cuda.captured_spans import CapturedAccept, CapturedSpans, SpanArrays, SpanGraphs
+from openinfer_engine.cuda.captured_spans import CapturedDrafts, CapturedSpans, SpanArrays, SpanGraphs
 from openinfer_engine.cuda.drafted_sampling import DraftedSamplingState
 from openinfer_engine.cuda.drafted_states import DraftedStates
 from openinfer_engine.cuda.graphs import CapturedDecode
@@ -28,6 +28,7 @@ from openinfer_engine.cuda.sampler import CudaSampler, download_logprobs
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.model import Model
 from openinfer_kernels import Array, HostArray
+from openinfer_kernels.cuda.common.graphs import Stream
 from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kernels.cuda.common.pinned import StagingBuffer
 from openinfer_kernels.cuda.ops import CudaOps
@@ -149,8 +150,18 @@ class DraftedSteps:
         """Queues that such rows sampled these ids; captured with their sampling."""
         num_rows = inputs.rows.shape[1]
         if num_rows not in self._decode_spans:
-            self._decode_spans[num_rows] = Spans.make(cupy.zeros((SPAN_LINES, num_rows), np.int32), positions=1)
+            # Drafts are captured before the first step has filled these.
+            columns, nothing = cupy.zeros((SPAN_LINES, num_rows), np.int32), cupy.zeros((2, num_rows), np.int32)
+            made = Spans.make(columns, positions=1)
+            self._decode_spans[num_rows] = replace(made, last_ids=nothing[0], lengths=nothing[1])
         self._drafts.advance(inputs, token_ids, self._decode_spans[num_rows])
+
+    def capture_decode(self, stream: Stream, decode: Mapping[int, CapturedDecode]) -> None:
+        """Drafts after captured decode steps, by rows."""
+        fewest = 1
+        for rows, captured in sorted(decode.items()):
+            self.graphs.capture_after_decode(stream, self._decode_spans[rows], captured.hidden, fewest=fewest)
+            fewest = rows + 1
 
     def run_decode(self, plan: StepPlan, replay: Callable[[], CapturedDecode]) -> None:
         """Queues a placed step of rows of one token each, without drafts, whose slots are up to date.
@@ -162,7 +173,14 @@ class DraftedSteps:
         self._drafter.start(plan.started)
         captured = replay()
         spans = self._decode_spans[captured.inputs.rows.shape[1]].first(plan.num_rows)
-        pending = _Pending(plan.slots, spans, captured.hidden[: plan.num_rows], had_drafts=False, is_advanced=True)
+        pending = _Pending(
+            plan.slots,
+            spans,
+            captured.hidden[: plan.num_rows],
+            had_drafts=False,
+            is_advanced=True,
+            captured=self.graphs.after_decode(plan.num_rows, captured.hidden),
+        )
         if self._late is not None:
             self._late.note(plan, captured.inputs)
         if self._drafter.observes:
@@ -187,7 +205,7 @@ class DraftedSteps:
         staging.upload_into(arrays.lines(plan.slots, firsts, plan.max_new, plan.draft_counts), arrays.columns)
         accept = replayed.full if self._slots.changes_logits(plan) else replayed.plain
         accept.graph.launch()
-        pending = _Pending(plan.slots, spans, accept.last_hidden, had_drafts=True, captured=accept)
+        pending = _Pending(plan.slots, spans, accept.last_hidden, had_drafts=True, captured=accept.drafts)
         if self._drafter.observes:
             self._pending = pending
         else:
@@ -213,7 +231,7 @@ class DraftedSteps:
     def _draft(self, pending: "_Pending") -> tuple[Array | None, Array]:
         """The drafts of spans, and how many of them are kept."""
         spans = pending.spans
-        captured = None if pending.captured is None else pending.captured.drafts
+        captured = pending.captured
         if captured is not None and self._drafter.observes:
             captured.graph.launch()
             return captured.drafts, captured.num_drafts
@@ -332,7 +350,7 @@ class _Pending:
     had_drafts: bool
     is_advanced: bool = False
     """Whether the slots are known to have no drafts."""
-    captured: CapturedAccept | None = None
+    captured: CapturedDrafts | None = None
 
 
 def nothing_sampled() -> DraftedTokens:

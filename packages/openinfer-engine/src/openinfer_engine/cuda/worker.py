@@ -259,6 +259,7 @@ class CudaWorker:
                 found[inputs.rows.shape[1]] = capture_decode(self._stream, way, work)
         if self._drafted is not None:
             self._drafted.graphs.capture(self._stream, self._mixed.captured)
+            self._drafted.capture_decode(self._stream, self._decode)
 
     def _ways(self, inputs: _Inputs) -> tuple[_Inputs, ...]:
         """A step without adapters, and where they are served one with them: both read the same arrays."""
