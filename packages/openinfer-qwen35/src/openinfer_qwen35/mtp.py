@@ -16,7 +16,7 @@ Sources: the tensors of published checkpoints (`mtp.*`); vLLM's `qwen3_5_mtp` (9
 the hidden state after the final norm, not before it, and of further drafts the layer's output after `mtp.norm`.
 DeepSeek-AI 2024, "DeepSeek-V3", section 2.2, for the idea.
 
-Half of a draft's time is the model's head. With the option `vocabulary=N` drafts are among the first N token ids: a
+Most of a draft's time is the model's head. With the option `vocabulary=N` drafts are among the first N token ids: a
 tokenizer's ids are in the order in which its merges were found, those of frequent texts first. Zhao et al. 2025,
 "FR-Spec: Accelerating Large-Vocabulary Language Models via Frequency-Ranked Speculative Sampling", by counted ranks.
 """
