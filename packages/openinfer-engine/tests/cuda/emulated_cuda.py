@@ -9,12 +9,13 @@ import ctypes
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -51,7 +52,7 @@ _LOOPING = (
     "steps_prepare_chunks",
     *(
         f"drafters_{name}"
-        for name in ("restore", "before", "keep", "settle", "spans", "place", "put_late", "take_late")
+        for name in ("restore", "before", "keep", "settle", "spans", "place", "put_late", "take_late", "rows")
     ),
 )
 
@@ -129,10 +130,14 @@ class _Stream(AbstractContextManager[None]):
 class Replay:
     """A graph: the work again, its results where they were the first time."""
 
+    launched: ClassVar[Counter[str]] = Counter()
+    """Of all graphs, by what they captured."""
+
     def __init__(self, work: Callable[[], Any], results: Any) -> None:
         self._work, self._results = work, results
 
     def launch(self) -> None:
+        self.launched[getattr(self._work, "func", self._work).__qualname__] += 1
         _overwrite(self._results, self._work())
 
 
@@ -143,6 +148,8 @@ def capture(_: Any, work: Callable[[], Any]) -> tuple[Replay, Any]:
 
 
 def _overwrite(targets: Any, sources: Any) -> None:
+    if targets is None:
+        return
     if isinstance(targets, np.ndarray):
         targets[...] = sources
     elif isinstance(targets, tuple):

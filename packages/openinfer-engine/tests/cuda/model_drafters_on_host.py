@@ -261,6 +261,21 @@ def check_quiet(bench: DrafterBench) -> None:
     compare(of_gpu, of_cpu.drafts, at_least=30)
 
 
+def check_replayed(bench: DrafterBench) -> None:
+    """Requests that ask for tokens alone, whose steps with drafts are replayed."""
+    requests = [
+        msgspec.structs.replace(
+            each, sampling=msgspec.structs.replace(each.sampling, logprobs=None, prompt_logprobs=None)
+        )
+        for each in drafted_requests(on_host.NUM_TOKEN_IDS, count=6)
+    ]
+    emulated_cuda.Replay.launched.clear()
+    of_cpu, of_gpu = served(bench, requests, ((False, False), (True, True)))
+    by_token = emulated_cuda.Replay.launched["MixedForward.leave_hidden_by_token"]
+    assert (bench.name == "mtp") == (not by_token), emulated_cuda.Replay.launched
+    compare(of_gpu, of_cpu.drafts, at_least=30)
+
+
 def served(
     bench: DrafterBench, requests: list[Any], ways: Sequence[tuple[bool, bool]], *, quiet_share: float = 0.0
 ) -> list[Record]:
@@ -294,4 +309,5 @@ if __name__ == "__main__":
         made_bench = DrafterBench(sys.argv[1], emulated_cuda.Kernels(Path(made)), Path(made))
         check(made_bench)
         check_quiet(made_bench)
+        check_replayed(made_bench)
     sys.stdout.write("equal\n")

@@ -38,6 +38,11 @@ from openinfer_kernels.cuda.sampling.step_inputs import DecodeInputs, MixedInput
 ScorePrompts: TypeAlias = Callable[[StepPlan, Array, StagingBuffer], list[ScoredPrompt]]
 
 
+_MOST_READ_TOKENS = 1 << 14
+"""Of contexts, once for each token of their rows, in steps whose tokens are taken for rows: 64 MB of a layer with eight
+KV heads of 128, which is read in about the time that the kernel for longer rows takes to begin and end."""
+
+
 class DraftedSteps:
     """Queues the steps of one worker. Every rank accepts alike, by the ids and drafts of rank 0."""
 
@@ -128,6 +133,7 @@ class DraftedSteps:
             staging,
             correct=lambda inputs: self._drafts.place_rows(inputs, num_planned, max_new),
             least_tokens=0 if replayed is None else len(replayed.mixed.inputs.token_ids),
+            by_token=replayed is not None and _reads_little(plan),
         )
         prompts = self._score_prompts(plan, hidden, staging)
         rows = np.flatnonzero(plan.max_new)
@@ -338,6 +344,11 @@ class DraftedSteps:
             logprobs=logprobs,
             tops=self._slots.logprobs[plan.slots[rows]],
         )
+
+
+def _reads_little(plan: StepPlan) -> bool:
+    """Whether contexts are short enough to be read once for each token of a row."""
+    return int((plan.counts * (plan.starts + plan.counts)).sum()) <= _MOST_READ_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

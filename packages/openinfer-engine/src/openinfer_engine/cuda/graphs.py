@@ -8,7 +8,9 @@ mixed batches   prefill chunks and decode rows together, up to a number of token
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from openinfer_engine.cuda.step_buckets import BY_TOKEN_TOKENS
 from openinfer_kernels import Array, Logprobs
 from openinfer_kernels.cuda.common.graphs import Graph, Stream
 from openinfer_kernels.cuda.sampling.step_inputs import DecodeInputs, MixedInputs
@@ -41,6 +43,8 @@ class CapturedMixed:
     inputs: MixedInputs
     forward: Graph
     hidden: Array
+    by_token: Graph | None = None
+    """The same for a few rows of a few tokens, whose attention takes each token for a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,8 @@ class StepWork:
     sample: Callable[[Array, DecodeInputs], Array]
     sample_fully: Callable[[Array, DecodeInputs], tuple[Array, Logprobs]]
     mixed_hidden: Callable[[MixedInputs], Array]
+    hidden_by_token: Callable[[MixedInputs, Array], None] | None = None
+    """Leaves the same in an array that is given; None where attention has the rows as they are."""
 
 
 def capture_decode(stream: Stream, inputs: DecodeInputs, work: StepWork) -> CapturedDecode:
@@ -64,4 +70,7 @@ def capture_decode(stream: Stream, inputs: DecodeInputs, work: StepWork) -> Capt
 
 def capture_mixed(stream: Stream, inputs: MixedInputs, work: StepWork) -> CapturedMixed:
     forward, hidden = stream.capture(lambda: work.mixed_hidden(inputs))
-    return CapturedMixed(inputs, forward, hidden)
+    by_token = None
+    if work.hidden_by_token is not None and len(inputs.token_ids) <= BY_TOKEN_TOKENS:
+        by_token, _ = stream.capture(partial(work.hidden_by_token, inputs, hidden))
+    return CapturedMixed(inputs, forward, hidden, by_token)

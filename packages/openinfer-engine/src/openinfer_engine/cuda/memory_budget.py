@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from openinfer_core import Refused
 from openinfer_core.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
+from openinfer_engine.cuda.step_buckets import BY_TOKEN_TOKENS
 from openinfer_kernels.cuda.sampling.slot_sizes import SlotSizes, drafted_state_bytes, state_bytes
 
 _MIB = 1 << 20
@@ -53,7 +54,9 @@ def workspaces(
     score_bytes = scored_tokens * limits.score_bytes_per_token * (1 if num_ranks == 1 else 2)
     table_bytes = 4 * limits.num_tables * -(-limits.max_model_tokens // limits.block_size_tokens)
     captured_rows = sum(decode_rows) + sum(min(each, limits.max_num_seqs) for each in mixed_tokens)
-    num_graphs = graphs_per_size * (len(decode_rows) + len(mixed_tokens))
+    by_token = [each for each in mixed_tokens if max_drafts and each <= BY_TOKEN_TOKENS]
+    captured_rows += sum(by_token)
+    num_graphs = graphs_per_size * (len(decode_rows) + len(mixed_tokens) + len(by_token))
     graph_bytes = num_graphs * _GRAPH_BYTES + captured_rows * table_bytes
     shared = {"communicator": _COMMUNICATOR_BYTES + gathered_bytes} if num_ranks > 1 else {}
     return {

@@ -1,6 +1,7 @@
 """`MixedForward`: forward passes of mixed batches on a GPU, replayed from graphs or launched operator by operator."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from openinfer_core.scheduling import StepPlan
@@ -14,7 +15,8 @@ from openinfer_engine.worker.step_observer import StepObserver
 from openinfer_kernels import Array, HostArray
 from openinfer_kernels.cuda.common.pinned import StagingBuffer
 from openinfer_kernels.cuda.sampling.step_inputs import BatchMemory, MixedInputs, mixed_record
-from openinfer_kernels.cuda.sampling.steps import SlotState
+from openinfer_kernels.cuda.sampling.steps import SlotState, copy_array
+from openinfer_kernels.cuda.sampling.token_rows import TokenRows
 
 
 class RowColumns(NamedTuple):
@@ -106,6 +108,22 @@ class MixedForward:
             return self._observer.forward(slots, inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
         return self.model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
 
+    def leave_hidden_by_token(self, rows: TokenRows, inputs: MixedInputs, hidden: Array) -> None:
+        """As `hidden_of`, where each token is a row for the model; leaves the states in `hidden`."""
+        self._slots.prepare_mixed(inputs)
+        batch = rows.batch(inputs)
+        # A row sees what rows before it append, so that no layer may be read early.
+        layers = {
+            name: tuple(replace(cache, is_first_layer=True) for cache in caches)
+            for name, caches in self._kv_cache.items()
+        }
+        if self._observer is None:
+            found = self.model.forward(inputs.token_ids, batch=batch, kv_cache=layers)
+        else:
+            slots = inputs.record[: len(inputs.batch.context_lens)]
+            found = self._observer.forward(slots, inputs.token_ids, batch=inputs.batch, kv_cache=layers, of_model=batch)
+        copy_array(found, hidden)
+
     def run(
         self,
         columns: RowColumns,
@@ -113,6 +131,7 @@ class MixedForward:
         *,
         correct: Callable[[MixedInputs], None] | None = None,
         least_tokens: int = 0,
+        by_token: bool = False,
     ) -> tuple[MixedInputs, Array]:
         """A forward pass of these rows.
 
@@ -121,6 +140,7 @@ class MixedForward:
             staging: of the step.
             correct: queues what changes the record on the device before the pass reads it.
             least_tokens: what is replayed was captured for so many at least.
+            by_token: attention may take each token for a row.
 
         Returns:
             Its inputs, and `[T or more, h]` hidden states; both are those of a graph if one was replayed.
@@ -141,5 +161,6 @@ class MixedForward:
             correct(inputs)
         if captured is None:
             return inputs, self.hidden_of(inputs)
-        captured.forward.launch()
+        graph = captured.by_token if by_token and captured.by_token is not None else captured.forward
+        graph.launch()
         return inputs, captured.hidden

@@ -7,6 +7,8 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 # tokens of captured mixed batches: the fewest are a row with drafts, by the kernels of so many tokens. Of more tokens
 # the device has work for longer than it takes to launch them
 TOKEN_BUCKETS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+# of those that are captured once more with a row for each token: steps of a few drafts of a few rows
+BY_TOKEN_TOKENS = 64
 # of scores of a captured mixed batch, at most: to write and read more takes longer than to launch it
 _CAPTURED_SCORE_BYTES = 1 << 26
 

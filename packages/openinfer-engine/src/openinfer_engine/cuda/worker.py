@@ -10,6 +10,7 @@ ask for makes a step wait, and what few rows ask for costs the others little.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -30,7 +31,7 @@ from openinfer_engine.cuda.replayed_states import ReplayedStates
 from openinfer_engine.cuda.results import DraftedTokens, QueuedStep, SampledTokens, ScoredPrompt
 from openinfer_engine.cuda.sampler import CudaSampler, download_logprobs
 from openinfer_engine.cuda.sampling_state import CudaSamplingState, UnscoredRow
-from openinfer_engine.cuda.step_buckets import ROW_BUCKETS, bucket_of, row_buckets, token_buckets
+from openinfer_engine.cuda.step_buckets import BY_TOKEN_TOKENS, ROW_BUCKETS, bucket_of, row_buckets, token_buckets
 from openinfer_engine.cuda.times import StepTimes
 from openinfer_engine.data_parallel.step_sizes import StepSizes
 from openinfer_engine.distributed.communicator import Communicator
@@ -63,6 +64,7 @@ from openinfer_kernels.cuda.sampling.step_inputs import (
     padding_record,
 )
 from openinfer_kernels.cuda.sampling.steps import SlotState
+from openinfer_kernels.cuda.sampling.token_rows import TokenRows
 
 _Inputs = TypeVar("_Inputs", DecodeInputs, MixedInputs)
 
@@ -210,6 +212,7 @@ class CudaWorker:
             sample=lambda logits, inputs: self._sampled_decode(self._sampler.sample(logits, inputs.sampled), inputs),
             sample_fully=self._sample_decode_fully,
             mixed_hidden=self._mixed_hidden,
+            hidden_by_token=self._hidden_by_token(),
         )
         self._ops.device.synchronize()  # state and cache are filled on other streams, which this one does not wait for
         with self._stream:
@@ -243,11 +246,21 @@ class CudaWorker:
             self._mixed_hidden(inputs)
         self._stream.synchronize()
 
+    def _hidden_by_token(self) -> Callable[[MixedInputs, Array], None] | None:
+        """Of an engine whose rows have drafts, where tokens of a row may be rows for the model."""
+        if self._drafted is None or self._states is not None or self._limits.num_tables > 1:
+            return None
+        return partial(self._mixed.leave_hidden_by_token, TokenRows(self._ops.device))
+
     def _warm_up_drafts(self, mixed: Sequence[MixedInputs]) -> None:
         if self._drafted is None:
             return
+        by_token = self._hidden_by_token()
         for inputs in mixed:
-            self._drafted.graphs.warm_up(inputs, self._mixed.hidden_of(inputs))
+            hidden = self._mixed.hidden_of(inputs)
+            self._drafted.graphs.warm_up(inputs, hidden)
+            if by_token is not None and len(inputs.token_ids) <= BY_TOKEN_TOKENS:
+                by_token(inputs, hidden)
         self._stream.synchronize()
 
     def _capture(self, decode: Sequence[DecodeInputs], mixed: Sequence[MixedInputs], work: StepWork) -> None:

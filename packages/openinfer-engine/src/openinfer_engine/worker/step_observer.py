@@ -27,9 +27,17 @@ class StepObserver:
         self._drafter = drafter
         self._taps = taps
 
-    def forward(self, slots: Array, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
-        """As `Model.forward`, of rows in the sequence `slots [R]` int32."""
-        hidden, taps = self.forward_unseen(token_ids, batch=batch, kv_cache=kv_cache)
+    def forward(
+        self,
+        slots: Array,
+        token_ids: Array,
+        *,
+        batch: AttentionBatch,
+        kv_cache: KvLayers,
+        of_model: AttentionBatch | None = None,
+    ) -> Array:
+        """As `Model.forward`, of rows in the sequence `slots [R]` int32; the model is told of the rows `of_model`."""
+        hidden, taps = self.forward_unseen(token_ids, batch=of_model or batch, kv_cache=kv_cache)
         step = ObservedStep(
             token_ids=token_ids,
             hidden=hidden,

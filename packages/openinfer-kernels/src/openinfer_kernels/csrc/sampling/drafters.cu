@@ -151,6 +151,21 @@ extern "C" __global__ void drafters_take_late(const LateRows late, const Step st
   if (blockIdx.y == 0 && threadIdx.x == 0) token_ids[token] = is_padding ? 0 : late.token_ids[place];
 }
 
+// Each token of a batch as a row of its own: `starts` [tokens + 1], `context_lens` [tokens], 0 for padding, and its row's
+// block table in `tables` [tokens, columns]. Grid: tokens.
+extern "C" __global__ void drafters_rows(const Step step, int* starts, int* context_lens, int* tables) {
+  const int token = blockIdx.x, row = step.row_of(token);
+  const bool is_padding = row == step.num_rows;
+  if (threadIdx.x == 0) {
+    starts[token] = token;
+    if (token + 1 == gridDim.x) starts[gridDim.x] = gridDim.x;
+    context_lens[token] = is_padding ? 0 : step.positions[token] + 1;
+  }
+  const int* table = step.block_tables + int64_t(is_padding ? 0 : row) * step.table_columns;
+  for (int column = threadIdx.x; column < step.table_columns; column += blockDim.x)
+    tables[int64_t(token) * step.table_columns + column] = is_padding ? 0 : table[column];
+}
+
 // A matrix into columns of a wider one: rows of `row_bytes`, `stride` bytes apart in `to`. Grid: rows.
 extern "C" __global__ void drafters_join(const char* from, char* to, int64_t stride, int row_bytes) {
   copy_row(to + blockIdx.x * stride, from + int64_t(blockIdx.x) * row_bytes, row_bytes);

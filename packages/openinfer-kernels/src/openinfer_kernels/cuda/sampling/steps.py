@@ -90,8 +90,8 @@ class SlotState:
 
     def set_bias(self, slot: int, token_ids: Array, values: Array) -> None:
         """Sets the changes of single logits, `[n]` each, of which a slot's record says the number."""
-        _copy(token_ids, self._bias_ids[slot])
-        _copy(values, self._bias_values[slot])
+        copy_array(token_ids, self._bias_ids[slot])
+        copy_array(values, self._bias_values[slot])
 
     def count_tokens(self, slot: int, prompt: Array, output: Array) -> None:
         """Sets what the penalties of a slot look at: int32 ids of the prompt, and of the output so far."""
@@ -214,7 +214,8 @@ def _stream() -> int:
     return cupy.cuda.get_current_stream().ptr
 
 
-def _copy(source: Array, target: Array) -> None:
+def copy_array(source: Array, target: Array) -> None:
+    """Queues a copy between arrays of as many bytes on one device."""
     if source.nbytes:
         on_device = 3
         cupy.cuda.runtime.memcpyAsync(address(target), address(source), source.nbytes, on_device, _stream())
