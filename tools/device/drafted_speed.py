@@ -93,6 +93,16 @@ FOLDERS: dict[str, dict[str, Any]] = {
     },
 }
 """Folders that `--speculative` names as `model={drafter}`; the rest of their shape is the model's."""
+WHOLE_FOLDERS: dict[str, dict[str, Any]] = {
+    "draft-model": {
+        **QWEN3_4B,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    }
+}
+"""Those of a shape of their own: Qwen3-0.6B."""
 ANSWER, WRONG = 1000, 1001
 BIAS = 100.0
 CALLS = 509  # whose drafts are made beforehand, taken in turn
@@ -241,6 +251,10 @@ def main() -> int:
 def write_drafter(given: argparse.Namespace, folder: Path, model: dict[str, Any]) -> None:
     """The folder of a drafter of the model's shape, which the setting then names."""
     name = given.speculative.split(",")[0]
+    if name in WHOLE_FOLDERS:
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(WHOLE_FOLDERS[name] | json.loads(given.drafter_config)))
+        given.speculative += f",model={folder}"
     if name in FOLDERS:
         keys = (
             "hidden_size",

@@ -108,6 +108,7 @@ def _check_columns(ops: Ops, rng: np.random.Generator, hidden: HostArray) -> Non
     other = rounded(rng.normal(size=(len(hidden), 24)).astype(np.float32))
     joined = ops.join_columns(ops.upload_weight(hidden), ops.upload(other))
     _same(ops, joined, CpuOps.join_columns(hidden, other))
+    _same(ops, ops.join_columns(ops.upload(other)), other)
 
 
 def _check_ids(ops: Ops, rng: np.random.Generator) -> None:

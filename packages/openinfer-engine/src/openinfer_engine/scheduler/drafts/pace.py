@@ -30,7 +30,7 @@ from openinfer_engine.scheduler.drafts.times import RowTimes, StepTimes
 from openinfer_engine.scheduler.sequence import Sequence
 from openinfer_engine.scheduler.step_builder import StepInFlight
 
-ALLOWED_SHARE = 0.01
+ALLOWED_SHARE = 0.0075
 """Of the time of decode steps, for what is tried."""
 FIRST_ALLOWANCE, MOST_ALLOWANCE = 0.5, 3.0
 """In steps without drafts."""

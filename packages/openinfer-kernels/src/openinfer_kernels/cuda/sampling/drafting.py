@@ -1,11 +1,13 @@
 """Hidden states that drafters go on from, on the device. `csrc/sampling/drafters.cu`."""
 
 import ctypes
+from functools import cached_property
 
 import numpy as np
 
 from openinfer_kernels.cuda.common.arrays import VECTOR_BYTES, address, require
 from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.memory import Memory
 from openinfer_kernels.cuda.sampling.sampling import Sampling
@@ -15,6 +17,8 @@ from openinfer_kernels.ops.drafting import HiddenMemory
 from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES, DEFAULTS
 
 _THREADS = 128
+_ROUNDING_THREADS, _ROUNDED = 256, 8
+"""Numbers of a thread."""
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
@@ -39,6 +43,7 @@ class Drafting:
     def __init__(self, device: Device, memory: Memory, sampling: Sampling) -> None:
         names = ("restore", "before", "keep", "settle", "join", "ids")
         self._kernels = {name: device.kernel("drafters", f"drafters_{name}") for name in names}
+        self._device = device
         self._memory = memory
         self._sampling = sampling
         self._greedy: dict[tuple[int, int], SamplingBatch] = {}
@@ -71,6 +76,8 @@ class Drafting:
 
     def join_columns(self, *parts: Array) -> Array:
         """Widths are multiples of 8."""
+        if len(parts) == 1 and parts[0].dtype == _FLOAT32 and parts[0].size < 1 << 31:
+            return self._rounded(parts[0])
         whole = cupy.empty((len(parts[0]), sum(part.shape[1] for part in parts)), bfloat16)
         begin = 0
         for part in parts:
@@ -83,6 +90,21 @@ class Drafting:
             row_bytes = width * bfloat16.itemsize
             self._run("join", len(part), [rounded, target, ctypes.c_int64(whole.strides[0]), ctypes.c_int(row_bytes)])
         return whole
+
+    def _rounded(self, residual: Array) -> Array:
+        """Between two layers of a model, whose kernels begin before the one ahead has ended: so does this one."""
+        require(residual, _FLOAT32, ndim=2, what="the columns")
+        if residual.shape[1] % _ROUNDED:
+            raise ArrayMismatchError(f"columns of {residual.shape}: rows of {_ROUNDED} numbers")
+        rounded, vectors = cupy.empty(residual.shape, bfloat16), residual.size // _ROUNDED
+        if vectors:
+            grid, arguments = -(-vectors // _ROUNDING_THREADS), [residual, rounded, ctypes.c_int(vectors)]
+            self._round((grid, 1, 1), (_ROUNDING_THREADS, 1, 1), arguments, overlap=True)
+        return rounded
+
+    @cached_property
+    def _round(self) -> Kernel:
+        return self._device.kernel("norm", "residual_bfloat16")
 
     def draft_ids(self, logits: Array, drafts: Array, column: int, *, token_ids: Array | None = None) -> Array:
         require(drafts, _INT32, ndim=2, what="the drafts")
