@@ -39,9 +39,9 @@ class TokenRows:
         """
         batch, num_tokens = inputs.batch, len(inputs.token_ids)
         num_rows = len(batch.context_lens)
-        if len(batch.block_tables) > 1 or batch.state_slots is not None:
+        table, *others = batch.block_tables
+        if others or batch.state_slots is not None:
             raise ArrayMismatchError("tokens are rows of their own where there are one block table and no states")
-        table = batch.block_tables[0]
         columns = table.shape[1]
         starts, context_lens = cupy.empty(num_tokens + 1, np.int32), cupy.empty(num_tokens, np.int32)
         tables = cupy.empty((num_tokens, columns), np.int32)
