@@ -273,6 +273,12 @@ def test_a_part_of_the_vocabulary_that_is_none_is_refused(option: str) -> None:
     assert f"vocabulary is {option}; it must be between 1 and 128" in message
 
 
+def test_a_part_of_the_vocabulary_is_refused_with_several_ranks(mtp_dir: Path) -> None:
+    options = {"vocabulary": "100"}
+    with pytest.raises(Refused, match="its head is cut by ranks"):
+        make_drafting_loop(Qwen35Definition(), mtp_dir, MtpDrafter, drafter_options=options, tensor_parallel_size=2)
+
+
 def test_answers_with_drafts_of_a_part_of_the_vocabulary_are_those_without(mtp_dir: Path) -> None:
     options = {"vocabulary": "100"}
     check_model_drafter(Qwen35Definition(), mtp_dir, MtpDrafter, seeds=[0], drafter_options=options)
