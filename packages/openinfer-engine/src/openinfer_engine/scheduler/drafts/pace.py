@@ -8,11 +8,11 @@ second (`StepTimes` has the times):
 
 So B is 0 where drafts only cost. What is not known is tried: drafts whose steps were not timed lately, as if further
 ones cost nothing, and rows that have had no drafts for a while, as if theirs were sampled. All that is paid from one
-*allowance*, in ms: a hundredth of the time of decode steps goes there, and what a step with drafts saved or lost: what
+*allowance*, in ms: 0.75 % of the time of decode steps goes there, and what a step with drafts saved or lost: what
 its tokens take without drafts, less its own time. Drafts in a step that also has tokens of prompts are taken to cost
 there what they cost without these, since how long such a step takes says nothing about them. What is tried must be
 affordable at its worst, and where the allowance is spent there are no drafts at all. So whatever drafts, acceptance and
-times do, a run loses about a hundredth of its time to them; where drafts cost little they are tried often, and where
+times do, a run loses less than a hundredth of its time to them; where drafts cost little they are tried often, and where
 they cost much, seldom.
 
 Nothing depends on chance, and no token on any of this.
