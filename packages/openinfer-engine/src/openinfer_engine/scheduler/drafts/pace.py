@@ -12,8 +12,8 @@ ones cost nothing, and rows that have had no drafts for a while, as if theirs we
 its tokens take without drafts, less its own time. Drafts in a step that also has tokens of prompts are taken to cost
 there what they cost without these, since how long such a step takes says nothing about them. What is tried must be
 affordable at its worst, and where the allowance is spent there are no drafts at all. So whatever drafts, acceptance and
-times do, a run loses less than a hundredth of its time to them; where drafts cost little they are tried often, and where
-they cost much, seldom.
+times do, a run loses less than a hundredth of its time to them; where drafts cost little they are tried often, and
+where they cost much, seldom.
 
 Nothing depends on chance, and no token on any of this.
 """
