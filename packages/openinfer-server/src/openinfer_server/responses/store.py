@@ -17,6 +17,7 @@ import msgspec
 from openinfer_server.http.api_errors import ApiError, busy, overloaded
 from openinfer_server.limits.shared_budget import is_share
 from openinfer_server.observability.metrics_snapshot import BudgetUse
+from openinfer_server.responses.eviction_order import EvictionOrder
 from openinfer_server.responses.items import InputItem
 from openinfer_server.responses.objects import ENDED, ResponseObject
 
@@ -35,6 +36,7 @@ class ResponseRecord:
         owner: in whose share it is kept: the tenant, or a client's address without one.
         run: its making, where others may look on or cancel it: background responses.
         num_bytes: what it counts for.
+        is_in_the_making: whether the store counts it as not ended.
     """
 
     response: ResponseObject
@@ -43,6 +45,7 @@ class ResponseRecord:
     owner: str
     run: "ResponseRun | None" = None
     num_bytes: int = 0
+    is_in_the_making: bool = False
 
     @property
     def ended(self) -> bool:
@@ -55,9 +58,12 @@ class ResponseStore:
     def __init__(self, *, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._records: dict[str, ResponseRecord] = {}  # the youngest last
-        self._owned_bytes: Counter[str] = Counter()
-        self._owned: Counter[str] = Counter()
+        self._records: dict[str, ResponseRecord] = {}
+        self._making: Counter[str] = Counter()  # responses that have not ended, by owner
+        self._num_making = 0
+        self._by_number = EvictionOrder()
+        self._by_bytes = EvictionOrder()
+        self._num_uses = 0
         self._thrown_out = 0
         self._refused = 0
 
@@ -66,7 +72,7 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        return self._owned_bytes.total()
+        return self._by_bytes.total
 
     def uses(self) -> list[BudgetUse]:
         """What `/metrics` shows: responses, of which some were refused, and their bytes, of which some were dropped."""
@@ -87,22 +93,29 @@ class ResponseStore:
         if not record.ended:
             self._check_share(record.owner)
         while len(self._records) >= self._max_responses:
-            if not self._throw_out_oldest(self._owned):
-                self._refuse(record.owner, Counter(each.owner for each in self._records.values()))
+            if not self._throw_out_oldest(self._by_number):
+                self._refuse(record.owner)
         self._records[record.response.id] = record
-        self._owned[record.owner] += 1
+        self._by_number.add(record.owner, 1)
+        if record.ended:
+            self._use(record)
+        else:
+            self._count_making(record, is_begun=True)
         self.weigh(record)
 
     def weigh(self, record: ResponseRecord) -> None:
-        # when it was added, and again when it has ended: its output grows in between
+        """Counts what a response is now; to be called once it has ended, since its output grew: then it may go, too."""
         if self._records.get(record.response.id) is not record:
             return
+        if record.is_in_the_making and record.ended:
+            self._count_making(record, is_begun=False)
+            self._use(record)
         num_bytes = len(msgspec.json.encode((record.response, record.items)))
         if record.run is not None:
             num_bytes += record.run.num_event_bytes
-        self._owned_bytes[record.owner] += num_bytes - record.num_bytes
+        self._by_bytes.add(record.owner, num_bytes - record.num_bytes)
         record.num_bytes = num_bytes
-        while self.num_bytes > self._max_bytes and self._throw_out_oldest(self._owned_bytes):
+        while self.num_bytes > self._max_bytes and self._throw_out_oldest(self._by_bytes):
             pass
 
     def find(self, response_id: str, tenant: str) -> ResponseRecord:
@@ -111,37 +124,47 @@ class ResponseStore:
         if record is None or record.tenant != tenant:
             message = f"there is no response {response_id[:100]!r}; it was deleted, made room, or never stored"
             raise ApiError(404, message, param="response_id", code="response_not_found")
-        self._records[response_id] = self._records.pop(response_id)
+        if not record.is_in_the_making:
+            self._use(record)
         return record
 
     def remove(self, record: ResponseRecord) -> None:
         if self._records.pop(record.response.id, None) is None:
             return
-        for owned, amount in ((self._owned, 1), (self._owned_bytes, record.num_bytes)):
-            owned[record.owner] -= amount
-            if not owned[record.owner]:
-                del owned[record.owner]
+        if record.is_in_the_making:
+            self._count_making(record, is_begun=False)
+        for order, amount in ((self._by_number, 1), (self._by_bytes, record.num_bytes)):
+            order.drop(record.owner, record.response.id)
+            order.add(record.owner, -amount)
+
+    def _use(self, record: ResponseRecord) -> None:
+        self._num_uses += 1
+        for order in (self._by_number, self._by_bytes):
+            order.use(record.owner, record.response.id, self._num_uses)
+
+    def _count_making(self, record: ResponseRecord, *, is_begun: bool) -> None:
+        record.is_in_the_making = is_begun
+        self._num_making += 1 if is_begun else -1
+        self._making[record.owner] += 1 if is_begun else -1
+        if not self._making[record.owner]:
+            del self._making[record.owner]
 
     def _check_share(self, owner: str) -> None:
-        making = Counter(record.owner for record in self._records.values() if not record.ended)
-        if not is_share(making[owner], 1, used=making.total(), limit=self._max_responses):
-            self._refuse(owner, making)
+        if not is_share(self._making[owner], 1, used=self._num_making, limit=self._max_responses):
+            self._refuse(owner)
 
-    def _refuse(self, owner: str, making: "Counter[str]") -> NoReturn:
+    def _refuse(self, owner: str) -> NoReturn:
         self._refused += 1
-        message = f"{making.total()} background responses are in the making"
-        if making[owner]:
-            raise overloaded(f"{message}; {making[owner]} of them are yours; try again later")
+        message = f"{self._num_making} background responses are in the making"
+        if self._making[owner]:
+            raise overloaded(f"{message}; {self._making[owner]} of them are yours; try again later")
         raise busy(f"{message}; try again later")
 
-    def _throw_out_oldest(self, owned: "Counter[str]") -> bool:
+    def _throw_out_oldest(self, order: EvictionOrder) -> bool:
         """Throws out the oldest ended response of the owner that has most, of those that have one."""
-        oldest: dict[str, ResponseRecord] = {}
-        for record in self._records.values():
-            if record.ended:
-                oldest.setdefault(record.owner, record)
-        if not oldest:
+        name = order.first()
+        if name is None:
             return False
-        self.remove(oldest[max(oldest, key=lambda owner: owned[owner])])
+        self.remove(self._records[name])
         self._thrown_out += 1
         return True
