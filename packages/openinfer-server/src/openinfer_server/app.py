@@ -150,6 +150,13 @@ class App:
             route.level, http_request.header(b"authorization"), http_request.header(b"x-api-key")
         )
 
+    def tenant_of(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        """Whose request it is by its headers; empty where no keys are asked for, or none that is known is shown."""
+        fields = dict(headers)
+        with contextlib.suppress(ApiError):
+            return self.service.access.admit(Level.USER, fields.get(b"authorization"), fields.get(b"x-api-key"))
+        return ""
+
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
             message = await receive()

@@ -165,6 +165,7 @@ def hand_over_of(app: App, address: str, want: Callable[[], None]) -> HandOver:
         returning=[route.path for route in posted if route.may_go_back],
         least_bytes=app.service.options.large_request_bytes,
         want=want,
+        tenant_of=app.tenant_of,
     )
 
 

@@ -1,24 +1,28 @@
 """Large requests are answered by a process of their own, which their connection is handed to."""
 
+import asyncio
 import contextlib
 import functools
 import http.client
 import itertools
 import json
+import os
 import re
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
-from openinfer_server.http.handover import HandOver
+from openinfer_server.http.handover import Handed, HandOver
+from openinfer_server.http.suspects import SUSPECTED_S, Suspects
 from openinfer_server.testing import DEADLINE_S, wait_until
-from openinfer_server.workers.group import can_share_ports
+from openinfer_server.workers.group import LARGE_PAUSE_S, can_share_ports
 from openinfer_server.workers.kept_bytes import KEPT_BYTES
 
 pytestmark = pytest.mark.skipif(not can_share_ports(), reason="only Linux hands connections over")
@@ -44,18 +48,19 @@ class Server:
 
     def __init__(self, model_dir, event_loop, num_workers=1):
         command = [sys.executable, "-c", CHILD, str(model_dir), event_loop, str(num_workers)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `kill`
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
         self.host, port = self.process.stdout.readline().strip().removeprefix("http://").split(":")
         self.port = int(port)
 
-    def connect(self):
-        return http.client.HTTPConnection(self.host, self.port, timeout=PATIENCE_S)
+    def connect(self, source="127.0.0.1"):
+        return http.client.HTTPConnection(self.host, self.port, timeout=PATIENCE_S, source_address=(source, 0))
 
-    def ask(self, path="/v1/completions", body=None, connection=None):
+    def ask(self, path="/v1/completions", body=None, connection=None, source="127.0.0.1"):
         """Status, whether the other process answered, and the body."""
         with contextlib.ExitStack() as stack:
             if connection is None:
-                connection = stack.enter_context(contextlib.closing(self.connect()))
+                connection = stack.enter_context(contextlib.closing(self.connect(source)))
             method = "GET" if body is None else "POST"
             headers = {} if body is None else {"content-type": "application/json"}
             connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -86,8 +91,17 @@ class Server:
 
     def end(self):
         self.process.send_signal(signal.SIGTERM)
-        _, log = self.process.communicate(timeout=PATIENCE_S)
-        return log
+        self.process.communicate(timeout=PATIENCE_S)
+        return self.log()
+
+    def log(self):
+        """What it has said so far."""
+        return os.pread(self._log.fileno(), 2**24, 0).decode()
+
+    def kill(self):
+        self.process.kill()
+        self.process.communicate()
+        self._log.close()
 
 
 @pytest.fixture
@@ -100,8 +114,7 @@ def start(model_dir):
 
     yield start
     for server in servers:
-        server.process.kill()
-        server.process.communicate()
+        server.kill()
 
 
 def large(**fields):
@@ -225,7 +238,7 @@ def test_request_whose_process_dies_is_answered_by_the_next(start, event_loop):
     assert server.process.returncode == 0, log
 
 
-def test_request_that_outlives_two_processes_is_503(start):
+def test_request_that_outlives_two_processes_is_503_and_large_ones_of_its_owner_are_for_a_while(start):
     server = start()
     worker = server.wait_for_large()
     body = json.dumps(large()).encode()
@@ -238,11 +251,37 @@ def test_request_that_outlives_two_processes_is_503(start):
         answer = read_all(client)
     assert answer.startswith(b"HTTP/1.1 503")
     assert b"retry-after: " in answer
-    server.wait_for_large()
+    status, _, told = server.ask(body=large())
+    assert (status, "ended two processes" in told) == (503, True), told
     assert server.ask(body=small())[0] == 200
+    answered = lambda: server.ask(body=large(), source="127.0.0.2")[:2] == (200, True)  # noqa: E731
+    wait_patiently(answered, "large requests of another client have a process")
     log = server.end()
     assert log.count("another takes its place") == 2
     assert server.process.returncode == 0, log
+
+
+def test_deaths_of_the_process_for_large_requests_do_not_end_the_server(start):
+    server = start()
+    dead = server.wait_for_large()
+    for _ in range(2):
+        dead.kill()
+        following = functools.partial(next_worker, server, dead)
+        wait_patiently(lambda: following() is not None, "another process takes its place")  # noqa: B023
+        dead = following()
+        wait_patiently(lambda: server.ask(body=large())[:2] == (200, True), "it takes large requests")
+    dead.kill()
+    pause = f"another takes its place in {LARGE_PAUSE_S:g} s"
+    wait_patiently(lambda: pause in server.log(), "the server has seen the third death")
+    assert server.ask("/health")[0] == 200
+    assert server.ask(body=small())[0] == 200
+    log = server.end()  # which does not wait for the next process, for which it is not time yet
+    assert server.process.returncode == 0, log
+
+
+def next_worker(server, dead):
+    """The process that came after one that died; None if it is not there yet."""
+    return next((each for each in server.workers() if each.pid != dead.pid), None)
 
 
 @pytest.mark.parametrize("event_loop", ["asyncio", "uvloop"])
@@ -357,16 +396,140 @@ def test_death_of_the_first_worker_ends_the_one_for_large_requests(start):
     ],
 )
 def test_large_requests_are_taken_where_another_process_may_answer_or_give_back(method, url, headers, is_taken):
-    hand_over = HandOver(
-        "/nowhere", ["/v1/completions"], returning=["/v1/responses"], least_bytes=LARGE, want=lambda: None
-    )
+    hand_over = handing_over("/nowhere", ["/v1/completions"], returning=["/v1/responses"])
     assert hand_over.takes(method, url, headers) is is_taken
+
+
+def handing_over(address, paths=(), **arguments):
+    return HandOver(
+        str(address),
+        paths,
+        **{"least_bytes": LARGE, "want": lambda: None, "tenant_of": lambda headers: "", **arguments},
+    )
 
 
 def test_where_no_one_listens_the_process_is_wanted_and_nothing_handed_over(tmp_path):
     wanted = []
-    hand_over = HandOver(str(tmp_path / "large"), [], least_bytes=LARGE, want=lambda: wanted.append(1))
-    with socket.socket() as connection:
-        assert hand_over.begin(connection, [b"POST"]) is None
+    hand_over = handing_over(tmp_path / "large", want=lambda: wanted.append(1))
+
+    async def begin():
+        with socket.socket() as connection:
+            return hand_over.begin(connection, [b"POST"], "")
+
+    assert asyncio.run(begin()) is None
     assert wanted == [1]
     assert hand_over.num_handed_over == 0
+
+
+def test_owner_is_the_tenant_or_the_address():
+    hand_over = handing_over("/nowhere", tenant_of=lambda headers: dict(headers).get(b"tenant", b"").decode())
+    assert hand_over.owner([(b"tenant", b"acme")], "10.0.0.1") == "acme"
+    assert hand_over.owner([], "10.0.0.1") == "10.0.0.1"
+
+
+def test_an_owner_is_suspected_for_a_while_and_few_are_remembered():
+    suspects = Suspects()
+    suspects.add("acme", now_s=100.0)
+    assert suspects.left_s("acme", now_s=130.0) == SUSPECTED_S - 30.0
+    assert suspects.left_s("other", now_s=130.0) == 0.0
+    assert suspects.left_s("acme", now_s=100.0 + SUSPECTED_S) == 0.0
+    for number in range(2000):
+        suspects.add(f"owner {number}", now_s=200.0)
+    assert suspects.left_s("owner 0", now_s=200.0) == 0.0
+    assert suspects.left_s("owner 1999", now_s=200.0) == SUSPECTED_S
+
+
+# Another process, as far as connections are handed to it: it ends by what one of them says, and answers others. The
+# first waits for two of them before it looks at what they say.
+OTHER_PROCESS = """
+import os, socket, sys
+path, at_once = sys.argv[1], int(sys.argv[2])
+if os.path.exists(path):
+    os.unlink(path)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(path)
+listener.listen()
+print("it listens", flush=True)
+while True:
+    arrived = []
+    for _ in range(at_once):
+        link, _ = listener.accept()
+        kept = socket.recv_fds(link, 1, 2)[1]
+        said = b""
+        while part := link.recv(65536):
+            said += part
+        arrived.append((link, said, kept))
+    at_once = 1
+    if any(b"poison" in said for _, said, _ in arrived):
+        os._exit(1)
+    for link, _, descriptors in arrived:
+        link.send(b"\1")
+        link.close()
+        for each in descriptors:
+            os.close(each)
+"""
+
+
+class OtherProcesses:
+    """Started anew whenever it has ended by itself. A context manager."""
+
+    def __init__(self, path):
+        self.deaths = asyncio.Queue()
+        self._path = path
+
+    async def __aenter__(self):
+        self._process = await self._start(2)
+        self._watching = asyncio.create_task(self._watch())
+        await self._process.stdout.readline()
+        return self
+
+    async def __aexit__(self, *_):
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+    async def _start(self, at_once):
+        command = (sys.executable, "-c", OTHER_PROCESS, str(self._path), str(at_once))
+        return await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+
+    async def _watch(self):
+        while True:
+            await self._process.wait()
+            self.deaths.put_nowait(self._process.returncode)
+            self._process = await self._start(1)
+
+
+def test_lost_requests_are_repeated_one_after_the_other_and_the_one_that_kills_is_found(tmp_path):
+    asyncio.run(lose_and_repeat(tmp_path / "large"))
+
+
+async def lose_and_repeat(path):
+    hand_over = handing_over(path)
+    async with asyncio.timeout(PATIENCE_S), OtherProcesses(path) as others:
+        with contextlib.ExitStack() as stack:
+            said = {"good": b"of the good one", "bad": b"poison", "third": b"of a third one"}
+            connections = {name: stack.enter_context(connected()) for name in said}
+            handings = {name: hand_over.begin(connections[name], [said[name]], name) for name in ("bad", "good")}
+            told = dict(zip(handings, await asyncio.gather(*map(hand_over.finish, handings.values())), strict=True))
+            assert told == {"bad": (Handed.LOST, b""), "good": (Handed.LET_GO, b"")}
+            for _ in range(2):
+                await others.deaths.get()
+            assert hand_over.suspected_s("bad") > 0
+            assert hand_over.suspected_s("good") == 0
+            third = hand_over.begin(connections["third"], [said["third"]], "third")
+            assert third is not None  # it waits for the next process, or has it
+            assert await hand_over.finish(third) == (Handed.LET_GO, b"")
+            assert others.deaths.empty()
+            for handing in (*handings.values(), third):
+                hand_over.release(handing)
+
+
+@contextlib.contextmanager
+def connected():
+    """The server's end of a TCP connection, of which nothing is read."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            yield accepted

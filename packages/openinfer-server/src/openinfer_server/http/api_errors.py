@@ -132,9 +132,9 @@ def overloaded(message: str) -> ApiError:
     return ApiError(429, message, code="queue_full", headers=((b"retry-after", b"%d" % RETRY_AFTER_S),))
 
 
-def busy(message: str) -> ApiError:
+def busy(message: str, *, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
     """The server, not its engine, has no room for more."""
-    return ApiError(503, message, code="unavailable", headers=((b"retry-after", b"%d" % RETRY_AFTER_S),))
+    return ApiError(503, message, code="unavailable", headers=((b"retry-after", b"%d" % retry_after_s),))
 
 
 def shutting_down(message: str) -> ApiError:

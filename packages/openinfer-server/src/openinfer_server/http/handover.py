@@ -8,6 +8,10 @@
                      ├── BACK: what is asked for is kept in this process: it answers, with all that was read
                      └── the other process dies before: once more by the one that takes its place, then 503
 
+A request that ended two processes ends no third, and neither do others of its owner for a while (`suspects.py`). So
+that the right one is found, those that were lost are repeated one after the other, each alone for `ALONE_S`; what comes
+meanwhile, or while there is no process after a death, waits with them: what may have ended one is not answered here.
+
 So neither the body nor what is made of it ever holds the event loop, the interpreter or, at equal priority, the
 processors of those whose requests are small. A handed-over connection ends with its response, since the next request
 may be one for this process. What the other process reads is kept in memory that both have (`workers/kept_bytes.py`)
@@ -28,6 +32,8 @@ from enum import Enum
 
 from openinfer_server.http.acceptor import Acceptor, MakeProtocol
 from openinfer_server.http.connections import ConnectionTable
+from openinfer_server.http.suspects import Suspects
+from openinfer_server.limits.shared_budget import owner_of
 from openinfer_server.workers.kept_bytes import KEPT_BYTES, Connected, KeptBytes, num_read
 
 logger = logging.getLogger("openinfer.server")
@@ -38,12 +44,15 @@ _BEGUN = b"\1"
 _BACK = b"\2"
 _ALONE, _WITH_KEPT = b"\0", b"\3"  # the byte that a connection's descriptor comes with, and that of what is kept
 MAX_FRAMING_BYTES = 2**17  # of a head and of what follows its request
+ALONE_S = 2.0  # for which a request that is repeated has the other process for itself: what ends that does so soon
+_MAX_TRIES = 2  # processes that one request may end
 _RECEIVE_S = 5.0  # in which the front sends what it has read
 _MAX_READ_BYTES = 4 * 2**20 + KEPT_BYTES  # what that can be: a read of the event loop's, the head, what was kept
 _CHUNK_BYTES = 2**16
 _REPLACED_S = 60.0  # in which another process takes the place of one that died
 _LOOK_EVERY_S = 0.05
 _MOST_SAME = 40
+Headers = Sequence[tuple[bytes, bytes]]  # names in lower case
 _CREDENTIALS = struct.Struct("3i")  # Linux's ucred: process, user, group
 
 
@@ -60,6 +69,7 @@ class Handing:
 
     Args:
         connection: of which the front has a descriptor of its own.
+        owner: whose request it is: the tenant, or the client's address without one.
         read: what was read of it since its request began.
         kept: what the other process reads of it; None where that is not kept.
         is_waited_for: whether the front waits for what the other process does with it.
@@ -67,18 +77,26 @@ class Handing:
     Attributes:
         link: to the other process.
         pid: of that process; 0 before there is a link.
+        num_tries: processes that it was given to.
         num_same: how often that process was found again, which has lost the link.
     """
 
     def __init__(
-        self, connection: Connected, read: Sequence[bytes], kept: KeptBytes | None, *, is_waited_for: bool
+        self,
+        connection: Connected,
+        read: Sequence[bytes],
+        kept: KeptBytes | None,
+        *,
+        owner: str,
+        is_waited_for: bool,
     ) -> None:
         self.connection = connection
+        self.owner = owner
         self.read = read
         self.kept = kept
         self.is_waited_for = is_waited_for
         self.link: socket.socket | None = None
-        self.pid = self.num_same = 0
+        self.pid = self.num_same = self.num_tries = 0
         self._num_read_before = None if kept is None else num_read(connection)
 
     def all_read(self) -> bytes | None:
@@ -105,6 +123,7 @@ class HandOver:
         returning: of routes some of whose requests the other process gives back.
         least_bytes: of a large body.
         want: called where the other process is not there; it may be on its way already.
+        tenant_of: whose request it is by its headers; empty where that is not known.
 
     Attributes:
         num_handed_over: requests so far.
@@ -120,6 +139,7 @@ class HandOver:
         returning: Iterable[str] = (),
         least_bytes: int,
         want: Callable[[], None],
+        tenant_of: Callable[[Headers], str],
     ) -> None:
         self.num_handed_over = self.num_repeated = self.num_given_back = 0
         self._address = address
@@ -127,9 +147,23 @@ class HandOver:
         self._returning = frozenset(path.encode() for path in returning)
         self._least_bytes = least_bytes
         self._want = want
+        self._tenant_of = tenant_of
         self._num_waited_for = self._num_kept = 0
+        self._suspects = Suspects()
+        self._one_at_a_time = asyncio.Lock()
+        self._num_lost = 0  # requests that wait to be repeated, or are being
+        self._was_there = False
+        self._gone_s: float | None = None  # when the other process, which was there, was first not found
 
-    def takes(self, method: bytes, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    def suspected_s(self, owner: str) -> float:
+        """For how much longer large requests of an owner are refused, one of whose ended two processes."""
+        return self._suspects.left_s(owner, now_s=_now_s())
+
+    def owner(self, headers: Headers, address: str) -> str:
+        """Whose share a request of a client at this address is of, as `HttpRequest.owner` has it."""
+        return self._tenant_of(headers) or owner_of(address)
+
+    def takes(self, method: bytes, url: bytes, headers: Headers) -> bool:
         """Whether a request is large, and one that another process may answer. One of no told length may be large."""
         path = url.partition(b"?")[0]
         may_return = path in self._returning
@@ -147,17 +181,19 @@ class HandOver:
         has_room = self._num_kept < MAX_KEPT and self._num_waited_for < MAX_WAITED_FOR
         return has_room and num_bytes + MAX_FRAMING_BYTES <= KEPT_BYTES
 
-    def begin(self, connection: Connected, read: Sequence[bytes]) -> Handing | None:
+    def begin(self, connection: Connected, read: Sequence[bytes], owner: str) -> Handing | None:
         """Hands a connection over, which is to be finished and released; None if the other process is not there.
 
-        Where many are waited for, the other process is believed to answer this one.
+        Where many are waited for, the other process is believed to answer this one. One that comes where another was
+        lost has no link yet.
         """
         try:
             kept = KeptBytes.create() if self._can_keep(0) else None
         except OSError:  # no descriptor, or no memory
             return None
-        handing = Handing(connection, read, kept, is_waited_for=self._num_waited_for < MAX_WAITED_FOR)
-        if not self._reach(handing):
+        is_waited_for = self._num_waited_for < MAX_WAITED_FOR
+        handing = Handing(connection, read, kept, owner=owner, is_waited_for=is_waited_for)
+        if not (self._num_lost or self._reach(handing) or self._is_awaited()):
             handing.close()
             self._want()
             return None
@@ -165,6 +201,10 @@ class HandOver:
         self._num_waited_for += handing.is_waited_for
         self._num_kept += kept is not None
         return handing
+
+    def _is_awaited(self) -> bool:
+        """Whether the other process has died, and the next one is on its way."""
+        return self._gone_s is not None and _now_s() - self._gone_s < _REPLACED_S
 
     def release(self, handing: Handing) -> None:
         """Frees what one that was begun holds; once."""
@@ -183,10 +223,15 @@ class HandOver:
             if pid != handing.pid:  # else it is dying, and its link was closed before its listening socket is
                 socket.send_fds(link, [_WITH_KEPT if kept else _ALONE], [handing.connection.fileno(), *kept])
                 handing.link, handing.pid = link, pid
+                handing.num_tries += 1
+                self._was_there, self._gone_s = True, None
                 return True
             handing.num_same += 1
-        except OSError:  # not there yet, or not any more; or it has more to accept than it can
-            pass
+        except BlockingIOError:  # it has more to accept than it can
+            handing.num_same += 1
+        except OSError:  # not there yet, or not any more
+            if self._was_there and self._gone_s is None:
+                self._gone_s = _now_s()
         link.close()
         return False
 
@@ -196,24 +241,53 @@ class HandOver:
         A request whose process dies before it begins to answer is handed to the next one, once.
         """
         told = await _told(handing.link, handing.read, is_waited_for=handing.is_waited_for)
-        if told is Handed.LOST and (read := handing.all_read()) is not None and await self._reach_next(handing):
-            self.num_repeated += 1
-            told = await _told(handing.link, [read], is_waited_for=True)
+        if told is Handed.LOST:
+            self._num_lost += 1
+            try:
+                told = await self._repeat(handing)
+            finally:
+                self._num_lost -= 1
         if told is not Handed.GIVEN_BACK:
             return told, b""
         self.num_given_back += 1
         back = handing.all_read()
         return (Handed.LOST, b"") if back is None else (told, back)
 
+    async def _repeat(self, handing: Handing) -> Handed:
+        """Gives a lost request to the next process when it is its turn; its owner is suspected if that dies, too."""
+        told = Handed.LOST
+        while told is Handed.LOST and handing.num_tries < _MAX_TRIES:
+            async with self._one_at_a_time:
+                if self.suspected_s(handing.owner) or (read := handing.all_read()) is None:
+                    return told
+                self.num_repeated += handing.num_tries > 0
+                if not await self._reach_next(handing):
+                    return told
+                telling = asyncio.create_task(_told(handing.link, [read], is_waited_for=True))
+                try:
+                    await asyncio.wait((telling,), timeout=ALONE_S)
+                except asyncio.CancelledError:
+                    telling.cancel()
+                    raise
+            told = await telling
+        if told is Handed.LOST:
+            self._suspects.add(handing.owner, now_s=_now_s())
+            logger.error("a request has ended %d processes; large ones of its owner are refused", handing.num_tries)
+        return told
+
     async def _reach_next(self, handing: Handing) -> bool:
         """Waits for the process that takes the place of one that died; whether it came."""
-        for _ in range(round(_REPLACED_S / _LOOK_EVERY_S)):
-            if self._reach(handing):
-                return True
+        while not self._reach(handing):
             if handing.num_same > _MOST_SAME:  # it lives, and could not take it
                 return False
+            if self._gone_s is not None and not self._is_awaited():
+                return False
             await asyncio.sleep(_LOOK_EVERY_S)
-        return False
+        return True
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _peer(link: socket.socket) -> int:

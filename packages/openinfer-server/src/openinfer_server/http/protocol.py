@@ -20,6 +20,7 @@ The minor version of uvicorn is pinned, because this class relies on when `data_
 """
 
 import asyncio
+import math
 import socket
 from http import HTTPStatus
 from typing import Any, cast
@@ -239,7 +240,11 @@ class BoundedProtocol(HttpToolsProtocol):
         method = cast("Any", self.parser).get_method()
         if read is None or not is_alone or not hand_over.takes(method, self.url, self.headers):
             return
-        self._handing = hand_over.begin(self.transport.get_extra_info("socket"), read)
+        owner = hand_over.owner(self.headers, self.client[0] if self.client else "")
+        if suspected_s := hand_over.suspected_s(owner):
+            message = "a request of yours ended two processes of the server; for a while it takes small ones alone"
+            self._refuse(busy(message, retry_after_s=math.ceil(suspected_s)))
+        self._handing = hand_over.begin(self.transport.get_extra_info("socket"), read, owner)
         if self._handing is not None:
             raise _HeadHandedOver
 

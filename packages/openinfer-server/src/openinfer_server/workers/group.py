@@ -8,7 +8,9 @@ start ──all Ready──► serving ──drain──► draining ──all e
 What a worker that died had counted stays in the sums, as far as it was asked: counters do not fall.
 
 One more takes the large requests of all (`http/handover.py`). The first of them starts it (`want_large`); until it is
-ready, and where it cannot be started at all, they are answered like others.
+ready, and where it cannot be started at all, they are answered like others. It is there so that what a large request
+does is not at the cost of others: so its deaths do not end the server, and after many of them it is not there for
+`LARGE_PAUSE_S`, in which large requests wait, or are told to come again.
 """
 
 import asyncio
@@ -48,6 +50,7 @@ logger = logging.getLogger("openinfer.server")
 
 MAX_DEATHS = 3  # so many are no accident: what ends one worker would end the next
 DEATHS_WINDOW_S = 60.0
+LARGE_PAUSE_S = 30.0  # less than requests wait for another process
 _START_AGAIN_S = 1.0
 _ATTEMPTS_PER_WARNING = 60
 _END_GRACE_S = 5.0  # what a worker gets beyond the drain's deadline
@@ -100,10 +103,12 @@ class WorkerGroup:
         self._table: WorkerTable | None = None
         self._is_serving = False  # all have been ready once
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._large_deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self._dead_counted: list[MetricsSnapshot] = []  # none, or the sum
         self._max_model_tokens = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
+        self._drains = asyncio.Event()
         self._large_number = 0  # of the worker that takes large requests, once it is wanted
 
     def prepare(
@@ -175,6 +180,7 @@ class WorkerGroup:
     def drain(self) -> None:
         """Tells all to take no more requests and to end."""
         self._draining = True
+        self._drains.set()
         for worker in self._workers:
             if worker.process.stdin is not None:
                 worker.process.stdin.close()
@@ -244,11 +250,18 @@ class WorkerGroup:
             logger.error("%s before it was ready: large requests are answered next to others", what)
             return
         launch, table = self._launch, self._table
-        if launch is None or table is None or not self._is_serving or self._are_many_deaths():
+        takes_large = worker.number == self._large_number
+        are_many = _are_many(self._large_deaths if takes_large else self._deaths)
+        if launch is None or table is None or not (takes_large or self._is_serving) or (are_many and not takes_large):
             self._give_up(what)
             return
-        logger.error("%s; another takes its place", what)
-        await self._start_when_possible(launch, table, worker.number)
+        if are_many:
+            logger.error("%s, the third within a minute; another takes its place in %g s", what, LARGE_PAUSE_S)
+            await self._wait_unless_draining(LARGE_PAUSE_S)
+        else:
+            logger.error("%s; another takes its place", what)
+        if not self._draining:
+            await self._start_when_possible(launch, table, worker.number)
 
     async def _start_when_possible(self, launch: WorkerLaunch, table: WorkerTable, number: int) -> None:
         """Tries once a second: the system has no memory, processes or descriptors, and the others serve meanwhile."""
@@ -260,15 +273,14 @@ class WorkerGroup:
                     logger.error("no worker can be started, which is tried again each second: %s", error)
             else:
                 return
-            await asyncio.sleep(_START_AGAIN_S)
+            await self._wait_unless_draining(_START_AGAIN_S)
             if self._draining:
                 return
 
-    def _are_many_deaths(self) -> bool:
-        """Counts one more."""
-        now = asyncio.get_running_loop().time()
-        self._deaths.append(now)
-        return len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WINDOW_S
+    async def _wait_unless_draining(self, most_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                await self._drains.wait()
 
     def _give_up(self, why: str) -> None:
         self.lost = why
@@ -291,6 +303,13 @@ class WorkerGroup:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _are_many(deaths: deque[float]) -> bool:
+    """Counts one more."""
+    now = asyncio.get_running_loop().time()
+    deaths.append(now)
+    return len(deaths) == MAX_DEATHS and now - deaths[0] < DEATHS_WINDOW_S
 
 
 def can_share_ports() -> bool:
