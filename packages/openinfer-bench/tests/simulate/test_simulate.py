@@ -1,6 +1,7 @@
 """The simulator: a run is its seed, a run without mistakes is clean, and mistakes in every layer are found."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,17 @@ def test_a_run_that_failed_once_is_clean(what: str) -> None:
     seed, kinds, hours = KEPT[what]
     code, output = simulate(seed, {"hours": hours, "wave_s": 8.0, "faults_per_hour": 600.0, "kinds": kinds})
     assert code == 0, output
+
+
+def test_a_run_that_fails_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it is asked for anew
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setattr("openinfer_bench.simulate.SCENARIO", "failing:main")
+    code, output = simulate(3, {})
+    assert code == 1
+    assert f"leaves {tmp_path}" in output
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_the_command_tells_each_run_and_how_it_went(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +156,10 @@ def test_processes_that_die_are_replaced_or_end_the_server_and_nothing_hangs() -
 def check_found(monkeypatch: pytest.MonkeyPatch, said: str, *, mutant: str, seed: int = 0, **options: object) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     arguments = {"mutant": mutant, "hours": 1.0, "wave_s": 8.0, "faults_per_hour": 600.0, **options}
-    with run_in_child("mutants:main", seed=seed, arguments=arguments) as process:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        run_in_child("mutants:main", seed=seed, arguments=arguments, folder=Path(folder)) as process,
+    ):
         output, _ = process.communicate()
     assert process.returncode == 1, f"{mutant} was not found"
     assert said in output

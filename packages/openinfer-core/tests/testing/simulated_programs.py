@@ -1,6 +1,7 @@
 """Programs that run in a world; see test_simulation.py."""
 
 import asyncio
+import mmap
 import os
 import queue
 import secrets
@@ -314,6 +315,41 @@ def processes(world: World) -> dict[str, Any]:
         "refused": refused,
         "now_s": round(world.now_s, 2),
     }
+
+
+def inherited_memory(world: World) -> dict[str, Any]:
+    """A process inherits memory of one that is killed before it looks at that; none is left when both have ended."""
+    made: list[int] = []
+    found: dict[str, bool] = {}
+
+    async def start_child() -> None:
+        await asyncio.create_subprocess_exec("python", "-m", "child", limit=1024, pass_fds=(made[0],))
+        await asyncio.sleep(1000.0)
+
+    def parent(child: Any) -> int:
+        del child
+        made.append(os.memfd_create("shared"))
+        os.ftruncate(made[0], 4096)
+        asyncio.run(start_child())
+        return 0
+
+    def child(child: Any) -> int:
+        del child
+        time.sleep(5.0)
+        mmap.mmap(made[0], 4096).close()
+        found["its child has it"] = True
+        return 0
+
+    world.processes.programs |= {"parent": parent, "child": child}
+    process, *_ = world.processes.start("parent")
+    time.sleep(1.0)
+    world.processes.kill(process)
+    time.sleep(10.0)
+    try:
+        os.fstat(made[0])
+    except OSError:
+        found["none is left"] = True
+    return found
 
 
 def sockets(world: World) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A world: threads, locks, queues, executors, event loops and connections in virtual time, the same for a seed."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,11 @@ def test_processes_say_and_hear_and_a_killed_one_does_nothing_more() -> None:
         "now_s": 2.0,
     }
     assert run("processes") == run("processes", hash_seed=3)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has memory that is inherited")
+def test_memory_that_a_process_has_inherited_outlives_the_one_that_made_it() -> None:
+    assert run("inherited_memory") == {"its child has it": True, "none is left": True}
 
 
 def test_bytes_between_processes_come_in_order_and_end_with_the_process() -> None:

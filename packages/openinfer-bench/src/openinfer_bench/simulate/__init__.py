@@ -9,9 +9,11 @@ import argparse
 import itertools
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from openinfer_core.testing.simulation.child import run_in_child
@@ -49,8 +51,9 @@ def run(argv: Sequence[str]) -> int:
 
 def simulate(seed: int, options: dict[str, Any], *, hash_seed: int | None = None) -> tuple[int, str]:
     """Runs one simulation in a process of its own; returns its exit status and its output, the report last."""
-    process = run_in_child(SCENARIO, seed=seed, arguments=options, hash_seed=hash_seed)
-    output, _ = process.communicate()
+    with tempfile.TemporaryDirectory(prefix="openinfer-simulation-") as folder:  # one that fails leaves its files
+        process = run_in_child(SCENARIO, seed=seed, arguments=options, hash_seed=hash_seed, folder=Path(folder))
+        output, _ = process.communicate()
     return process.returncode, output
 
 

@@ -20,7 +20,12 @@ _PACKAGE = "openinfer_core.testing.simulation"
 
 
 def run_in_child(
-    function: str, *, seed: int, arguments: Mapping[str, Any], hash_seed: int | None = None
+    function: str,
+    *,
+    seed: int,
+    arguments: Mapping[str, Any],
+    hash_seed: int | None = None,
+    folder: Path | None = None,
 ) -> "subprocess.Popen[str]":
     """Starts a simulation.
 
@@ -29,11 +34,14 @@ def run_in_child(
         seed: of the world.
         arguments: what JSON can say.
         hash_seed: of the child's hashes of strings; by default Python draws one.
+        folder: where it makes its files, which are left there if it fails.
 
     Returns:
         The process; its output's last line is what the function returned, in JSON.
     """
     environment = {**os.environ, "PYTHONHASHSEED": "random" if hash_seed is None else str(hash_seed)}
+    if folder is not None:
+        environment["TMPDIR"] = str(folder)
     command = [sys.executable, __file__, function, str(seed), json.dumps(dict(arguments))]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # noqa: S603
 

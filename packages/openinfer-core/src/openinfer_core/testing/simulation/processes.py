@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 from asyncio import StreamReader, StreamReaderProtocol
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import GenericAlias
 from typing import Any
 
@@ -209,14 +209,39 @@ class AsyncProcess:
             self._loop.call_soon_threadsafe(lambda: self._ended.done() or self._ended.set_result(None))
 
 
+class _SharedMemory:
+    """Memory between processes, which is real, and so are its descriptors: each goes with the last that has it."""
+
+    def __init__(self) -> None:
+        self._num_users: dict[int, int] = {}  # by descriptor
+
+    def use(self, process: Process, descriptor: int) -> None:
+        self._num_users[descriptor] = self._num_users.get(descriptor, 0) + 1
+        process.at_end.append(lambda: self._leave(descriptor))
+
+    def inherit(self, process: Process, descriptors: Iterable[int]) -> None:
+        for descriptor in self._num_users.keys() & set(descriptors):
+            self.use(process, descriptor)
+
+    def _leave(self, descriptor: int) -> None:
+        self._num_users[descriptor] -= 1
+        if not self._num_users[descriptor]:
+            del self._num_users[descriptor]
+            os.close(descriptor)
+
+
 def install_processes(world: World, network: Network) -> Processes:
     """Replaces what starts, ends and signals processes; for good."""
     processes = Processes(world, network)
     VirtualPopen.processes, VirtualPopen.world = processes, world
+    memory = _SharedMemory()
 
-    async def create_subprocess_exec(*arguments: str, limit: int, **options: Any) -> AsyncProcess:
-        del options  # pipes for input and output, and descriptors to inherit: all processes have them
+    async def create_subprocess_exec(
+        *arguments: str, limit: int, pass_fds: Iterable[int] = (), **options: Any
+    ) -> AsyncProcess:
+        del options  # pipes for input and output: all processes have them
         process, ours_in, ours_out = processes.start(arguments[-1])
+        memory.inherit(process, pass_fds)
         loop: Any = asyncio.get_running_loop()
         reader = StreamReader(limit=limit, loop=loop)
         await loop.connect_accepted_socket(lambda: StreamReaderProtocol(reader, loop=loop), ours_out)
@@ -224,9 +249,8 @@ def install_processes(world: World, network: Network) -> Processes:
         return AsyncProcess(processes, process, _Input(transport), reader)
 
     def memfd_create(name: str, flags: int = 0) -> int:
-        """Memory between processes is real, and so is its descriptor, which goes with the process that made it."""
         descriptor = real_memory(name, flags)
-        world.process.at_end.append(lambda: os.close(descriptor))
+        memory.use(world.process, descriptor)
         return descriptor
 
     real_memory: Any = getattr(os, "memfd_create", None)
