@@ -11,7 +11,7 @@ from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_engine.scheduler import TokenBudgetScheduler
 from openinfer_engine.scheduler.company import ALONE_MS, ALONE_TOKENS, COMPANY_S
-from openinfer_engine.scheduler.decode_turns import LEAST_ROWS, TURN_STEPS
+from openinfer_engine.scheduler.decode_turns import LEAST_ROWS, ROWS_MS, TURN_STEPS
 from openinfer_engine.scheduler.itl_limit import OTHERS_MS
 
 BASE_MS = 3.0
@@ -76,7 +76,7 @@ def dear() -> Timed:
 
 def test_many_rows_add_to_a_step_what_they_may_and_no_more(dear: Timed) -> None:
     took_ms, tokens = dear.steps(80)
-    assert max(took_ms) <= 1.05 * (BASE_MS + 8 * 0.2 + OTHERS_MS)
+    assert max(took_ms) <= 1.05 * (BASE_MS + 8 * 0.2 + ROWS_MS)
     assert set(dear.tokens_of("few", tokens)) == {80}  # a row in each step
     assert dear.scheduler.stats().share_rows_sat_out > 80 * 40
 
@@ -125,6 +125,52 @@ def test_few_rows_go_on_however_dear_they_are() -> None:
     for _ in range(20):
         _, tokens = timed.step()
         assert sum(each > 0 for each in timed.tokens_of("many", tokens)) >= LEAST_ROWS
+
+
+def test_a_prompt_of_one_tenant_takes_no_rows_of_another_out_of_a_step() -> None:
+    timed = Timed(row_ms=0.25, token_ms=0.3)
+    timed.add("calm", 32)
+    timed.steps(40)
+    timed.add("loud", 1, prompt_tokens=2000, max_tokens=1)
+    took_ms, tokens = timed.steps(60)
+    assert set(timed.tokens_of("calm", tokens)) == {60}
+    assert max(took_ms) > BASE_MS + 32 * 0.25 + 4.0  # the prompt went on meanwhile
+    assert timed.scheduler.stats().share_rows_sat_out == 0
+
+
+def test_where_most_rows_fit_none_sits_out_two_steps_one_after_the_other() -> None:
+    timed = Timed(row_ms=0.5)
+    timed.add("many", 30)
+    timed.steps(20)
+    timed.add("few", 8)
+    timed.steps(40)
+    before = Counter[RequestId](range(30))
+    for _ in range(40):
+        _, now = timed.step()
+        assert all(before[each] or now[each] for each in range(30))
+        before = now
+    assert timed.scheduler.stats().share_rows_sat_out > 100
+
+
+def test_newcomers_do_not_wait_for_the_prompt_of_a_tenant_that_would_be_next() -> None:
+    """Its next prompt is the next to run, and waits for the budget that the one under way takes."""
+    timed = Timed(row_ms=0.25, token_ms=0.3, num_slots=64, num_blocks=2**12)
+    timed.add("calm", 24, max_tokens=24)
+    timed.steps(10)
+    timed.add("flood", 100, prompt_tokens=1000, max_tokens=1)
+    waits, longest = Counter[RequestId](), 0
+    for _ in range(600):
+        _, tokens = timed.step()
+        for each in tuple(waits):
+            waits[each] += 1
+            longest = max(longest, waits[each])
+            if tokens[each]:
+                del waits[each]
+        if timed.scheduler.stats().running < 25 and len(waits) < 4:
+            timed.add("calm", 1, max_tokens=24)
+            waits[max(timed.tenants)] = 0
+    assert longest <= 6
+    assert timed.scheduler.stats().prompt_tokens > 600 * 8  # and the flood's go on
 
 
 def test_all_rows_come_back_when_the_other_tenant_has_ended() -> None:
@@ -196,7 +242,7 @@ def test_prompts_are_short_steps_as_long_as_another_tenant_was_here_a_moment_ago
     timed.add("loud", 200, prompt_tokens=2000, max_tokens=1)
     took_ms, _ = timed.steps(20)
     assert max(took_ms) <= BASE_MS + OTHERS_MS + 1.0  # its next request would wait for one of these
-    took_ms, _ = timed.steps(150)
+    took_ms, _ = timed.steps(250)
     assert BASE_MS + 0.8 * ALONE_MS < max(took_ms) <= BASE_MS + 1.1 * ALONE_MS  # it may be back within a minute
     timed.wait(COMPANY_S)
     timed.add("loud", 50, prompt_tokens=2000, max_tokens=1)

@@ -126,7 +126,7 @@ def test_flood_of_prompts_leaves_another_tenants_rows_their_pace() -> None:
             scheduler.apply(plan, device.run(plan), now_s=now_s)
         assert max(took_ms[20:]) <= most_ms
         assert (max(took_ms[20:]) > DECODE_MS + TOKEN_MS * 1900) == (not flood)  # one tenant has whole steps
-        assert scheduler.stats().prompt_tokens > 5 * 2000
+        assert scheduler.stats().prompt_tokens > 3 * 2000
 
 
 def test_mixed_steps_of_the_scheduler_stay_within_the_limit() -> None:

@@ -2,11 +2,14 @@
 
     time of a step  =  time without a row  +  rows x time per row
 
-What the decode rows of one tenant may add to a step has the bound that prompts have (`itl_limit.py`): `OTHERS_MS`, or
-as long as the step would take without them. Where it has more rows, they take turns in order of age, so each goes on
-and none falls behind; what sits a step out keeps its slot and blocks. A tenant with half of the rows or fewer is within
-the bound whatever a row costs, and one that runs alone has none. A turn is `TURN_STEPS` long, so that those that have
-it soon have gone on far enough to give way to a newcomer (`row_shares.py`).
+What the decode rows of one tenant may add to a step next to decode rows of others has a bound: `ROWS_MS`, or as long
+as the step would take without them. Where it has more rows, they take turns in order of age, so each goes on and none
+falls behind; what sits a step out keeps its slot and blocks. A tenant with half of the rows or fewer is within the
+bound whatever a row costs. One next to prompts of others alone has none: these may take as long as its rows do
+(`itl_limit.py`).
+
+A turn is `TURN_STEPS` long, so that those that have it soon have gone on far enough to give way to a newcomer
+(`row_shares.py`). Where half of the rows have a step, turns are one step long: then none waits for two.
 
 The times follow what steps took, by a line through the last ones, each of which counts a little less than the one after
 (least squares with exponential forgetting: Haykin, Adaptive Filter Theory, chapter 10). Where all had about as many
@@ -23,6 +26,7 @@ from openinfer_engine.scheduler.step_builder import StepInFlight
 
 LEAST_ROWS = 4
 TURN_STEPS = 16
+ROWS_MS = 10.0
 _KEPT = 0.95  # of the weight of earlier steps with each newer one
 _LEAST_SPREAD = 0.1  # of the mean number of rows: with less, a line through them means nothing
 _MOST_GROWTH = 2.0  # a step counts as at most so many times the mean: the host was busy with something else
@@ -42,7 +46,7 @@ class _Turn:
         first = next((place for place, sequence in enumerate(rows) if sequence.admission >= self._first), 0)
         in_order = [*rows[first:], *rows[:first]]
         self._left -= 1
-        if not self._left:
+        if self._left <= 0 or len(rows) <= 2 * most:
             self._first, self._left = in_order[most].admission, TURN_STEPS
         return in_order[most:]
 
@@ -57,23 +61,23 @@ class DecodeTurns:
         self._applied_s = float("-inf")
         self._weight = self._rows = self._ms = self._squares = self._rows_ms = 0.0  # sums over steps
 
-    def sitting_out(self, ready: Iterable[Sequence], running: Counter[str]) -> frozenset[Sequence]:
+    def sitting_out(self, ready: Iterable[Sequence], decoding: Counter[str]) -> frozenset[Sequence]:
         """Those without a row in the next step.
 
         Args:
             ready: sequences that may decode, oldest first.
-            running: how many run, by tenant; more than one tenant.
+            decoding: how many decode, by tenant, those without a mask for the next step among them.
         """
         by_tenant: dict[str, list[Sequence]] = {}
         for sequence in ready:
             by_tenant.setdefault(sequence.request.tenant, []).append(sequence)
-        num_running = running.total()
+        num_decoding = decoding.total()
         sitting: set[Sequence] = set()
         for tenant, rows in by_tenant.items():
-            most = self._most_rows(others=num_running - running[tenant])
+            most = self._most_rows(others=num_decoding - decoding[tenant])
             if most is not None and len(rows) > most:
                 sitting.update(self._turns.setdefault(tenant, _Turn()).others(rows, most))
-        for tenant in self._turns.keys() - running.keys():
+        for tenant in self._turns.keys() - decoding.keys():
             del self._turns[tenant]
         return frozenset(sitting)
 
@@ -105,7 +109,7 @@ class DecodeTurns:
         if not self._weight or not others:
             return None
         row_ms = self._row_ms()
-        room_ms = max(OTHERS_MS, self._predicted_ms(others))
+        room_ms = max(ROWS_MS, self._predicted_ms(others))
         return max(LEAST_ROWS, others, int(room_ms / row_ms)) if row_ms > 0 else None
 
     def _row_ms(self) -> float:

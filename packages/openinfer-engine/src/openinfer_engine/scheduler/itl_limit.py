@@ -18,7 +18,7 @@ however little time there is, by `LEAST_TOKENS` in a step.
 from openinfer_engine.scheduler.step_builder import StepInFlight
 
 LEAST_TOKENS = 16
-OTHERS_MS = 10.0
+OTHERS_MS = 5.0
 LONE_MS = 150.0
 LONE_TOKENS = 256  # shorter steps of prompts say little of what a token costs in longer ones
 FIRST_TOKENS = 256  # of a step before any with prompt tokens was timed

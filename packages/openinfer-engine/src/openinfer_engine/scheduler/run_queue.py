@@ -36,9 +36,10 @@ of a chunk as a decode row gets its own, by age and with preemption, more only a
 """
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from openinfer_core.errors import ContractViolation
@@ -136,7 +137,8 @@ class RunQueue:
         )
         self._room_to_grow = RoomToGrow(block_size_tokens=config.block_size_tokens)
         self.shares = RowShares(self.kv.pool, num_slots=config.max_num_seqs, weight=self.waiting.weight)
-        self._divides = self.waiting.shares is not None
+        self.divides = self.waiting.shares is not None
+        self._put_off: AbstractSet[str] = frozenset()
         self._promised: Sequence | None = None  # others gave way for it
         self._counters = counters
         self._num_admitted = 0
@@ -207,7 +209,7 @@ class RunQueue:
         return self._start(*ready)
 
     def _kept_from(self, sequence: Sequence) -> tuple[int, Mapping[str, int]]:
-        if not self._divides:
+        if not self.divides:
             return 0, {}
         return self.shares.kept_from(sequence, num_blocks=self._blocks_of(sequence))
 
@@ -319,7 +321,7 @@ class RunQueue:
     def _next(self) -> Sequence | None:
         """None, too, while a result of the one to resume is outstanding, or a copy uses its blocks."""
         full = frozenset[str]()
-        if self._divides:
+        if self.divides:
             full = self.shares.full(self.waiting.tenants, [*self.preempted, *self.followers.sequences])
         promised, passed = self._promised, set[str]()
         self._bypassed = []
@@ -341,13 +343,17 @@ class RunQueue:
             if not self.followers.is_waiting(sequence) and self._may_enter(sequence):
                 return sequence
             self._pass(sequence)
-        chosen = self.waiting.next(full)
-        if chosen is not None and not self._may_enter(chosen):
-            chosen = self._bypass(chosen, full)
-        elif chosen is not None:
-            chosen = self._prefer_cached(chosen)
+        chosen = self._next_waiting(full)
         # Of a tenant with its share, those that have run come first.
         return None if chosen is not None and chosen.request.tenant in full & passed else chosen
+
+    def _next_waiting(self, full: AbstractSet[str]) -> Sequence | None:
+        """Of those that wait for the first time, or None if that is of a tenant that is put off, or has its share."""
+        put_off = self._put_off
+        chosen = self.waiting.next(full | put_off)
+        if chosen is None or (put_off and chosen.request.tenant in full | put_off):
+            return None
+        return self._prefer_cached(chosen) if self._may_enter(chosen) else self._bypass(chosen, full)
 
     def _may_enter(self, sequence: Sequence) -> bool:
         """Whether its adapter has a slot, or it needs none."""
@@ -414,16 +420,16 @@ class RunQueue:
 
     def make_room(self) -> None:
         """Where the next one finds no slot or blocks, and its tenant holds less than its share, others give way."""
-        if self._divides:
+        if self.divides:
             self.shares.note_step()
-        if not self._divides or not self._has_more():
+        if not self.divides or not self._has_more():
             return
         if any(sequence.is_held for sequence in self.preempted):
             return  # what gave way has not given back yet
         sequence = self._head()
         if sequence is None or self.shares.rows.keys() <= {sequence.request.tenant}:
             return
-        wanting, num_blocks = self._wanting(), self._blocks_of(sequence)
+        wanting, num_blocks = self.wanting, self._blocks_of(sequence)
         coming_slots = coming_blocks = 0
         # Room for one a step would make the last of many newcomers wait for as many steps.
         for place in range(self._num_newcomers(sequence)):
@@ -448,10 +454,24 @@ class RunQueue:
         num_waiting = self.waiting.tenants.get(sequence.request.tenant, 0)
         return max(1, min(num_waiting, MAX_NEWCOMERS)) if sequence.state is SequenceState.WAITING else 1
 
-    def _wanting(self) -> AbstractSet[str]:
+    @property
+    def wanting(self) -> AbstractSet[str]:
         """Tenants that have something waiting."""
         others = (*self.preempted, *self.followers.sequences)
         return {*self.waiting.tenants, *(sequence.request.tenant for sequence in others)}
+
+    @contextmanager
+    def putting_off(self, tenants: AbstractSet[str]) -> Generator[None]:
+        """Meanwhile none that waits for the first time of these tenants is the next one.
+
+        They have a prompt under way, which goes on in each step, and their next one would wait for the rest of it; what
+        comes after that, of others, need not.
+        """
+        self._put_off = tenants if self.divides else frozenset()
+        try:
+            yield
+        finally:
+            self._put_off = frozenset()
 
     def _has_more(self) -> bool:
         """Whether anything is to be admitted or resumed, now or later."""
@@ -472,7 +492,7 @@ class RunQueue:
 
     def count_shares(self) -> None:
         """Notes what `stats` tells of tenants, after a plan."""
-        wanting = self._wanting()
+        wanting = self.wanting
         self._counters.tenants = len(wanting | self.shares.rows.keys())
         self._counters.protected_blocks = self.kv.pool.protected_blocks() if wanting else 0
 
@@ -549,7 +569,7 @@ class RunQueue:
     def _victim_for_prefixes(self, sequence: Sequence, planned: ListLike[Sequence]) -> Sequence | None:
         """Who gives way before a running sequence takes blocks of prefixes that other tenants keep; None: it may."""
         pool = self.kv.pool
-        if not self._divides or pool.free_blocks >= self.num_tables:
+        if not self.divides or pool.free_blocks >= self.num_tables:
             return None
         if pool.available_blocks - pool.protected_blocks(sequence.request.tenant) >= self.num_tables:
             return None
@@ -581,9 +601,9 @@ class RunQueue:
         youngest = self.running[-1]
         has_row = set(planned)
         if not self.waiting.chooses_victim:
-            if not self._divides:
+            if not self.divides:
                 return youngest
-            victims = self.shares.victims(self.running, self._wanting())
+            victims = self.shares.victims(self.running, self.wanting)
             chosen = next((each for each in victims if each not in has_row), youngest)
             self.has_passed_over |= chosen is not youngest
             return chosen

@@ -259,16 +259,15 @@ class TokenBudgetScheduler:
 
     def _sitting_out(self) -> AbstractSet[Sequence]:
         """Decode rows of a tenant that would make another tenant's slow, and whose turn it is not."""
-        running = self._queue.shares.rows
-        if len(running) < 2:
+        if len(self._queue.shares.rows) < 2:
             return frozenset()
-        ready = (
-            sequence
-            for sequence in self._queue.running
-            if sequence.given_tokens <= sequence.computed_tokens != sequence.target_tokens
-            and not self._waits_for_mask(sequence)
-        )
-        sitting_out = self._decode_turns.sitting_out(ready, running)
+        ready, decoding = list[Sequence](), Counter[str]()
+        for sequence in self._queue.running:
+            if sequence.computed_tokens >= sequence.given_tokens:
+                decoding[sequence.request.tenant] += 1  # its mask may be late: it is slowed by long steps all the same
+                if sequence.computed_tokens != sequence.target_tokens and not self._waits_for_mask(sequence):
+                    ready.append(sequence)
+        sitting_out = self._decode_turns.sitting_out(ready, decoding)
         self._counters.share_rows_sat_out += len(sitting_out)
         return sitting_out
 
@@ -294,6 +293,8 @@ class TokenBudgetScheduler:
         head = self._queue.peek()
         begun = {sequence.request.tenant for sequence in unfilled}
         tenants = begun if head is None else begun | {head.request.tenant}
+        if begun and self._queue.divides:  # the next one is of these, and may have to wait: those of others need not
+            tenants |= self._queue.wanting
         if tenants:
             others_ms, least_tokens = self._beside_others(builder, tenants)
             builder.budget_tokens = self._itl_limiter.budget_tokens(
@@ -303,7 +304,7 @@ class TokenBudgetScheduler:
                 least_tokens=least_tokens,
             )
         if begun and len(tenants) > len(begun):  # half for those that have begun, however many newcomers there are
-            with builder.limited_to(builder.budget_tokens // 2):
+            with builder.limited_to(builder.budget_tokens // 2), self._queue.putting_off(begun):
                 self._admit(builder, none_of=begun)
         if len(begun) > 1:
             unfilled = self._plan_shares(builder, unfilled)
