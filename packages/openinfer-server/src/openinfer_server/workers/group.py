@@ -251,7 +251,7 @@ class WorkerGroup:
             return
         launch, table = self._launch, self._table
         takes_large = worker.number == self._large_number
-        are_many = _are_many(self._large_deaths if takes_large else self._deaths)
+        are_many = _are_many(self._large_deaths) if takes_large else self._are_many_deaths()
         if launch is None or table is None or not (takes_large or self._is_serving) or (are_many and not takes_large):
             self._give_up(what)
             return
@@ -281,6 +281,10 @@ class WorkerGroup:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(most_s):
                 await self._drains.wait()
+
+    def _are_many_deaths(self) -> bool:
+        """Counts one more, of those without which the server cannot do."""
+        return _are_many(self._deaths)
 
     def _give_up(self, why: str) -> None:
         self.lost = why

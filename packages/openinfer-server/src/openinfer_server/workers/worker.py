@@ -6,6 +6,7 @@ lower priority, so that where processors are short, what it does is not at the c
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -91,8 +92,9 @@ async def serve_launch(launch: WorkerLaunch, lines: FileIO, out: BinaryIO) -> in
     yield_interpreter()
 
     def say(message: FromWorker) -> None:
-        out.write(line_of(message))
-        out.flush()
+        with contextlib.suppress(BrokenPipeError):  # the first worker has died, as the end of `lines` says, too
+            out.write(line_of(message))
+            out.flush()
 
     if launch.takes_large:
         os.nice(LARGE_NICENESS)
