@@ -197,7 +197,7 @@ def test_what_makes_room_is_what_looking_at_all_would_choose(steps):
                 del reference.kept[name]
             elif what == "find" and is_kept(store, name, ""):
                 reference.kept[name] = reference.kept.pop(name)
-            elif what == "end":
+            elif what == "end" and not reference.kept[name][1]:
                 records[name].response.status = "completed"
                 store.weigh(records[name])
                 reference.kept[name] = (reference.kept.pop(name)[0], True)

@@ -31,7 +31,7 @@ def kept():
 
 
 def handing_of(server, kept, read=b"POST / "):
-    return Handing(server, [read], kept, is_waited_for=True)
+    return Handing(server, [read], kept, owner="", is_waited_for=True)
 
 
 def send(ends, data):
