@@ -2,11 +2,15 @@
 
 import ast
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 NAME = "OPENINFER_CONTRACT"
+# CPython 3.11 counts the depth of what it parses in one place for all threads of a process, and ranks that are threads
+# load their drafter at once: "SystemError: AST constructor recursion depth mismatch" ended such a start now and then.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def declared_contract(module: str) -> int:
@@ -21,7 +25,9 @@ def declared_contract(module: str) -> int:
 
 
 def _contract_in(source: str, module: str) -> int:
-    assigned = [value for statement in ast.parse(source).body for value in _assigned(statement)]
+    with _ONE_AT_A_TIME:
+        tree = ast.parse(source)
+    assigned = [value for statement in tree.body for value in _assigned(statement)]
     if not assigned:
         return 0
     match assigned:
