@@ -1,4 +1,4 @@
-"""Folders of models and drafters for comparisons on a CPU: the tests' fixtures with a tokenizer, and random drafters."""
+"""Folders of models and drafters for comparisons on a CPU: tests' fixtures with a tokenizer, and random drafters."""
 
 import json
 import shutil

@@ -245,8 +245,9 @@ def test_names_of_our_packages_are_those_of_their_modules() -> None:
 
 
 def test_threads_that_read_sources_at_once_do_not_disturb_each_other() -> None:
-    """Without a lock it fails on CPython 3.11 at nearly each run; collections are where a thread gives way to others."""
-    interval, thresholds, module = sys.getswitchinterval(), gc.get_threshold(), "openinfer_core.scheduling.draft_counter"
+    """Without a lock it fails on CPython 3.11 at nearly each run; collections are where threads give way to others."""
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    module = "openinfer_core.scheduling.draft_counter"
 
     def give_way(phase: str, info: object) -> None:
         sum(range(50))

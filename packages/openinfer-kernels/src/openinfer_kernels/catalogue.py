@@ -431,7 +431,10 @@ SERVINGS = (
     Serving(
         part="drafts",
         phase=Phase.ANY,
-        operators=("hidden_before", "keep_hidden", "settle_hidden", "join_columns", "put_ids", "draft_ids"),
+        operators=(
+            *("hidden_before", "keep_hidden", "settle_hidden"),
+            *("join_columns", "put_ids", "add_logits", "draft_ids"),
+        ),
         kernel="drafters",
         when="--speculative with a drafter that is a model",
     ),

@@ -21,6 +21,7 @@ KERNELS = {
     "keep": "const char*, const Hidden*, const Step*",
     "settle": "const Hidden*, const int*, const int*, const char*, char*",
     "join": "const char*, char*, int64_t, int",
+    "add": "float*, const float*, int64_t, int, int",
     "ids": "int*, const int*, int*, int, int",
 }
 
@@ -84,7 +85,7 @@ def drafting(compile_emulated: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_steps_of_random_rows_are_kept_as_on_the_cpu(drafting: Any, seed: int) -> None:
-    names = ("hidden_before", "keep_hidden", "settle_hidden", "draft_ids", "put_ids")
+    names = ("hidden_before", "keep_hidden", "settle_hidden", "draft_ids", "put_ids", "add_logits")
     ops: Any = type("Ops", (CpuOps,), {name: staticmethod(getattr(drafting, name)) for name in names})()
 
     assert check_drafting(ops, seed=seed) > 300
@@ -117,5 +118,12 @@ def test_what_the_kernels_cannot_read_is_refused(drafting: Any) -> None:
         drafting.settle_hidden(memory(8), column, column.astype(np.int64))
     with pytest.raises(ArrayMismatchError, match="2 ids for column 3"):
         drafting.put_ids(column, np.zeros((2, 3), np.int32), 3)
+    sums = np.zeros((2, 8), np.float32)
+    with pytest.raises(ArrayMismatchError, match="the logits must be a matrix of float32"):
+        drafting.add_logits(sums, np.zeros((4, 8)), first=0, step=2)
+    with pytest.raises(ArrayMismatchError, match="row 2 of every 2"):
+        drafting.add_logits(sums, np.zeros((4, 8), np.float32), first=2, step=2)
+    with pytest.raises(ArrayMismatchError, match=r"row 0 of every 2 of logits \(3, 8\)"):
+        drafting.add_logits(sums, np.zeros((3, 8), np.float32), first=0, step=2)
     with pytest.raises(ArrayMismatchError, match="rows alike"):
         drafting.join_columns(np.zeros((2, 8), ml_dtypes.bfloat16), np.zeros((3, 8), ml_dtypes.bfloat16))

@@ -44,6 +44,7 @@ from openinfer_kernels.cpu.norm.rms_norm import (
     zero_centred_rms_norm,
 )
 from openinfer_kernels.cpu.sampling.drafting import (
+    add_logits,
     draft_ids,
     hidden_before,
     join_columns,
@@ -127,6 +128,7 @@ class CpuOps:
     join_columns = staticmethod(join_columns)
     draft_ids = staticmethod(draft_ids)
     put_ids = staticmethod(put_ids)
+    add_logits = staticmethod(add_logits)
 
     def quantise_head(self, *parts: WeightPart) -> QuantisedWeight | None:
         """It stays as it is; `LowBitCpuOps` quantises it."""

@@ -333,6 +333,7 @@ class CudaOps:
     join_columns = served_by(_drafting, Drafting.join_columns)
     draft_ids = served_by(_drafting, Drafting.draft_ids)
     put_ids = served_by(_drafting, Drafting.put_ids)
+    add_logits = served_by(_drafting, Drafting.add_logits)
 
 
 _OF_EVERY_MODEL = (

@@ -148,6 +148,17 @@ class DraftingOps(Protocol):
         """Writes token `ids [n]` int32 into a column of `matrix [n, k]` int32."""
         ...
 
+    def add_logits(self, target: Array, logits: Array, *, first: int, step: int) -> None:
+        """Adds row `first + i * step` of `logits [m, V]` to row `i` of `target [n, V]`; both float32, which is changed.
+
+        Args:
+            target: of contiguous rows.
+            logits: rows may lie apart.
+            first: below `step`.
+            step: rows of `logits` for each of the target's; there are at least `n * step`.
+        """
+        ...
+
     def draft_ids(self, logits: Array, drafts: Array, column: int, *, token_ids: Array | None = None) -> Array:
         """`[n]` int32, the likeliest of each row of `logits [n, V]`, which `drafts [n, k]` has in a column, too.
 

@@ -122,12 +122,25 @@ def _check_ids(ops: Ops, rng: np.random.Generator) -> None:
     found = ops.draft_ids(ops.upload(logits), own, column, token_ids=given)
     np.testing.assert_array_equal(ops.download(found), expected)
     np.testing.assert_array_equal(ops.download(own), drafts)
+    _check_sums(ops, rng)
     ops.put_ids(found, own, (column + 1) % 3)
     CpuOps.put_ids(expected, drafts, (column + 1) % 3)
     np.testing.assert_array_equal(ops.download(own), drafts)
     logits[0, 0] = np.nan
     is_id = ops.download(ops.draft_ids(ops.upload(logits), own, 0)) >= 0
     assert is_id.all(), "a row that is not finite has no id"
+
+
+def _check_sums(ops: Ops, rng: np.random.Generator) -> None:
+    rows, step, columns = (int(rng.integers(1, end)) for end in (9, 6, 9000))
+    target = rng.normal(size=(rows, columns)).astype(np.float32)
+    logits = rng.normal(size=(rows * step + int(rng.integers(3)), columns + 5)).astype(np.float32)
+    own, given, first = ops.upload(target), ops.upload(logits)[:, :columns], int(rng.integers(step))
+    expected = target + logits[first : rows * step : step, :columns]
+    CpuOps.add_logits(target, logits[:, :columns], first=first, step=step)
+    ops.add_logits(own, given, first=first, step=step)
+    np.testing.assert_array_equal(target, expected)
+    np.testing.assert_array_equal(ops.download(own), expected)
 
 
 def _same(ops: Ops, found: Any, expected: HostArray) -> None:

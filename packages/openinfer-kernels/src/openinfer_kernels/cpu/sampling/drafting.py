@@ -50,6 +50,10 @@ def put_ids(ids: Array, matrix: Array, column: int) -> None:
     matrix[:, column] = ids
 
 
+def add_logits(target: Array, logits: Array, *, first: int, step: int) -> None:
+    target += logits[first::step][: len(target)]
+
+
 def draft_ids(logits: Array, drafts: Array, column: int, *, token_ids: Array | None = None) -> Array:
     ids = logits.argmax(axis=1).astype(np.int32)
     ids = ids if token_ids is None else token_ids[ids]

@@ -180,6 +180,16 @@ extern "C" __global__ void drafters_ids(int* ids, const int* token_ids, int* dra
   ids[i] = drafts[int64_t(i) * stride] = token_ids == nullptr ? id : token_ids[id];
 }
 
+// Logits onto others, row by row: those of row i begin `stride` numbers after those of row i - 1, the target's `width`.
+// Grid: rows, each in `blocks` runs of columns, which give each thread its numbers one after the other.
+extern "C" __global__ void drafters_add(float* target, const float* logits, int64_t stride, int width, int blocks) {
+  const int row = blockIdx.x / blocks, part = blockIdx.x % blocks, columns = (width + blocks - 1) / blocks;
+  const int end = min((part + 1) * columns, width);
+  float* to = target + int64_t(row) * width;
+  const float* from = logits + row * stride;
+  for (int column = part * columns + threadIdx.x; column < end; column += blockDim.x) to[column] += from[column];
+}
+
 namespace {
 
 // The pool's last blocks, which no sequence has, and what of a block is the drafter's.

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from openinfer_kernels.cuda.common.arrays import VECTOR_BYTES, address, require
+from openinfer_kernels.cuda.common.arrays import VECTOR_BYTES, address, require, require_rows, row_stride
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
@@ -19,6 +19,7 @@ from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES, DEFAULTS
 _THREADS = 128
 _ROUNDING_THREADS, _ROUNDED = 256, 8
 """Numbers of a thread."""
+_ADDED_COLUMNS = 4096  # of one block of threads
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
@@ -41,7 +42,7 @@ class Drafting:
     """The operators on one device."""
 
     def __init__(self, device: Device, memory: Memory, sampling: Sampling) -> None:
-        names = ("restore", "before", "keep", "settle", "join", "ids")
+        names = ("restore", "before", "keep", "settle", "join", "ids", "add")
         self._kernels = {name: device.kernel("drafters", f"drafters_{name}") for name in names}
         self._device = device
         self._memory = memory
@@ -119,6 +120,16 @@ class Drafting:
         ids = self._sampling.sample(logits, self._greedy_batch(*logits.shape))
         self._put(ids, drafts, column, token_ids)
         return ids
+
+    def add_logits(self, target: Array, logits: Array, *, first: int, step: int) -> None:
+        require(target, _FLOAT32, ndim=2, what="the target")
+        require_rows(logits, _FLOAT32, what="the logits")
+        count, width = target.shape
+        if logits.shape[1] != width or not 0 <= first < step or len(logits) < count * step:
+            raise ArrayMismatchError(f"row {first} of every {step} of logits {logits.shape} for {target.shape}")
+        blocks = -(-width // _ADDED_COLUMNS)
+        stride = ctypes.c_int64(step * row_stride(logits))
+        self._run("add", count * blocks, [target, logits[first:], stride, ctypes.c_int(width), ctypes.c_int(blocks)])
 
     def put_ids(self, ids: Array, matrix: Array, column: int) -> None:
         for what, array, ndim in (("the ids", ids, 1), ("the matrix", matrix, 2)):
