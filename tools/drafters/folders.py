@@ -17,7 +17,8 @@ from openinfer_engine import Checkpoint
 from openinfer_engine.testing.quantised_checkpoints import write_safetensors
 from openinfer_engine.weights.stored_tensor import StoredTensor, TensorSpec
 from openinfer_kernels.cpu import CpuOps
-from openinfer_qwen3.dflash import dflash_tensors, read_dflash
+from openinfer_qwen3.block_drafter import block_tensors
+from openinfer_qwen3.dflash import read_dflash
 from openinfer_qwen3.family import Qwen3Definition
 
 PACKAGES = Path(__file__).resolve().parents[2] / "packages"
@@ -127,7 +128,7 @@ def _of_dflash(target: Path) -> DraftedModel:
     }
     folder = _written(target / "drafter", config)
     read = read_dflash(folder, Qwen3Definition().parse(read_config(QWEN3)), {})
-    write_random_weights(folder, dflash_tensors(read))
+    write_random_weights(folder, block_tensors(read))
     return DraftedModel("qwen3", with_tokenizer(QWEN3, target / "model"), f"dflash,k=5,model={folder}")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dspark_bigrams import make_bigram_folder
 
 from openinfer_core.errors import Refused
 from openinfer_engine import EngineOptions, build_loop, resolve
@@ -32,9 +33,8 @@ def served(device: DeviceKind, *, capture: bool = True, **options: Any) -> tuple
         return answers, loop.stats()
 
 
-@pytest.mark.parametrize("capture", [True, False])
-def test_a_trained_drafter_is_right_as_often_as_on_a_cpu(capture: bool) -> None:
-    speculative = f"eagle3,k=3,adaptive=false,model={FIXTURES / 'drafter'}"
+def check_drafter(speculative: str, *, capture: bool) -> None:
+    """Answers are those without it, and as much of its drafts is accepted as on a CPU."""
     plain, _ = served(DeviceKind.CUDA, capture=capture)
     drafted, stats = served(DeviceKind.CUDA, capture=capture, speculative=speculative)
     _, right = served(DeviceKind.CPU, speculative=speculative)
@@ -46,3 +46,13 @@ def test_a_trained_drafter_is_right_as_often_as_on_a_cpu(capture: bool) -> None:
     )
     assert wanted > 0.05
     assert abs(share - wanted) < 0.3 * wanted
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_trained_drafter_is_right_as_often_as_on_a_cpu(capture: bool) -> None:
+    check_drafter(f"eagle3,k=3,adaptive=false,model={FIXTURES / 'drafter'}", capture=capture)
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_blocks_whose_drafts_depend_on_each_other_are_right_as_often_as_on_a_cpu(capture: bool, tmp_path: Path) -> None:
+    check_drafter(f"dspark,k=4,adaptive=false,model={make_bigram_folder(tmp_path)}", capture=capture)

@@ -39,7 +39,7 @@ from openinfer_kernels.cuda.common import graphs
 from openinfer_kv_cache import KvDtype, KvLayout
 
 MAX_DRAFTS = 3
-FAMILIES = {"eagle3": "qwen3", "dflash": "qwen3", "mtp": "qwen3_5", "draft-model": "qwen3"}
+FAMILIES = {"eagle3": "qwen3", "dflash": "qwen3", "dspark": "qwen3", "mtp": "qwen3_5", "draft-model": "qwen3"}
 _LAYER = {
     name: on_host.CONFIGS["qwen3"][name] for name in ("hidden_size", "intermediate_size", "vocab_size", "head_dim")
 }
@@ -54,6 +54,15 @@ FOLDERS: dict[str, dict[str, Any]] = {
         "block_size": 8,
         "num_hidden_layers": 2,
         "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 90},
+    },
+    "dspark": {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "block_size": 8,
+        "num_hidden_layers": 2,
+        "target_layer_ids": [0, 1],
+        "mask_token_id": 90,
+        "markov_rank": 16,
     },
     "draft-model": {"hidden_size": 48, "num_attention_heads": 2},
 }

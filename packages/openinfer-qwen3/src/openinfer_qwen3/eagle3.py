@@ -41,11 +41,10 @@ from openinfer_engine.drafters.contract import (
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.refusals import shortened
 from openinfer_engine.weights.loader import WeightLoader
-from openinfer_engine.weights.stored_tensor import Repeated, StoredTensor, TensorSpec
+from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import (
     Array,
     AttentionBatch,
-    HostArray,
     LinearWeight,
     Ops,
     PagedCache,
@@ -54,7 +53,7 @@ from openinfer_kernels import (
     rope_table,
 )
 from openinfer_kv_cache import attention_group
-from openinfer_qwen3.drafter_folders import check_same_shape, key_reasons_of_folder
+from openinfer_qwen3.drafter_folders import check_same_shape, key_reasons_of_folder, map_tensors, target_ids
 from openinfer_qwen3.model import Qwen3Config, Qwen3Model
 
 OPENINFER_CONTRACT = 1
@@ -193,13 +192,7 @@ def eagle3_tensors(config: Eagle3Config, model: Qwen3Config) -> dict[str, Tensor
     }
     if config.has_embedding:
         tensors["embed_tokens.weight"] = (config.vocab_size, h)
-    if config.has_map:
-        zeros = Repeated(values=(0.0,))
-        tensors["d2t"] = StoredTensor(shape=(config.draft_vocab_size,), dtypes=("I64",), dummy=zeros)
-    if config.has_mask:
-        ones = Repeated(values=(1.0,))
-        tensors["t2d"] = StoredTensor(shape=(config.vocab_size,), dtypes=("BOOL",), dummy=ones)
-    return tensors
+    return tensors | map_tensors(config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,26 +260,9 @@ def load_eagle3(
         down_proj=loader.linear(f"{layer}.mlp.down_proj", shard=Shard.ROW_PARALLEL),
         norm=loader.plain("norm.weight"),
         lm_head=loader.plain("lm_head.weight"),
-        target_ids=ops.upload(_target_ids(config, weights)),
+        target_ids=ops.upload(target_ids(config, weights)),
         rope=ops.upload(np.concatenate((table[:, :1], table[:, :-1]), axis=1)),
     )
-
-
-def _target_ids(config: Eagle3Config, weights: WeightSource) -> HostArray:
-    ids = np.arange(config.draft_vocab_size, dtype=np.int64)
-    if config.has_map:
-        ids = ids + np.asarray(weights.read_stored("d2t"), np.int64)
-    if ids.min() < 0 or ids.max() >= config.vocab_size or len(np.unique(ids)) != len(ids):
-        raise InvalidCheckpoint(
-            f"d2t maps {config.draft_vocab_size} ids to {ids.min()} .. {ids.max()}, {len(np.unique(ids))} different "
-            f"ones: each must be another token of 0 .. {config.vocab_size - 1}"
-        )
-    if config.has_mask:
-        named = np.flatnonzero(np.asarray(weights.read_stored("t2d")))
-        if not np.array_equal(named, np.sort(ids)):
-            both = len(np.intersect1d(named, ids))
-            raise InvalidCheckpoint(f"t2d names {len(named)} tokens, and d2t {both} of them: they must be the same")
-    return ids.astype(np.int32)
 
 
 class Eagle3Drafter(ChainedDrafter):
