@@ -68,8 +68,15 @@ DRAFTED_CASES: dict[str, dict[str, Any]] = {
 }
 """Of drafters that are models; all have grammars."""
 REFUSED = {
-    "fp8": ("eagle3", "dflash", "draft-model, states", "deepseek-mtp"),
-    "adapters": ("eagle3", "mtp", "draft-model", "draft-model, states", "deepseek-mtp"),  # made for another shape
+    "fp8": ("eagle3", "dflash", "dspark", "draft-model, states", "deepseek-mtp"),
+    "adapters": (
+        "eagle3",
+        "dspark",
+        "mtp",
+        "draft-model",
+        "draft-model, states",
+        "deepseek-mtp",
+    ),  # made for another shape
     "ranks": ("deepseek-mtp",),
     "ranks, preemption": ("deepseek-mtp",),
 }

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,17 @@ def _of_dflash(target: Path) -> DraftedModel:
     return DraftedModel("qwen3", with_tokenizer(QWEN3, target / "model"), f"dflash,k=5,model={folder}")
 
 
+def _of_dspark(target: Path) -> DraftedModel:
+    """Bigrams of the model's own answers, so that drafts are accepted, as its tests have them."""
+    sys.path.append(str(PACKAGES / "openinfer-qwen3/tests"))
+    from dspark_bigrams import make_bigram_folder
+
+    folder = target / "drafter"
+    folder.mkdir()
+    made = make_bigram_folder(folder)
+    return DraftedModel("qwen3", with_tokenizer(EAGLE3 / "model", target / "model"), f"dspark,k=5,model={made}")
+
+
 def _of_eagle3(target: Path) -> DraftedModel:
     return DraftedModel(
         "qwen3", with_tokenizer(EAGLE3 / "model", target / "model"), f"eagle3,k=3,model={EAGLE3 / 'drafter'}"
@@ -186,6 +198,7 @@ def _of_deepseek_mtp(target: Path) -> DraftedModel:
 _MAKERS = {
     "eagle3": _of_eagle3,
     "dflash": _of_dflash,
+    "dspark": _of_dspark,
     "mtp": _of_mtp,
     "draft-model": _of_draft_model,
     "draft-model, states": _of_draft_model_with_states,
