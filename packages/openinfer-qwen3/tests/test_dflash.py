@@ -136,10 +136,15 @@ def test_plan_shows_the_folders_kv(folder: Path) -> None:
         ({"num_key_value_heads": 4}, {}, "KV has 4 heads of 32"),
         ({"block_size": 1}, {}, "no valid DFlash config"),
         ({}, {"lm_head.weight": np.zeros((257, 96), np.float32)}, "lm_head.weight is a tensor of its own"),
+        (
+            {},
+            {"markov_head.markov_w1.weight": np.zeros((257, 8), np.float32)},
+            "markov_head.markov_w1.weight is a tensor",
+        ),
         ({}, {"norm.weight": np.full(96, np.nan, np.float32)}, "norm.weight has numbers that are not finite"),
         ({}, {"fc.weight": np.zeros((96, 96), np.float32)}, "fc.weight has shape [96, 96], not [96, 192]"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_other_folders_are_refused_by_name(
     folder: Path, tmp_path: Path, config: dict[str, Any], tensors: dict[str, Any], message: str

@@ -342,6 +342,26 @@ def test_weights_that_are_not_finite_are_refused_when_they_are_read(
         build_loop(asked(folders.model, draft))
 
 
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "code"), [("fp8 blocks F32", "F8_E4M3", 0xFF), ("fp8 blocks F8_E8M0", "F8_E8M0", 0xFF)]
+)
+def test_codes_that_are_no_numbers_are_refused_when_they_are_read(
+    folders: Folders, tmp_path: Path, scheme: str, dtype: str, code: int
+) -> None:
+    source = write_model(tmp_path / "plain", CONFIG | {"hidden_size": 128, "intermediate_size": 128})
+    draft = tmp_path / "quantised"
+    write_quantised(source, draft, SCHEMES[scheme], projections(source))
+    (draft / "tokenizer.json").write_bytes((folders.model / "tokenizer.json").read_bytes())
+    build_loop(asked(folders.model, draft)).close()
+    with Checkpoint.open(draft) as checkpoint:
+        stored = {name: (info.dtype, np.array(checkpoint.read(name))) for name, info in checkpoint.tensors.items()}
+    name = next(name for name, (kind, _) in sorted(stored.items()) if kind == dtype)
+    stored[name][1].reshape(-1)[-1] = code
+    write_safetensors(draft / "model.safetensors", stored)
+    with pytest.raises(Refused, match=rf"the drafter's tensor {name} has numbers that are not finite"):
+        build_loop(asked(folders.model, draft))
+
+
 def test_fp8_kv_of_another_shape_is_refused(folders: Folders) -> None:
     with pytest.raises(Refused, match=r"FP8 holds one shape: leave --kv-cache-dtype at auto"):
         asked(folders.model, folders.narrow, kv_cache_dtype=KvCacheDtype.FP8)

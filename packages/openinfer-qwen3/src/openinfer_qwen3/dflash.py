@@ -27,6 +27,8 @@ OPENINFER_CONTRACT = 1
 
 ATTENTION = "dflash"
 """The paged group of its layers."""
+_OWN = "embed_tokens.", "lm_head.", "mask_embedding", "markov_head."
+"""Tensors without which the layers draft something else."""
 
 
 def read_dflash(folder: Path, model: Qwen3Config, names: Mapping[str, Any]) -> BlockConfig:
@@ -48,7 +50,7 @@ def read_dflash(folder: Path, model: Qwen3Config, names: Mapping[str, Any]) -> B
 
 
 def _own_tensors(names: Mapping[str, Any]) -> list[str]:
-    return [name for name in names if name.startswith(("embed_tokens.", "lm_head.", "mask_embedding"))]
+    return [name for name in names if name.startswith(_OWN)]
 
 
 class DFlashDrafter(BlockDrafter):

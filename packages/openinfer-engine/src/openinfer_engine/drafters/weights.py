@@ -10,17 +10,26 @@ import numpy as np
 from openinfer_core import InvalidCheckpoint
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
+from openinfer_engine.weights.safetensors_file import TensorInfo
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import WeightPart
 
 _BF16_EXPONENT = np.uint16(0x7F80)
+_NAN_CODES: Mapping[str, tuple[int, ...]] = {"F8_E4M3": (0x7F, 0xFF), "F8_E8M0": (0xFF,)}
+"""Of formats of 8 bits, which have no infinity."""
 
 
 class FiniteWeights:
-    """A `WeightSource` that refuses numbers which are not finite: a draft made of them is no draft."""
+    """A `WeightSource` that refuses numbers which are not finite: a draft made of them is no draft.
 
-    def __init__(self, weights: WeightSource) -> None:
+    Args:
+        weights: what is read.
+        tensors: what they are stored as.
+    """
+
+    def __init__(self, weights: WeightSource, tensors: Mapping[str, TensorInfo]) -> None:
         self._weights = weights
+        self._tensors = tensors
 
     def read(self, name: str, shard: Shard = Shard.WHOLE) -> WeightPart:
         """As `WeightSource.read`; `InvalidCheckpoint` names a tensor with NaN or infinity."""
@@ -29,8 +38,11 @@ class FiniteWeights:
         return part
 
     def read_stored(self, name: str, shard: Shard = Shard.WHOLE) -> Any:
-        """As `WeightSource.read_stored`; scales are looked at, codes of 8 bits and fewer are not."""
+        """As `WeightSource.read_stored`; integers and codes of fewer than 8 bits are finite whatever they are."""
         part = self._weights.read_stored(name, shard)
+        info = self._tensors.get(name)
+        if info is not None and info.dtype in _NAN_CODES and bool(np.isin(part, _NAN_CODES[info.dtype]).any()):
+            raise _not_finite(name)
         _check(name, part)
         return part
 
@@ -42,12 +54,16 @@ def drafter_weights(
     """Those of a folder, as one rank sees them; `tensors` are what is read of it, with whole shapes."""
     with Checkpoint.open(folder) as checkpoint:
         checkpoint.join_pieces(tensors)
-        yield FiniteWeights(RankWeights(checkpoint, rank=rank, size=size))
+        yield FiniteWeights(RankWeights(checkpoint, rank=rank, size=size), checkpoint.tensors)
 
 
 def _check(name: str, part: Any) -> None:
     if isinstance(part, np.ndarray) and not _is_finite(cast("np.ndarray[Any, np.dtype[Any]]", part)):
-        raise InvalidCheckpoint(f"the drafter's tensor {name} has numbers that are not finite")
+        raise _not_finite(name)
+
+
+def _not_finite(name: str) -> InvalidCheckpoint:
+    return InvalidCheckpoint(f"the drafter's tensor {name} has numbers that are not finite")
 
 
 def _is_finite(part: "np.ndarray[Any, np.dtype[Any]]") -> bool:
