@@ -91,6 +91,16 @@ FOLDERS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
         "dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": 151669},
     },
+    "dspark": {
+        **_DRAFTER_LAYER,
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "block_size": 7,
+        "num_hidden_layers": 5,
+        "target_layer_ids": [1, 9, 17, 25, 33],
+        "mask_token_id": 151669,
+        "markov_rank": 256,
+    },
 }
 """Folders that `--speculative` names as `model={drafter}`; the rest of their shape is the model's."""
 WHOLE_FOLDERS: dict[str, dict[str, Any]] = {
