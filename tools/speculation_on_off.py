@@ -68,7 +68,7 @@ DRAFTED_CASES: dict[str, dict[str, Any]] = {
 }
 """Of drafters that are models; all have grammars."""
 REFUSED = {
-    "fp8": ("eagle3", "dflash", "dspark", "draft-model, states", "deepseek-mtp"),
+    "fp8": ("eagle3", "draft-model, states", "deepseek-mtp"),
     "adapters": (
         "eagle3",
         "dspark",

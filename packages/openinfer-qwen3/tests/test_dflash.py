@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from openinfer_core import InvalidCheckpoint, Refused, read_config
 from openinfer_engine import EngineOptions, build_loop, resolve
+from openinfer_engine.options import KvCacheDtype
 from openinfer_engine.testing import (
     DraftLog,
     RecordingFactory,
@@ -92,6 +93,7 @@ def test_the_last_tokens_place_drafts_where_a_folder_says_so(folder: Path, tmp_p
         ("tier_tokens", {"num_blocks": 19, "kv_tier": ["host=16MiB"]}),
         ("cached_tokens", {"num_blocks": 40, "tensor_parallel_size": 2}),
         ("cached_tokens", {"num_blocks": 40, "max_drafts": 9}),
+        ("preemptions", {"max_step_tokens": 24, "num_blocks": 19, "kv_cache_dtype": KvCacheDtype.FP8}),
     ],
 )
 def test_answers_with_a_folder_are_those_without(folder: Path, happens: str, options: dict[str, Any]) -> None:

@@ -149,6 +149,21 @@ def test_a_block_has_as_many_drafts_as_the_folder_says(folder: Folder) -> None:
     assert wrong_drafts(log, folder.formula(), limit=100) == 0
 
 
+def test_kv_in_fp8_rounds_drafts_and_says_the_same(folder: Folder) -> None:
+    """Of five drafts one differs in a fifth of the contexts, where logits are random; in most of a mutant's."""
+    recording = RecordingFactory(DSparkDrafter)
+    options: dict[str, Any] = {"max_drafts": DRAFTS, "kv_cache_dtype": KvCacheDtype.FP8}
+    loop = make_drafting_loop(Qwen3Definition(), MODEL, recording, **options, **folder.named())
+    run_at_once(loop, random_requests(12, vocab_size=257, max_prompt_tokens=40, temperature=1.0))
+    loop.close()
+    wrong = [
+        wrong_drafts(recording.log, folder.formula(**mutant), limit=150)
+        for mutant in ({}, {"shift": 1}, {"is_causal": True}, {"markov": "none"})
+    ]
+    assert wrong[0] < 50
+    assert min(wrong[1:]) > 90
+
+
 @pytest.mark.parametrize(
     ("kind", "happens", "options"),
     [
@@ -157,6 +172,7 @@ def test_a_block_has_as_many_drafts_as_the_folder_says(folder: Folder) -> None:
         ("with a vocabulary", "cached_tokens", {"num_blocks": 40, "tensor_parallel_size": 2}),
         ("native", "cached_tokens", {"num_blocks": 40, "max_drafts": 9}),
         ("speculators", "preemptions", {"num_blocks": 19, "max_step_tokens": 24, "tensor_parallel_size": 2}),
+        ("native", "preemptions", {"num_blocks": 19, "max_step_tokens": 24, "kv_cache_dtype": KvCacheDtype.FP8}),
     ],
 )
 def test_answers_with_a_folder_are_those_without(
@@ -167,12 +183,14 @@ def test_answers_with_a_folder_are_those_without(
     assert getattr(stats, happens) > 0
 
 
-def test_drafts_after_a_cached_prefix_are_those_of_a_computed_one(folder: Folder) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", [KvCacheDtype.AUTO, KvCacheDtype.FP8])
+def test_drafts_after_a_cached_prefix_are_those_of_a_computed_one(folder: Folder, kv_cache_dtype: KvCacheDtype) -> None:
     requests = random_requests(6, vocab_size=257, max_prompt_tokens=30, shared_tokens=40)
     drafts: list[list[list[int]]] = []
     for prefix_cache in (True, False):
         factory = RecordingFactory(DSparkDrafter)
-        loop = make_drafting_loop(Qwen3Definition(), MODEL, factory, **folder.named(), prefix_cache=prefix_cache)
+        options: dict[str, Any] = {"prefix_cache": prefix_cache, "kv_cache_dtype": kv_cache_dtype}
+        loop = make_drafting_loop(Qwen3Definition(), MODEL, factory, **folder.named(), **options)
         for request in requests:
             answers = run_at_once(loop, [request])
         assert (answers[request.request_id].cached_tokens >= 40) == prefix_cache
@@ -254,7 +272,6 @@ def test_other_folders_are_refused_by_name(
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (NATIVE, {"kv_cache_dtype": KvCacheDtype.FP8}, "leave --kv-cache-dtype at auto"),
         ({k: v for k, v in SPECULATORS.items() if k != "sample_from_anchor"}, {}, "sample_from_anchor is not said"),
         (SPECULATORS | {"transformer_layer_config": LAYERS | {"model_type": "llama"}}, {}, "only layers of Qwen3"),
         (SPECULATORS | {"transformer_layer_config": None}, {}, "only layers of Qwen3"),

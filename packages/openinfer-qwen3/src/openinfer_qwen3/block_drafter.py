@@ -271,7 +271,7 @@ def block_requirements(
         Refused: its KV cannot lie in the model's blocks.
     """
     model: Qwen3Config = setting.model_config
-    check_same_shape(config.num_key_value_heads, config.head_dim, model=model, setting=setting)
+    check_same_shape(config.num_key_value_heads, config.head_dim, model=model)
     heads = config.num_key_value_heads // setting.num_ranks
     size = config.first_place + config.num_drafts(setting.max_drafts)
     group = attention_group(

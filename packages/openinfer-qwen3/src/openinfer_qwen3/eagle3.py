@@ -52,7 +52,7 @@ from openinfer_kernels import (
     RopeParameters,
     rope_table,
 )
-from openinfer_kv_cache import attention_group
+from openinfer_kv_cache import KvDtype, attention_group
 from openinfer_qwen3.drafter_folders import check_same_shape, key_reasons_of_folder, map_tensors, target_ids
 from openinfer_qwen3.model import Qwen3Config, Qwen3Model
 
@@ -312,7 +312,9 @@ class Eagle3Drafter(ChainedDrafter):
         if setting.drafter_dir is None:
             raise Refused("name the folder of its weights: --speculative eagle3,model=DIR")
         config = read_eagle3(setting.drafter_dir, model, setting.tensors)
-        check_same_shape(config.num_key_value_heads, config.dim, model=model, setting=setting)
+        check_same_shape(config.num_key_value_heads, config.dim, model=model)
+        if setting.kv_dtype is KvDtype.FLOAT8_E4M3:
+            raise Refused("it keeps hidden states with KV, and FP8 holds none: leave --kv-cache-dtype at auto")
         heads = config.num_key_value_heads // setting.num_ranks
         group = attention_group(
             name=ATTENTION,
