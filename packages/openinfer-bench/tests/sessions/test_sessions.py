@@ -235,6 +235,7 @@ def test_the_command_plays_checks_writes_and_draws(tmp_path: Path, capsys: pytes
     small = "--sessions 2 --turns 3 --first-tokens 40 --new-tokens 16 --output-tokens 4 --wait-s 0 --num-token-ids 400"
     command = ["bench", "sessions", "--model", "tiny", *small.split(), "--check", "4", "--json", str(file)]
     command += ["--plot", str(picture), "--commit", "abc", "--num-blocks", "256", "--kv-tier", "host=16MiB"]
+    command += ["--speculative", "ngram,n_min=1,adaptive=false"]
     assert main(command) == 0
     result = json.loads(file.read_text())
     assert [row["turn"] for row in result["rows"]] == [1, 2, 3]
@@ -242,7 +243,10 @@ def test_the_command_plays_checks_writes_and_draws(tmp_path: Path, capsys: pytes
     assert result["totals"]["tiers"]["gpu_tokens"] == result["totals"]["cached_tokens"] > 0
     assert result["commit"] == "abc"
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "checked 4 cached turns" in capsys.readouterr().out
+    shown, drafts = capsys.readouterr().out, result["totals"]["drafts"]
+    assert "checked 4 cached turns" in shown
+    assert drafts["draft_tokens"] >= drafts["drafts"] > 0
+    assert f" of {drafts['draft_tokens']:,} drafts accepted, " in shown
 
 
 def test_nothing_to_play_and_nothing_to_check_are_said(capsys: pytest.CaptureFixture[str]) -> None:

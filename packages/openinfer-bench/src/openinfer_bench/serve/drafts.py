@@ -1,5 +1,6 @@
 """How many drafts of a server were accepted while it was under load, of those that its `/metrics` count."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from openinfer_bench.serve.messages import Target
@@ -29,7 +30,7 @@ class DraftWatch:
         return {"drafts": counts | {"tokens_per_row": round(1 + counts["accepted_tokens"] / counts["drafts"], 3)}}
 
 
-def line_of_drafts(row: dict[str, Any]) -> str:
+def line_of_drafts(row: Mapping[str, Any]) -> str:
     """Below a row of the table; empty without drafts."""
     if "drafts" not in row:
         return ""

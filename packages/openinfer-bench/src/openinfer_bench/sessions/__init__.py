@@ -3,7 +3,7 @@
 Each session waits for its answers, goes on from them, waits for its tools, and may fork sub-agents. Sessions come from
 a recording (`--trace`: Weka's and TraceLab's formats) or are generated. Prompts are token ids, so that a recorded block
 is the same tokens wherever it comes again. TTFT and cache hits are told by turn, next to the hits that a cache which
-forgets nothing would have had.
+forgets nothing would have had, and how many drafts were accepted where the server drafts.
 
 `--check N` is the correctness arm: N turns that the cache helped are asked again under a fresh cache_salt, and must say
 the same tokens with the same log-probabilities, but for ties. It fails otherwise.
@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from openinfer_bench.serve import target_of
+from openinfer_bench.serve.drafts import DraftWatch
 from openinfer_bench.serve.messages import Target
 from openinfer_bench.sessions.check import Comparison, Verdict, check, choose, is_right
 from openinfer_bench.sessions.figures import heading, hits_by_tier, line_of, rows_of, summary, totals_of
@@ -59,10 +60,11 @@ def run(argv: Sequence[str]) -> int:
     filler = Filler(num_token_ids=arguments.num_token_ids, seed=arguments.seed)
     with target_of(arguments, flags) as (target, _):
         player = Player(target, filler, places=arguments.places, salt=salt)
-        before = _metrics(target)
+        before, drafts = _metrics(target), DraftWatch(target)
         asyncio.run(player.play(sessions))
         rows = rows_of(player.played)
-        totals = totals_of(player.played, player.spans_s) | {"tiers": hits_by_tier(before, _metrics(target))}
+        tiers = hits_by_tier(before, _metrics(target))
+        totals = totals_of(player.played, player.spans_s) | {"tiers": tiers} | drafts.figures()
         print("\n".join([heading(), *map(line_of, rows), summary(totals)]), flush=True)
         chosen = choose(player.played, turns=arguments.check, seed=arguments.seed)
         found = asyncio.run(check(target, chosen, tolerance=arguments.tolerance, salt=f"{salt}-uncached"))

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from openinfer_bench.serve.drafts import line_of_drafts
 from openinfer_bench.serve.figures import percentiles_ms
 from openinfer_bench.sessions.play import Played
 
@@ -110,7 +111,7 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 
 def summary(totals: Mapping[str, Any]) -> str:
-    """The totals in two lines, and what went wrong."""
+    """The totals in a few lines, and what went wrong."""
     times: Mapping[str, float] = totals["session_s"] or {"p50": 0.0, "p99": 0.0}
     played = f"{totals['sessions']} sessions, {totals['turns']:,} turns, {totals['failed']} failed; "
     played += f"{totals['prompt_tokens']:,} tokens in, {totals['output_tokens']:,} out ({totals['out_tok_s']:,.0f}/s)"
@@ -119,4 +120,6 @@ def summary(totals: Mapping[str, Any]) -> str:
     lines = [played, hits]
     if totals.get("tiers"):
         lines.append("; ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in totals["tiers"].items()))
+    if drafts := line_of_drafts(totals):
+        lines.append(drafts.strip())
     return "\n".join([*lines, *totals["errors"]])
