@@ -29,6 +29,7 @@ from openinfer_core.provenance import provenance
 from openinfer_core.sampling import GrammarKind
 from openinfer_engine import EngineOptions, resolve
 from openinfer_engine.engine_plan import EnginePlan
+from openinfer_engine.options import KvCacheDtype
 from openinfer_engine.testing.drafters import DraftKind, scripted_drafter, with_drafter
 from openinfer_engine.testing.speculation import SpeculationCounts, check_on_is_off, mixed_requests
 
@@ -50,11 +51,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "states": ("states", {"num_blocks": 60}),
     "grammars": ("text", {}),
     "grammars, preemption": ("text", {"num_blocks": 60, "block_size_tokens": 4, "max_step_tokens": 40}),
-    "fp8": ("attention", {"kv_cache_dtype": "fp8", **SCARCE}),
+    "fp8": ("attention", {"kv_cache_dtype": KvCacheDtype.FP8, **SCARCE}),
     "adapters": ("attention", {"lora": ADAPTERS, "max_lora_rank": 40, "max_loras": 2, **SCARCE}),
     "states, preemption": ("states", {"num_blocks": 16, "max_step_tokens": 24}),
     "states, tiers": ("states", {"num_blocks": 24, "kv_tier": ["host=16MiB"]}),
-    "states, fp8, ranks": ("states", {"kv_cache_dtype": "fp8", "tensor_parallel_size": 2, "num_blocks": 40}),
+    "states, fp8, ranks": ("states", {"kv_cache_dtype": KvCacheDtype.FP8, "tensor_parallel_size": 2, "num_blocks": 40}),
 }
 DRAFTED_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -63,7 +64,7 @@ DRAFTED_CASES: dict[str, dict[str, Any]] = {
     "tiers": {"num_blocks": 16, "kv_tier": ["host=16MiB"]},
     "ranks": {"tensor_parallel_size": 2, "num_blocks": 60},
     "ranks, preemption": {"tensor_parallel_size": 2, **SCARCE},
-    "fp8": {"kv_cache_dtype": "fp8", **SCARCE},
+    "fp8": {"kv_cache_dtype": KvCacheDtype.FP8, **SCARCE},
     "adapters": {"lora": ADAPTERS, "max_lora_rank": 40, "max_loras": 2, **SCARCE},
 }
 """Of drafters that are models; all have grammars."""

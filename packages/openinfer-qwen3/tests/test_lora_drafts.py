@@ -9,6 +9,7 @@ import pytest
 
 from openinfer_engine import EngineOptions, resolve
 from openinfer_engine.engine_plan import EnginePlan
+from openinfer_engine.options import KvCacheDtype
 from openinfer_engine.testing.drafters import DraftKind, scripted_drafter, with_drafter
 from openinfer_engine.testing.speculation import SpeculationCounts, check_on_is_off, mixed_requests
 from openinfer_qwen3.family import Qwen3Definition
@@ -56,7 +57,7 @@ def run(drafter: str, options: Mapping[str, Any], *, seed: int = 1, count: int =
         ("hostile", {**SHORT, "max_loras": 2}, "preemptions"),
         ("random", {"num_blocks": 24, "kv_tier": ["host=16MiB"]}, "tier_tokens"),
         ("random", {"tensor_parallel_size": 2}, "accepted"),
-        ("random", {"kv_cache_dtype": "fp8", **SHORT}, "accepted"),
+        ("random", {"kv_cache_dtype": KvCacheDtype.FP8, **SHORT}, "accepted"),
     ],
 )
 def test_answers_with_drafts_and_adapters_are_those_without_drafts(

@@ -8,6 +8,7 @@ import pytest
 
 from openinfer_engine import EngineOptions, resolve
 from openinfer_engine.engine_plan import EnginePlan
+from openinfer_engine.options import KvCacheDtype
 from openinfer_engine.testing.drafters import DraftKind, scripted_drafter, with_drafter
 from openinfer_engine.testing.speculation import SpeculationCounts, check_on_is_off, mixed_requests
 from openinfer_qwen3.family import Qwen3Definition
@@ -58,3 +59,15 @@ def test_on_is_off(fixtures: Path, options: dict[str, Any], drafter: str, happen
     assert counts.accepted > 0
     assert counts.drafts >= counts.accepted
     assert getattr(counts, happens) > 0
+
+
+def test_a_difference_is_found(fixtures: Path) -> None:
+    """The same requests by an engine that rounds its KV: a comparison that lets it pass would let anything pass."""
+
+    def engine(**given: Any) -> EnginePlan:
+        return resolve(Qwen3Definition(), fixtures / "tied", EngineOptions(**ROOMY | given))
+
+    off = engine(prefix_cache=False)
+    requests = mixed_requests(off.worker_limits.num_token_ids, count=30, seed=1)
+    with pytest.raises(AssertionError, match="request"):
+        check_on_is_off(off, lambda _: engine(speculative="ngram", kv_cache_dtype=KvCacheDtype.FP8), requests, seed=1)

@@ -1,7 +1,9 @@
 """`EngineOptions`: everything a user may set about an engine. Field names are the command's flags."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -256,6 +258,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return 0
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         _check("max_model_tokens", self.max_model_tokens, 1, 2**24)
         _check("max_num_seqs", self.max_num_seqs, 1, 2**16)
         _check("max_step_tokens", self.max_step_tokens, 1, 2**24)
@@ -300,6 +303,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         self._check_tiers()
 
+    def _check_kinds(self) -> None:
+        """A string in the place of one of these would be compared by identity, and so be none of them in silence."""
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise InvalidRequest(f"{name} is {value!r}; it must be a {kind.__name__}, not its text", field=name)
+
     def _check_tiers(self) -> None:
         if self.kv_transfer is not None:
             _check_transfer(self.kv_transfer, self.kv_tier)
@@ -325,6 +335,18 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 "computed together",
                 field=field,
             )
+
+
+_KINDS: Mapping[str, type[StrEnum]] = MappingProxyType(
+    {
+        "device": DeviceKind,
+        "engine_host": LoopHost,
+        "gguf_weights": GgufWeights,
+        "kv_cache_dtype": KvCacheDtype,
+        "load_format": LoadFormat,
+        "low_bit_activations": LowBitActivations,
+    }
+)
 
 
 def _check(name: str, value: int | None, low: int, high: int) -> None:
