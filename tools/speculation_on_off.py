@@ -135,7 +135,11 @@ def run_case(name: str, drafter: str, *, count: int, seed: int) -> tuple[Specula
         speculative = drafted_model(drafter).speculative if drafter in DRAFTED else drafter
         return engine(model, {**options, "speculative": f"{speculative},adaptive=false"})
 
-    return check_on_is_off(off, make_on, requests, seed=seed), features_of(requests)
+    counts = check_on_is_off(off, make_on, requests, seed=seed)
+    features = features_of(requests)
+    if not drafter.startswith("ngram"):  # others take no predictions, and are given none
+        del features["prediction"]
+    return counts, features
 
 
 def features_of(requests: Sequence[GenerateRequest]) -> Counter[str]:
