@@ -69,7 +69,7 @@ DRAFTED_CASES: dict[str, dict[str, Any]] = {
 }
 """Of drafters that are models; all have grammars."""
 REFUSED = {
-    "fp8": ("eagle3", "draft-model, states", "deepseek-mtp"),
+    "fp8": ("eagle3", "deepseek-mtp"),
     "adapters": (
         "eagle3",
         "dspark",
@@ -78,8 +78,6 @@ REFUSED = {
         "draft-model, states",
         "deepseek-mtp",
     ),  # made for another shape
-    "ranks": ("deepseek-mtp",),
-    "ranks, preemption": ("deepseek-mtp",),
 }
 """Cases that a drafter is not run in: the engine refuses it, or the adapters are another model's."""
 SAME = ("tensor_parallel_size", "kv_cache_dtype", "lora", "max_lora_rank")
