@@ -36,6 +36,7 @@ from published_configs import PUBLISHED
 
 import openinfer_tiny_model
 from openinfer.models import find_family
+from openinfer_bench.first_tokens import FirstToken, first_tokens, medians
 from openinfer_bench.served import OPENINFER, Served, served
 from openinfer_core.provenance import provenance
 from openinfer_engine.testing.adapters import write_adapter
@@ -146,6 +147,8 @@ class SetUp:
     """About a third of what the sessions of `many` hold at their ends."""
     host: str
     flags: Sequence[str]
+    block_bytes: int
+    """Of KV."""
     num_token_ids: int = 150_000
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -173,6 +176,7 @@ SET_UPS: Mapping[str, SetUp] = {
         disk=Shape(sessions=3, turns=2, first_tokens=16_000, new_tokens=150, wait_s=0.0),
         num_blocks=5_100,
         host="host=36GiB",
+        block_bytes=16 * 36 * 2 * 8 * 128 * 2,
         flags=(*CUDA, "--max-model-tokens", "45000"),
         config={"max_position_embeddings": 131_072},
     ),
@@ -191,6 +195,7 @@ SET_UPS: Mapping[str, SetUp] = {
         disk=Shape(sessions=3, turns=2, first_tokens=26_000, new_tokens=150, wait_s=0.0),
         num_blocks=11_000,
         host="host=40GiB",
+        block_bytes=16 * 8 * 2 * 4 * 256 * 2,
         flags=(*CUDA, "--max-model-tokens", "45000", "--state-snapshot-bytes", str(6 << 30)),
     ),
     "tiny": SetUp(
@@ -208,6 +213,7 @@ SET_UPS: Mapping[str, SetUp] = {
         disk=Shape(sessions=2, turns=2, first_tokens=200, new_tokens=10, wait_s=0.0),
         num_blocks=26,
         host="host=64MiB",
+        block_bytes=16 * 8 * 2 * 2 * 32 * 4,
         flags=("--device", "cpu", "--max-num-seqs", "8"),
         num_token_ids=2_000,
     ),
@@ -257,9 +263,34 @@ class Runner:
         flags = ("--num-blocks", str(self.set_up.num_blocks), "--kv-tier", self.set_up.host)
         with tempfile.TemporaryDirectory(prefix="sessions-order-") as folder:
             command = OPENINFER if planted_name is None else planted(planted_name, Path(folder))
-            with self._server(*flags, command=command) as server:
+            trace = Path(folder) / "trace.json"
+            with self._server(*flags, "--trace", str(trace), command=command) as server:
                 for part in parts:
                     self._note(part, self._many(server, part))
+            self._note_split(parts, trace)
+
+    def _note_split(self, parts: Sequence[str], trace: Path) -> None:
+        """Where the time to the first token went, of the turns from the third on: before it prompts are computed."""
+        found = first_tokens(json.loads(trace.read_bytes())["traceEvents"])
+        for part in parts:
+            rows = self.found[part].get("rows", ())
+            num_turns = sum(row["ok"] for row in rows)
+            mine, found = found[:num_turns], found[num_turns:]
+            least = rows[2]["prompt_tokens"] if len(rows) > 2 else 0
+            later = [each for each in mine if each.prompt_tokens >= least]
+            self.found[part]["split_ms"] = medians(later)
+            for name in ("loaded", "in the pool"):
+                some = [each for each in later if bool(each.loaded_blocks) == (name == "loaded")]
+                self.found[part][f"split_ms, {name}"] = medians(some)
+            self.found[part]["load_gb_s"] = round(self._rate(later), 1)
+            told = {key: value for key, value in self.found[part].items() if key.startswith(("split", "load_gb"))}
+            print(f"== {part}, from the third turn", *(f"   {key} {value}" for key, value in told.items()), sep="\n")
+        self._save()
+
+    def _rate(self, found: Sequence[FirstToken]) -> float:
+        """Of loads from tiers, in GB/s, their own time alone."""
+        seconds = sum(each.load_ms for each in found) / 1e3
+        return self.set_up.block_bytes * sum(each.loaded_blocks for each in found) / 1e9 / seconds if seconds else 0.0
 
     def _many(self, server: Served, part: str) -> dict[str, Any]:
         kind, _, new = part.partition("-")
@@ -317,8 +348,11 @@ class Runner:
 
     def _write(self, part: str, found: dict[str, Any]) -> None:
         self.found[part] = found
+        self._save()
         lines = [f"== {part}, {found.get('wall_s', 0)} s", *found.get("said", [found.get("failed")])]
         print(*lines, found.get("counters"), found.get("verdicts"), sep="\n", flush=True)
+
+    def _save(self) -> None:
         report = {
             **msgspec.to_builtins(provenance(commit=self._commit)),
             "model": self._model,

@@ -1,7 +1,8 @@
 """`openinfer bench trace FILE`: what a trace says about idle time of the device, and where the host's time went.
 
 A gap lies between two steps of the device while a request was open all along: time in which it had nothing to do, and
-should have. Within a step the device may wait for launches, too; that is not seen from outside.
+should have. Within a step the device may wait for launches, too; that is not seen from outside. The last lines say where
+the time to the first token went (`first_tokens.py`).
 """
 
 import argparse
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from openinfer_bench.first_tokens import first_tokens, medians
 from openinfer_core import InvalidRequest
 from openinfer_engine.tracing.trace import DEVICE
 
@@ -35,6 +37,8 @@ class TraceSummary:
     """Idle time before each step but the first, 0 where it was queued in time."""
     spans_us: Mapping[str, tuple[float, ...]]
     """Durations by track and name, sorted."""
+    first_token_ms: Mapping[str, float]
+    """Medians of the parts of the time to a request's first token."""
 
     def table(self) -> str:
         """For the terminal."""
@@ -47,6 +51,9 @@ class TraceSummary:
         for name, durations in self.spans_us.items():
             p50, p99, longest = _percentiles(durations)
             lines.append(f"{name:<18} {len(durations):>8} {p50:>10.1f} {p99:>10.1f} {longest:>10.1f}")
+        if self.first_token_ms:
+            parts = ", ".join(f"{name.removesuffix('_ms')} {value}" for name, value in self.first_token_ms.items())
+            lines.append(f"first tokens, medians in ms: {parts}")
         return "\n".join(lines) + "\n"
 
 
@@ -71,6 +78,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> TraceSummary:
         busy_share=busy / (busy + sum(gaps)) if steps else 0.0,
         gaps_us=gaps,
         spans_us={name: tuple(sorted(durations)) for name, durations in sorted(spans.items())},
+        first_token_ms=medians(first_tokens(events)),
     )
 
 

@@ -158,7 +158,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         undo.callback(runner.close)
         pages.finish()
         adapters = _make_adapters(engine_plan, scheduler, runner, processes, undo, step_trace=step_trace)
-        port = _join_tiers(engine_plan, tiers, scheduler, runner, processes)
+        port = _join_tiers(engine_plan, tiers, scheduler, runner, processes, tracer)
         kv_transfer = _open_transfer(engine_plan, tiers, scheduler, port)
         undo.pop_all()
     info = msgspec.structs.replace(engine_plan.info, start=engine_plan.timeline.phases)
@@ -241,6 +241,7 @@ def _join_tiers(
     scheduler: Scheduler,
     runner: ThreadRunner | ProcessRunner,
     processes: ProcessGroup | None,
+    tracer: Tracer,
 ) -> PoolTierPort | None:
     if tiers is None:
         return None
@@ -252,7 +253,7 @@ def _join_tiers(
             if (theirs := engine_plan.open_tiers(rank=rank)) is not None:
                 undo.callback(theirs.tier.close)
                 shares.append(LocalShare(open_port(theirs, pool=memory, load_timeout_s=load_timeout_s)))
-        port = open_port(tiers, pool=memories[0], load_timeout_s=load_timeout_s, shares=shares)
+        port = open_port(tiers, pool=memories[0], load_timeout_s=load_timeout_s, shares=shares, tracer=tracer)
         undo.callback(port.close)
         _require_tiered(engine_plan, scheduler).use_tiers(port)
         undo.pop_all()

@@ -118,7 +118,7 @@ def _make_loop(engine_plan: EnginePlan, runner: PlanRunner, *, rank: int, tracer
         if tiers is not None:
             undo.callback(tiers.tier.close)
         scheduler = engine_plan.make_scheduler(digest_key=None if tiers is None else tiers.digest_key)
-        port = None if tiers is None else _join_tiers(engine_plan, tiers, scheduler, runner)
+        port = None if tiers is None else _join_tiers(engine_plan, tiers, scheduler, runner, tracer)
         if port is not None:
             undo.pop_all()  # the port closes them
             undo.callback(port.close)
@@ -135,9 +135,11 @@ def _make_loop(engine_plan: EnginePlan, runner: PlanRunner, *, rank: int, tracer
     )
 
 
-def _join_tiers(engine_plan: EnginePlan, tiers: OpenTiers, scheduler: Scheduler, runner: PlanRunner) -> PoolTierPort:
+def _join_tiers(
+    engine_plan: EnginePlan, tiers: OpenTiers, scheduler: Scheduler, runner: PlanRunner, tracer: Tracer
+) -> PoolTierPort:
     tiered = require_tiered(scheduler, name=engine_plan.scheduler.name, has_states=engine_plan.has_states)
     load_timeout_s = engine_plan.options.kv_load_timeout_ms / 1000
-    port = open_port(tiers, pool=runner.pool_memory(), load_timeout_s=load_timeout_s)
+    port = open_port(tiers, pool=runner.pool_memory(), load_timeout_s=load_timeout_s, tracer=tracer)
     tiered.use_tiers(port)
     return port

@@ -10,6 +10,7 @@ from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.kv_tiers.port import PoolTierPort
 from openinfer_engine.kv_tiers.prefault import MemoryPrefault, available_bytes
 from openinfer_engine.kv_tiers.share import RankShare
+from openinfer_engine.tracing.trace import Tracer
 from openinfer_kv_cache import DeviceTier, KvTier, TieredScheduler
 
 _GIB = 1 << 30
@@ -59,7 +60,12 @@ def begin_prefault(tiers: OpenTiers, *, num_ranks: int = 1) -> MemoryPrefault:
 
 
 def open_port(
-    tiers: OpenTiers, *, pool: PoolMemory, load_timeout_s: float, shares: Sequence[RankShare] = ()
+    tiers: OpenTiers,
+    *,
+    pool: PoolMemory,
+    load_timeout_s: float,
+    shares: Sequence[RankShare] = (),
+    tracer: Tracer | None = None,
 ) -> PoolTierPort:
     """The port of one rank's open tiers, which it owns; `shares` are those of the other ranks, on rank 0.
 
@@ -79,6 +85,7 @@ def open_port(
         shares=shares,
         load_timeout_s=load_timeout_s,
         before_close=pool.unlock,
+        tracer=tracer,
     )
 
 

@@ -20,7 +20,8 @@ from typing import cast
 from openinfer_core.engine import KvTierStats
 from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_engine.kv_tiers.stats import stats_of, total_of_ranks
-from openinfer_engine.kv_tiers.transfer import ChunkedTransfer, RankedTransfer
+from openinfer_engine.kv_tiers.transfer import ChunkedTransfer, RankedTransfer, TracedTransfer
+from openinfer_engine.tracing.trace import NoTrace, Tracer
 from openinfer_kv_cache import Digest, KvTier, PrefixHit, SharedTier, TierHit, TierTransfer, Transfer
 from openinfer_kv_cache.tiers.traits import BlockMemory
 
@@ -43,6 +44,7 @@ class PoolTierPort:
         save_timeout_s: after which a save is given up.
         before_close: called when nothing touches the blocks any more, before the tier is closed.
         clock: monotonic seconds.
+        tracer: told of each load and save when it is over.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class PoolTierPort:
         save_timeout_s: float = 30.0,
         before_close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer | None = None,
     ) -> None:
         self._tier = tier
+        self._tracer = tracer or NoTrace()
         self._places = [*blocks, *(chunk for slot in states for chunk in slot)]
         self._num_blocks = len(blocks)
         self._shares = shares
@@ -130,7 +134,7 @@ class PoolTierPort:
                 hit.close()
         if not chunks:
             return None
-        return self._begin(chunks, [share.load(digests, places) for share in self._shares])
+        return self._begin("load", chunks, [share.load(digests, places) for share in self._shares])
 
     def save(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer | None:
         """Begins to copy what no step writes to any more into the tiers; None if these take none."""
@@ -146,7 +150,7 @@ class PoolTierPort:
             self._break("save", error)
         if not chunks:
             return None
-        return self._begin(chunks, [share.save(digests, places) for share in self._shares])
+        return self._begin("save", chunks, [share.save(digests, places) for share in self._shares])
 
     def look_up(self, digests: Sequence[Digest]) -> None:
         """Asks a tier that others write to for what they have saved; waits for it, so from threads of the caller's.
@@ -214,11 +218,13 @@ class PoolTierPort:
         memory = cast("Sequence[memoryview]", self._places)
         return [memory[place] for place in places]
 
-    def _begin(self, chunks: Sequence[Transfer], others: Sequence[TierTransfer]) -> TierTransfer:
+    def _begin(self, name: str, chunks: Sequence[Transfer], others: Sequence[TierTransfer]) -> TierTransfer:
         num_blocks = sum(chunk.num_blocks for chunk in chunks)
         transfer: TierTransfer = ChunkedTransfer(chunks, num_blocks=num_blocks, begin_s=self.clock())
         if others:
             transfer = RankedTransfer([transfer, *others])
+        if self._tracer.is_on:
+            transfer = TracedTransfer(transfer, name, self._tracer)
         self._transfers[transfer] = None
         return transfer
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from openinfer_engine.tracing.trace import TIERS, Span, Tracer
 from openinfer_kv_cache import TierTransfer, Transfer, TransferState
 
 
@@ -74,3 +75,42 @@ class RankedTransfer:
     def wait(self, timeout_s: float) -> None:
         if self._pending:
             self._pending[0].wait(timeout_s)
+
+
+class TracedTransfer:
+    """A transfer that tells a tracer how long it was on its way, until the scheduler saw that it is over."""
+
+    __slots__ = ("_begin_s", "_name", "_tracer", "_transfer")
+
+    def __init__(self, transfer: TierTransfer, name: str, tracer: Tracer) -> None:
+        self._transfer = transfer
+        self._name = name
+        self._tracer: Tracer | None = tracer
+        self._begin_s = tracer.clock()
+
+    @property
+    def num_blocks(self) -> int:
+        return self._transfer.num_blocks
+
+    @property
+    def begin_s(self) -> float:
+        return self._transfer.begin_s
+
+    @property
+    def completed_blocks(self) -> int:
+        return self._transfer.completed_blocks
+
+    def is_over(self) -> bool:
+        is_over = self._transfer.is_over()
+        tracer = self._tracer
+        if is_over and tracer is not None:
+            self._tracer = None
+            details = {"blocks": self.num_blocks, "completed": self.completed_blocks}
+            tracer.add(Span(TIERS, self._name, self._begin_s, tracer.clock(), details))
+        return is_over
+
+    def cancel(self) -> None:
+        self._transfer.cancel()
+
+    def wait(self, timeout_s: float) -> None:
+        self._transfer.wait(timeout_s)

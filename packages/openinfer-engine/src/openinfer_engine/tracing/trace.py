@@ -3,6 +3,7 @@
     process "engine"     loop      plan, wait, apply    the thread that drives steps
                          rank 0    launch               the thread that queues them, or computes them on a CPU
                          device    step                 on a GPU between two of its events, on a CPU the computing
+                         tiers     load, save           blocks on their way from KV tiers, and to them
     process "requests"   queue, prefill, decode of each request, one line each; with the frontend's `trace_parent`
 
 The last `MAX_SPANS` of both kinds are kept in memory; the file is written when the engine closes.
@@ -23,7 +24,7 @@ from openinfer_core import GenerateRequest, Refused, RequestId, Scheduled, Token
 logger = logging.getLogger("openinfer.engine")
 
 MAX_SPANS = 200_000  # a step has five: at 200 steps a second, more than three minutes
-LOOP, DEVICE = "loop", "device"
+LOOP, DEVICE, TIERS = "loop", "device", "tiers"
 _ENGINE, _REQUESTS = 1, 2  # process ids in the file
 
 
