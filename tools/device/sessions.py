@@ -166,7 +166,7 @@ SET_UPS: Mapping[str, SetUp] = {
     "qwen3-8b": SetUp(
         many={
             "3000": Shape(sessions=6, turns=14, first_tokens=3_000, new_tokens=3_000, wait_s=2.0),
-            "150": Shape(sessions=6, turns=10, first_tokens=34_000, new_tokens=150, wait_s=2.0),
+            "150": Shape(sessions=6, turns=8, first_tokens=34_000, new_tokens=150, wait_s=2.0),
         },
         checks={
             "invariant-ngram-fp8": Check(shape=CHECKED, turns=20, flags=(*HOST, *INVARIANT, *NGRAM, *FP8)),
