@@ -42,7 +42,7 @@ from openinfer_core.provenance import provenance
 from openinfer_engine.testing.adapters import write_adapter
 
 PART_LIMIT_S = 150
-PLACES = 3
+PLACES = 5
 QUIET_S, MOST_SAVES_S = 1.5, 40.0
 COUNTED = (
     "openinfer_num_preemptions_total",
@@ -115,9 +115,11 @@ class Check:
     shape: Shape
     turns: int
     flags: Sequence[str]
-    """The server's, after those of its model."""
+    """The server's, after those of its model; `{folder}` in them is a scratch folder."""
     planted: str | None = None
     has_adapter: bool = False
+    restarts: bool = False
+    """Whether the sessions are played by one server first, and checked by the next one, which begins on its tiers."""
 
     @property
     def held_tokens(self) -> int:
@@ -153,6 +155,7 @@ class SetUp:
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
+DISK = ("--kv-tier", "disk={folder}/kv,16GiB", "--kv-load-timeout-ms", "20000")
 INVARIANT, HOST = ("--batch-invariant", "true"), ("--kv-tier", "host=8GiB")
 NGRAM, FP8 = ("--speculative", "ngram,k=4"), ("--kv-cache-dtype", "fp8")
 CUDA = ("--device", "cuda", "--load-format", "dummy", "--grammar-compiler", "none", "--max-num-seqs", "32")
@@ -172,6 +175,8 @@ SET_UPS: Mapping[str, SetUp] = {
             "invariant-ngram-fp8": Check(shape=CHECKED, turns=20, flags=(*HOST, *INVARIANT, *NGRAM, *FP8)),
             "invariant-lora-ngram": Check(shape=CHECKED, turns=40, flags=(*HOST, *INVARIANT, *NGRAM), has_adapter=True),
             "stale-block": Check(shape=BRIEF, turns=8, flags=(), planted="stale-block"),
+            "other-batches": Check(shape=CHECKED, turns=40, flags=HOST),
+            "other-batches-fp8": Check(shape=CHECKED, turns=40, flags=(*HOST, *FP8)),
         },
         disk=Shape(sessions=3, turns=2, first_tokens=16_000, new_tokens=150, wait_s=0.0),
         num_blocks=5_100,
@@ -187,7 +192,14 @@ SET_UPS: Mapping[str, SetUp] = {
         },
         checks={
             "host": Check(shape=CHECKED, turns=45, flags=(*HOST, *INVARIANT, *SOME_STATES)),
-            "host-ngram": Check(shape=LONGER, turns=20, flags=(*HOST, *INVARIANT, *SOME_STATES, *NGRAM)),
+            "host-ngram": Check(shape=LONGER, turns=35, flags=(*HOST, *INVARIANT, *SOME_STATES, *NGRAM)),
+            "disk-restarted": Check(
+                shape=CHECKED, turns=40, flags=(*DISK, *INVARIANT, *SOME_STATES), restarts=True
+            ),
+            "host-lora-ngram": Check(
+                shape=CHECKED, turns=40, flags=(*HOST, *INVARIANT, *SOME_STATES, *NGRAM), has_adapter=True
+            ),
+            "host-fp8": Check(shape=CHECKED, turns=40, flags=(*HOST, *INVARIANT, *SOME_STATES, *FP8)),
             "state-one-row-back": Check(
                 shape=BRIEF, turns=8, flags=(*INVARIANT, *SOME_STATES), planted="state-one-row-back"
             ),
@@ -209,6 +221,8 @@ SET_UPS: Mapping[str, SetUp] = {
                 shape=TINY, turns=6, flags=("--kv-tier", "host=64MiB", *INVARIANT, *NGRAM), has_adapter=True
             ),
             "stale-block": Check(shape=TINY, turns=6, flags=INVARIANT, planted="stale-block"),
+            "disk-restarted": Check(shape=TINY, turns=6, flags=(*DISK, *INVARIANT), restarts=True),
+            "other-batches": Check(shape=TINY, turns=6, flags=HOST),
         },
         disk=Shape(sessions=2, turns=2, first_tokens=200, new_tokens=10, wait_s=0.0),
         num_blocks=26,
@@ -247,9 +261,14 @@ class Runner:
         with tempfile.TemporaryDirectory(prefix="sessions-check-") as folder:
             if check.has_adapter:
                 flags += ["--lora", f"{ADAPTER}={self._adapter(Path(folder))}"]
+            flags = [flag.format(folder=folder) for flag in flags]
             command = OPENINFER if check.planted is None else planted(check.planted, Path(folder))
+            model = ADAPTER if check.has_adapter else "m"
+            if check.restarts:
+                with self._server(*flags, command=command) as server:
+                    self._play(server, check.shape, f"check-{name}", model=model)
+                    self._wait_for_saves(server)
             with self._server(*flags, command=command) as server:
-                model = ADAPTER if check.has_adapter else "m"
                 found = self._play(server, check.shape, f"check-{name}", *sample, model=model)
         self._note(f"check-{name}", found | {"flags": flags, "planted": check.planted, **right(check, found)})
 
@@ -350,7 +369,7 @@ class Runner:
         self.found[part] = found
         self._save()
         lines = [f"== {part}, {found.get('wall_s', 0)} s", *found.get("said", [found.get("failed")])]
-        print(*lines, found.get("counters"), found.get("verdicts"), sep="\n", flush=True)
+        print(*lines, found.get("counters"), found.get("verdicts"), found.get("draws"), sep="\n", flush=True)
 
     def _save(self) -> None:
         report = {
@@ -386,14 +405,24 @@ def without(flags: Sequence[str], names: set[str]) -> list[str]:
 
 def right(check: Check, found: Mapping[str, Any]) -> dict[str, Any]:
     """Verdicts by name; `failed` where turns differ, or where a planted error was not found."""
-    verdicts = Counter(each["verdict"] for each in found.get("checked", ()))
-    told: dict[str, Any] = {"verdicts": dict(verdicts)}
+    checked = found.get("checked", ())
+    verdicts = Counter(each["verdict"] for each in checked)
+    told: dict[str, Any] = {"verdicts": dict(verdicts), "draws": draws(checked, check.shape.output_tokens)}
     differ = verdicts["different"] + verdicts["unanswered"]
     if check.planted is not None and not verdicts["different"]:
         told["failed"] = f"the planted error {check.planted} was not found"
     elif check.planted is None and (differ or verdicts["tie"] * 100 > verdicts.total()):
         told["failed"] = f"{differ} turns differ"
     return told
+
+
+def draws(checked: Sequence[Mapping[str, Any]], output_tokens: int) -> dict[str, float]:
+    """Tokens that were drawn after equal ones in both runs, up to the first that differs, and how many differ."""
+    differ = [each["position"] for each in checked if each["verdict"] in ("tie", "different")]
+    same = sum(each["verdict"] == "same" for each in checked)
+    compared = sum(position + 1 for position in differ if position is not None) + same * output_tokens
+    share = len(differ) / compared if compared else 0.0
+    return {"compared": compared, "differ": len(differ), "share": round(share, 5)}
 
 
 def counters(server: Served) -> dict[str, float]:
