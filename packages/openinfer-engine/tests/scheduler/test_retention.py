@@ -86,6 +86,48 @@ def test_newer_turn_of_a_key_supersedes_what_it_does_not_share(make_driver: Any,
     assert driver.scheduler.stats().retained_blocks == 16
 
 
+FORK = (*PROMPT, *range(500, 516))
+"""A conversation that goes on in one way, in twelve blocks; by others it goes on in another."""
+SHORT, LONG = {"retain_s": 600.0, "max_tokens": 1}, {"retain_s": 86_400.0, "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("other", "kept"),
+    [
+        ({**SHORT, "cache_key": "another"}, 12),
+        ({**LONG, "cache_key": "another"}, 12),
+        (SHORT, 12),
+        ({"max_tokens": 1, "retained_prefixes": (RetainedPrefix(40, 300.0),)}, 10),
+        ({"max_tokens": 1, "retained_prefixes": (RetainedPrefix(40, 1e-9),)}, 4),
+        ({"max_tokens": 1}, 4),
+    ],
+    ids=["key", "key for longer", "no key", "mark", "mark that is over", "nothing"],
+)
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_newer_turn_leaves_what_others_asked_to_retain(
+    make_driver: Any, make_request: Any, other: Any, kept: int, comes_first: bool
+) -> None:
+    driver = make_driver(**SMALL | {"num_blocks": 64})
+    mine = {**SHORT, "cache_key": "conversation"}
+    for number, fields in enumerate((other, mine) if comes_first else (mine, other)):
+        cached(driver, make_request(number, FORK, **fields))
+    cached(driver, make_request(2, (*PROMPT[:16], *range(600, 616), 1), **mine))
+    own = 4  # of the newer turn, after the four blocks that are common
+    assert driver.scheduler.stats().retained_blocks == kept + own
+
+
+def test_what_others_retain_is_given_up_when_their_newer_turn_leaves_it_too(
+    make_driver: Any, make_request: Any
+) -> None:
+    driver = make_driver(**SMALL | {"num_blocks": 64})
+    newer = (*PROMPT[:16], *range(600, 616), 1)
+    for number, key in enumerate(("one", "two")):
+        cached(driver, make_request(number, FORK, **SHORT, cache_key=key))
+    for number, (key, left) in enumerate((("one", 16), ("two", 8)), start=2):
+        cached(driver, make_request(number, newer, **SHORT, cache_key=key))
+        assert driver.scheduler.stats().retained_blocks == left
+
+
 def test_keys_of_other_tenants_and_salts_are_others(make_driver: Any, make_request: Any) -> None:
     driver = make_driver(**SMALL | {"num_blocks": 64}, policy=FairShare(QueuePolicyConfig()))
     turns = [{"tenant": "a"}, {"tenant": "b"}, {"tenant": "a", "cache_salt": "s"}]
