@@ -193,9 +193,7 @@ SET_UPS: Mapping[str, SetUp] = {
         checks={
             "host": Check(shape=CHECKED, turns=45, flags=(*HOST, *INVARIANT, *SOME_STATES)),
             "host-ngram": Check(shape=LONGER, turns=35, flags=(*HOST, *INVARIANT, *SOME_STATES, *NGRAM)),
-            "disk-restarted": Check(
-                shape=CHECKED, turns=40, flags=(*DISK, *INVARIANT, *SOME_STATES), restarts=True
-            ),
+            "disk-restarted": Check(shape=CHECKED, turns=40, flags=(*DISK, *INVARIANT, *SOME_STATES), restarts=True),
             "host-lora-ngram": Check(
                 shape=CHECKED, turns=40, flags=(*HOST, *INVARIANT, *SOME_STATES, *NGRAM), has_adapter=True
             ),

@@ -91,6 +91,54 @@ def test_what_was_loaded_from_below_is_promoted_if_the_user_wants_it(promotion, 
     assert disk.counters()[0].loaded_blocks == 6 - in_host
 
 
+def test_prefetched_blocks_are_loaded_from_the_first_tier(open_stack):
+    stack, host, disk = open_stack(host_blocks=8)
+    save(disk, chain(1, 5))
+    save(host, chain(1, 2))
+    held, transfer = stack.prefetch(chain(1, 7))
+    assert (held, transfer.num_blocks) == (5, 3)
+    assert ended(transfer) is TransferState.COMPLETED
+    assert stored(host) == 5
+    assert load(stack, chain(1, 5)) == 5
+    assert (host.counters()[0].loaded_blocks, disk.counters()[0].loaded_blocks) == (5, 3)
+    assert stack.prefetch(chain(1, 7)) == (5, None)
+    assert stack.prefetch(chain(2, 7)) == (0, None)
+
+
+@pytest.mark.parametrize("options", [{"promotion": Promotion.NEVER}, {"host_blocks": 3}])
+def test_nothing_is_prefetched_without_promotion_or_room(options, open_stack):
+    stack, host, disk = open_stack(**options)
+    save(disk, chain(1, 3))
+    assert stack.prefetch_blocks == 0
+    assert stack.prefetch(chain(1, 3)) == (3, None)
+    assert (stored(host), disk.counters()[0].loaded_blocks) == (0, 0)
+
+
+def test_a_quarter_of_the_first_tier_may_be_prefetched(open_stack):
+    stack, host, _ = open_stack(host_blocks=8)
+    assert (host.num_blocks, stack.prefetch_blocks) == (8, 2)
+
+
+def test_a_prefetch_that_fails_or_is_cancelled_costs_nothing_but_itself(open_stack):
+    faults = FaultInjector()
+    stack, host, disk = open_stack(host_blocks=8, faults=faults)
+    save(disk, chain(1, 3))
+    faults.on_next_writes(InjectedFault.ERROR)
+    ended(stack.prefetch(chain(1, 3)).transfer)
+    assert stored(host) < 3
+    gate = faults.hold_next_write()
+    _, transfer = stack.prefetch(chain(1, 3))
+    while transfer.completed_blocks < 3:
+        transfer.wait(0.01)
+    transfer.poll()
+    gate.wait_entered()
+    transfer.cancel()
+    assert transfer.poll() is TransferState.PENDING
+    gate.release()
+    ended(transfer)
+    assert load(stack, chain(1, 3)) == 3
+
+
 def test_a_load_is_pending_until_its_promotion_no_longer_reads_the_blocks(open_stack):
     faults = FaultInjector()
     stack, host, disk = open_stack(faults=faults)

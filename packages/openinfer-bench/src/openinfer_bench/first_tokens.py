@@ -109,7 +109,8 @@ def _phases(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, Interval, In
             begin = begins.pop((event["id"], event["name"]))
             phases.setdefault(event["id"], {})[event["name"]] = (begin["ts"], event["ts"])
             tokens[event["id"]] = begin["args"]["prompt_tokens"]
-    return [(tokens[id], each["queue"], each["prefill"]) for id, each in phases.items() if {"queue", "prefill"} <= each.keys()]
+    both = {name: each for name, each in phases.items() if {"queue", "prefill"} <= each.keys()}
+    return [(tokens[name], each["queue"], each["prefill"]) for name, each in both.items()]
 
 
 def _load_of(loads: Sequence[_Load], submitted: float, planned: float) -> _Load | None:
@@ -131,7 +132,7 @@ def _overlap(begin: float, end: float, intervals: Iterable[Interval]) -> float:
     """Of the time between, how much is in any of the intervals."""
     covered, reached = 0.0, begin
     for first, last in sorted(intervals):
-        first, last = max(first, reached), min(last, end)
-        if last > first:
-            covered, reached = covered + last - first, last
+        start, stop = max(first, reached), min(last, end)
+        if stop > start:
+            covered, reached = covered + stop - start, stop
     return covered

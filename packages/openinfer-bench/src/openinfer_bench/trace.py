@@ -1,8 +1,8 @@
 """`openinfer bench trace FILE`: what a trace says about idle time of the device, and where the host's time went.
 
 A gap lies between two steps of the device while a request was open all along: time in which it had nothing to do, and
-should have. Within a step the device may wait for launches, too; that is not seen from outside. The last lines say where
-the time to the first token went (`first_tokens.py`).
+should have. Within a step the device may wait for launches, too; that is not seen from outside. The last line says
+where the time to the first token went (`first_tokens.py`).
 """
 
 import argparse

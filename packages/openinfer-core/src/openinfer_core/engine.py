@@ -258,6 +258,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sleeps: int = 0
     step_age_s: float = 0.0
     """Seconds since the loop last completed an iteration while there was work; 0 when idle. Health is this number."""
+    prefetched_blocks: int = 0
+    """Blocks that were brought from slow KV tiers into the fastest one for requests that waited."""
 
 
 @runtime_checkable

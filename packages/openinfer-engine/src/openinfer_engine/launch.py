@@ -158,7 +158,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         undo.callback(runner.close)
         pages.finish()
         adapters = _make_adapters(engine_plan, scheduler, runner, processes, undo, step_trace=step_trace)
-        port = _join_tiers(engine_plan, tiers, scheduler, runner, processes, tracer)
+        port = _join_tiers(engine_plan, tiers, scheduler, runner, processes, tracer=tracer)
         kv_transfer = _open_transfer(engine_plan, tiers, scheduler, port)
         undo.pop_all()
     info = msgspec.structs.replace(engine_plan.info, start=engine_plan.timeline.phases)
@@ -241,6 +241,7 @@ def _join_tiers(
     scheduler: Scheduler,
     runner: ThreadRunner | ProcessRunner,
     processes: ProcessGroup | None,
+    *,
     tracer: Tracer,
 ) -> PoolTierPort | None:
     if tiers is None:

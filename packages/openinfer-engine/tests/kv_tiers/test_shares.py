@@ -13,8 +13,8 @@ from openinfer_engine.kv_tiers.remote_share import RemoteShare
 from openinfer_engine.kv_tiers.share_service import ShareService
 from openinfer_engine.kv_tiers.stats import total_of_ranks
 from openinfer_engine.kv_tiers.transfer import RankedTransfer
-from openinfer_engine.worker.messages import CancelTransfer, LoadShare, SaveShare, TransferEnded
-from openinfer_kv_cache import Digest
+from openinfer_engine.worker.messages import CancelTransfer, LoadShare, PrefetchShare, SaveShare, TransferEnded
+from openinfer_kv_cache import Digest, PortPrefetch
 
 DIGESTS = [Digest(bytes([number]) * 16) for number in range(3)]
 PLACES = [7, 5, 300]
@@ -118,6 +118,9 @@ class FakePort:
     def save(self, digests: Sequence[Digest], places: Sequence[int]) -> FakeMove | None:
         return self._begin("save", digests, places)
 
+    def prefetch(self, digests: Sequence[Digest]) -> PortPrefetch:
+        return PortPrefetch(len(digests), self._begin("prefetch", digests, ()))
+
     def _begin(self, verb: str, digests: Sequence[Digest], places: Sequence[int]) -> FakeMove | None:
         self.asked.append((verb, digests, places))
         if not self.has_anything:
@@ -183,6 +186,31 @@ def test_rank_whose_tiers_have_nothing_says_so(service: Service) -> None:
     service.sent.load(DIGESTS, PLACES)
     assert service.said.get(timeout=10) == TransferEnded(0, 0, 0, STATS)
     service.service.close()
+
+
+def never() -> None:
+    raise AssertionError("a prefetch touches no block of the pool")
+
+
+def test_rank_brings_up_what_it_is_told_to_without_waiting_for_steps(service: Service) -> None:
+    service.fence = never
+    service.sent.prefetch(DIGESTS)
+    service.port.moves.get(timeout=10).end(3)
+    assert service.said.get(timeout=10) == TransferEnded(0, 3, 0, STATS)
+    service.port.has_anything = False
+    service.sent.prefetch(DIGESTS[:1])
+    assert service.said.get(timeout=10) == TransferEnded(1, 0, 0, STATS)
+    assert service.port.asked == [("prefetch", DIGESTS, ()), ("prefetch", DIGESTS[:1], ())]
+    service.service.close()
+
+
+def test_what_a_rank_says_of_a_prefetch_is_counted_and_ends_nothing() -> None:
+    told: list[Any] = []
+    share = RemoteShare(told.append)
+    share.prefetch(DIGESTS)
+    load = share.load(DIGESTS, PLACES)
+    share.hear(TransferEnded(0, 3, 0, STATS))
+    assert (told[0], load.is_over(), share.stats()) == (PrefetchShare(0, b"".join(DIGESTS)), False, STATS)
 
 
 def test_rank_cancels_what_is_on_its_way_and_ignores_what_is_over(service: Service) -> None:

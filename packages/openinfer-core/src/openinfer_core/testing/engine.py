@@ -386,6 +386,7 @@ _COUNTERS = (
     "evicted_state_snapshots",
     "tier_tokens",
     "unsaved_blocks",
+    "prefetched_blocks",
     "kv_tier_faults",
 )
 

@@ -26,6 +26,10 @@ class LocalShare:
         self._port.settle()
         return self._port.save(digests, places) or self._nothing()
 
+    def prefetch(self, digests: Sequence[Digest]) -> None:
+        self._port.settle()
+        self._port.prefetch(digests)
+
     @property
     def faults(self) -> int:
         return self._port.faults

@@ -3,6 +3,7 @@
     find(digests)           the longest beginning of a chain that the tiers hold
     load(found, places)     what was found, on its way into those places
     save(digests, places)   sealed blocks on their way out
+    prefetch(digests)       from slow tiers into the fastest one, before they are loaded
 
 A place is a block, by its id, or one of the chunks of a slot of recurrent states, which is as large (`state_places`).
 
@@ -22,7 +23,17 @@ from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_engine.kv_tiers.stats import stats_of, total_of_ranks
 from openinfer_engine.kv_tiers.transfer import ChunkedTransfer, RankedTransfer, TracedTransfer
 from openinfer_engine.tracing.trace import NoTrace, Tracer
-from openinfer_kv_cache import Digest, KvTier, PrefixHit, SharedTier, TierHit, TierTransfer, Transfer
+from openinfer_kv_cache import (
+    Digest,
+    KvTier,
+    PortPrefetch,
+    PrefetchingTier,
+    PrefixHit,
+    SharedTier,
+    TierHit,
+    TierTransfer,
+    Transfer,
+)
 from openinfer_kv_cache.tiers.traits import BlockMemory
 
 logger = logging.getLogger("openinfer.engine")
@@ -151,6 +162,30 @@ class PoolTierPort:
         if not chunks:
             return None
         return self._begin("save", chunks, [share.save(digests, places) for share in self._shares])
+
+    @property
+    def prefetch_blocks(self) -> int:
+        """How many blocks may be brought up for requests that wait; 0 where there is one tier, or promotion is off."""
+        try:
+            return self._tier.prefetch_blocks if isinstance(self._tier, PrefetchingTier) and not self._is_broken else 0
+        except Exception as error:  # noqa: BLE001 -- the fault boundary, as above
+            self._break("prefetch_blocks", error)
+            return 0
+
+    def prefetch(self, digests: Sequence[Digest]) -> PortPrefetch:
+        """Begins to bring what slow tiers have of a chain's beginning into the fastest one, on all ranks."""
+        if self._is_broken or not isinstance(self._tier, PrefetchingTier):
+            return PortPrefetch(0, None)
+        try:
+            found = self._tier.prefetch(digests, timeout_s=self._load_timeout_s)
+        except Exception as error:  # noqa: BLE001 -- the fault boundary, as above
+            self._break("prefetch", error)
+            return PortPrefetch(0, None)
+        if found.transfer is None:
+            return PortPrefetch(found.num_held, None)
+        for share in self._shares:
+            share.prefetch(digests)  # what a rank has not in time it loads from where it is
+        return PortPrefetch(found.num_held, self._begin("prefetch", [found.transfer], ()))
 
     def look_up(self, digests: Sequence[Digest]) -> None:
         """Asks a tier that others write to for what they have saved; waits for it, so from threads of the caller's.

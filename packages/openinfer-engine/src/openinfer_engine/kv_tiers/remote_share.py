@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.worker.messages import CancelTransfer, LoadShare, SaveShare, ToRank, TransferEnded
+from openinfer_engine.worker.messages import CancelTransfer, LoadShare, PrefetchShare, SaveShare, ToRank, TransferEnded
 from openinfer_kv_cache import Digest, TierTransfer
 
 
@@ -37,6 +37,9 @@ class RemoteShare:
         self._tell(SaveShare(transfer.number, b"".join(digests), _packed(places)))
         return transfer
 
+    def prefetch(self, digests: Sequence[Digest]) -> None:
+        self._tell(PrefetchShare(next(self._numbers), b"".join(digests)))
+
     @property
     def faults(self) -> int:
         """As the rank has told last."""
@@ -50,7 +53,7 @@ class RemoteShare:
         """The rank closes its tiers when it leaves."""
 
     def hear(self, message: TransferEnded) -> None:
-        """The rank has ended a load or a save; by the thread that listens to it."""
+        """The rank has ended what it was told to move; by the thread that listens to it."""
         self._last = message
         with self._lock:
             transfer = self._transfers.pop(message.number, None)

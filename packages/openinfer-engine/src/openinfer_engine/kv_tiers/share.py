@@ -22,6 +22,10 @@ class RankShare(Protocol):
         """Begins to copy what no step writes to any more into the rank's tiers."""
         ...
 
+    def prefetch(self, digests: Sequence[Digest]) -> None:
+        """Begins to bring what slow tiers of the rank have of a chain into its fastest one; nothing waits for it."""
+        ...
+
     @property
     def faults(self) -> int:
         """Times a tier raised where it may not."""

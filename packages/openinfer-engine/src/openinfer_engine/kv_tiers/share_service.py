@@ -12,11 +12,11 @@ from typing import TypeAlias
 import numpy as np
 
 from openinfer_engine.kv_tiers.port import PoolTierPort
-from openinfer_engine.worker.messages import CancelTransfer, LoadShare, SaveShare, TransferEnded
+from openinfer_engine.worker.messages import CancelTransfer, LoadShare, PrefetchShare, SaveShare, TransferEnded
 from openinfer_kv_cache import Digest, TierTransfer
 from openinfer_kv_cache.digest import DIGEST_BYTES
 
-ShareOrder: TypeAlias = LoadShare | SaveShare | CancelTransfer
+ShareOrder: TypeAlias = LoadShare | SaveShare | PrefetchShare | CancelTransfer
 _POLL_S = 0.001
 
 
@@ -70,10 +70,13 @@ class ShareService:
         return self._orders.get()
 
     def _do(self, order: ShareOrder, fence: Callable[[], None]) -> None:
-        # It copies nothing: it need not wait for the steps before it.
+        # These copy nothing of the pool: they need not wait for the steps before them.
         if isinstance(order, CancelTransfer):
             if order.number in self._transfers:
                 self._transfers[order.number].cancel()
+            return
+        if isinstance(order, PrefetchShare):
+            self._keep(order.number, self._port.prefetch(_digests(order.digests)).transfer)
             return
         fence()
         digests, places = _unpacked(order)
@@ -81,10 +84,13 @@ class ShareService:
             transfer = self._port.load(self._port.find_looking_up(digests), places)
         else:
             transfer = self._port.save(digests, places)
+        self._keep(order.number, transfer)
+
+    def _keep(self, number: int, transfer: TierTransfer | None) -> None:
         if transfer is None:
-            self._end(order.number, 0)
+            self._end(number, 0)
         else:
-            self._transfers[order.number] = transfer
+            self._transfers[number] = transfer
 
     def _report(self) -> None:
         for number, transfer in list(self._transfers.items()):
@@ -98,7 +104,9 @@ class ShareService:
 
 
 def _unpacked(order: LoadShare | SaveShare) -> tuple[Sequence[Digest], Sequence[int]]:
-    packed = order.digests
-    digests = [Digest(packed[begin : begin + DIGEST_BYTES]) for begin in range(0, len(packed), DIGEST_BYTES)]
     places: list[int] = np.frombuffer(order.places, np.int32).tolist()
-    return digests, places
+    return _digests(order.digests), places
+
+
+def _digests(packed: bytes) -> Sequence[Digest]:
+    return [Digest(packed[begin : begin + DIGEST_BYTES]) for begin in range(0, len(packed), DIGEST_BYTES)]

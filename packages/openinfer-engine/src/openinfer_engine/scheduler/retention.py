@@ -76,9 +76,7 @@ class Retention:
         clock: monotonic seconds, as the cache's.
     """
 
-    def __init__(
-        self, kv: KvCache, snapshots: Snapshots | None, *, clock: Callable[[], float] = monotonic
-    ) -> None:
+    def __init__(self, kv: KvCache, snapshots: Snapshots | None, *, clock: Callable[[], float] = monotonic) -> None:
         self._kv = kv
         self._snapshots = snapshots
         self._clock = clock

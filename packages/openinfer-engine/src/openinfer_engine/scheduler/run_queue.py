@@ -54,6 +54,7 @@ from openinfer_engine.scheduler.loads import Loads
 from openinfer_engine.scheduler.order.bypass import Bypass
 from openinfer_engine.scheduler.order.cached_first import SCAN, CachedFirst
 from openinfer_engine.scheduler.order.room_to_grow import RoomToGrow
+from openinfer_engine.scheduler.prefetches import MAX_WAITING, Prefetches
 from openinfer_engine.scheduler.retention import Retention
 from openinfer_engine.scheduler.row_shares import RowShares
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
@@ -62,7 +63,7 @@ from openinfer_engine.scheduler.states.saves import StateSaves
 from openinfer_engine.scheduler.states.snapshots import Snapshots
 from openinfer_engine.scheduler.step_builder import StepInFlight
 from openinfer_engine.scheduler.windows import Windows
-from openinfer_kv_cache import BlockSaves, KvCache, KvCacheOptions, StateSlotCopy, TierPort
+from openinfer_kv_cache import BlockSaves, KvCache, KvCacheOptions, PrefetchingPort, StateSlotCopy, TierPort
 
 PARK_PATIENCE_S = 1.0
 """What copies into KV tiers may take before they are cancelled, when all is to leave the device."""
@@ -100,6 +101,7 @@ class RunQueue:
         )
         self.loads: Loads | None = None
         self.saves: BlockSaves | None = None  # None without KV tiers
+        self.prefetches: Prefetches | None = None  # None where tiers have one level, or the model several block tables
         self._state_saves: StateSaves | None = None  # with KV tiers, for a model with recurrent states
         self.snapshots = None  # None for a model without recurrent states, or where none are kept
         if self.kv.slots is not None:
@@ -150,6 +152,8 @@ class RunQueue:
         snapshots, block_tokens = self.snapshots, self.kv.pool.block_size_tokens
         self.loads = Loads(port, block_size_tokens=block_tokens, snapshots=snapshots)
         self.saves = BlockSaves(self.kv.pool, port)
+        if isinstance(port, PrefetchingPort) and self.num_tables == 1:
+            self.prefetches = Prefetches(port, block_size_tokens=block_tokens)
         if snapshots is None:
             return
         if not port.chunks_per_slot:
@@ -165,6 +169,11 @@ class RunQueue:
         for saves in (self.saves, self._state_saves):
             if saves is not None:
                 saves.begin()
+
+    def prefetch(self) -> None:
+        """Brings up what those that wait will load; after all of a plan were admitted."""
+        if self.prefetches is not None:
+            self.prefetches.advance(self.waiting.first(MAX_WAITING))
 
     def settle(self) -> None:
         for saves in (self.saves, self._state_saves):

@@ -135,6 +135,8 @@ class TokenBudgetScheduler:
 
     def renew_cache(self, kv_version: str) -> None:
         self._queue.kv.renew(kv_version)
+        if self._queue.prefetches is not None:
+            self._queue.prefetches.advance(())  # what waits has other digests now
 
     # --- requests ---------------------------------------------------------------------------------------
 
@@ -208,6 +210,7 @@ class TokenBudgetScheduler:
         if self._config.max_drafts:
             self._add_drafts(builder, unfilled)
         self._plan_prompts(builder, unfilled)
+        self._queue.prefetch()
         self._queue.count_shares()
         if not builder.rows:
             return None
@@ -403,7 +406,7 @@ class TokenBudgetScheduler:
     def stats(self) -> EngineStats:
         """Gauges and counters; from another thread they may be of slightly different moments."""
         queue, counters, pool, snapshots = self._queue, self._counters, self._queue.kv.pool, self._queue.snapshots
-        loads = queue.loads
+        loads, prefetches = queue.loads, queue.prefetches
         loading = 0 if loads is None else len(loads.sequences)
         return EngineStats(
             running=len(queue.running),
@@ -433,6 +436,7 @@ class TokenBudgetScheduler:
             tier_tokens=0 if loads is None else loads.loaded_tokens,
             retained_blocks=pool.retained_blocks,
             unsaved_blocks=queue.unsaved_blocks,
+            prefetched_blocks=0 if prefetches is None else prefetches.prefetched_blocks,
         )
 
     def check_integrity(self) -> None:

@@ -1,11 +1,12 @@
 """What the engine and the processes of its other ranks say to each other, over pipes or a socket; no pickle.
 
     engine ─► Build · Agree · RunStep … · Leave
-              LoadShare, SaveShare, CancelTransfer between the steps, with KV tiers; HoldAdapter, DropAdapter
+              LoadShare, SaveShare, PrefetchShare, CancelTransfer between the steps, with KV tiers
+              HoldAdapter, DropAdapter
               Obey between the steps, when weights change
     rank   ─► Resolved · WorkerReady · Fault
               Obeyed, once for each Obey
-              TransferEnded, once for each load and save; AdapterHeld, once for each HoldAdapter
+              TransferEnded, once for each load, save and prefetch; AdapterHeld, once for each HoldAdapter
     both   ─► Heartbeat, whatever else is said
 
 Frames are those of `openinfer_core.process.wire`. End of file means that the other side is gone. Only the two ends
@@ -146,6 +147,13 @@ class SaveShare(msgspec.Struct, frozen=True, array_like=True, tag="save"):
     places: bytes
 
 
+class PrefetchShare(msgspec.Struct, frozen=True, array_like=True, tag="prefetch"):
+    """The rank brings what its slow KV tiers have of a chain into its fastest one."""
+
+    number: int
+    digests: bytes
+
+
 class CancelTransfer(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     """A load or save is to end early; one that has ended is not meant."""
 
@@ -237,6 +245,7 @@ ToRank: TypeAlias = (
     | RunStep
     | LoadShare
     | SaveShare
+    | PrefetchShare
     | CancelTransfer
     | HoldAdapter
     | DropAdapter

@@ -14,7 +14,7 @@ from openinfer_core.testing.errors import require
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_core.testing.scheduler_driver import RunsAt, SchedulerDriver, SchedulerFactory
 from openinfer_kv_cache.digest import Digest
-from openinfer_kv_cache.tiers.port import PrefixHit, TieredScheduler
+from openinfer_kv_cache.tiers.port import PortPrefetch, PrefixHit, TieredScheduler
 
 NEVER = 10**9
 _GARBAGE = -1
@@ -69,8 +69,39 @@ class FakeTierTransfer:
             self.port.end(self)
 
 
+@dataclass(eq=False)
+class FakePrefetch:
+    """A window of blocks that is brought up, and ends after so many steps."""
+
+    port: "FakeTierPort"
+    digests: tuple[Digest, ...]
+    steps_left: int
+    begin_s: float
+    completed_blocks: int = 0
+    is_cancelled: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.digests)
+
+    def is_over(self) -> bool:
+        return self.steps_left <= 0
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def wait(self, timeout_s: float) -> None:
+        """Nothing: steps are what it waits for."""
+
+    def tick(self) -> None:
+        self.steps_left -= 1
+        if self.steps_left == 0 and not self.is_cancelled:
+            self.completed_blocks = self.num_blocks
+            self.port.slow.difference_update(self.digests)
+
+
 class FakeTierPort:
-    """Implements `TierPort` over a fake device.
+    """Implements `PrefetchingPort` over a fake device.
 
     Args:
         device: whose blocks and states are moved.
@@ -79,6 +110,7 @@ class FakeTierPort:
         seed: of everything at random.
         steps: that a transfer takes, at most.
         short_rate: share of the transfers that end with fewer blocks than were asked for.
+        prefetch_blocks: that may be brought up for requests that wait. Then all that is saved lies in a slow tier.
     """
 
     def __init__(
@@ -90,6 +122,7 @@ class FakeTierPort:
         seed: int = 0,
         steps: int = 1,
         short_rate: float = 0.0,
+        prefetch_blocks: int = 0,
     ) -> None:
         self._device = device
         self._num_blocks = config.num_blocks
@@ -100,6 +133,9 @@ class FakeTierPort:
         self.short_rate = short_rate
         self.loads: list[FakeTierTransfer] = []
         self.saves: list[FakeTierTransfer] = []
+        self.prefetch_blocks = prefetch_blocks
+        self.prefetches: list[FakePrefetch] = []
+        self.slow: set[Digest] = set(self.contents) if prefetch_blocks else set()
         self._now_s = 0.0
 
     @property
@@ -140,6 +176,19 @@ class FakeTierPort:
         self.saves.append(transfer)
         return transfer
 
+    def prefetch(self, digests: Sequence[Digest]) -> PortPrefetch:
+        require(0 < len(digests) <= self.prefetch_blocks, f"{len(digests)} blocks are to be brought up at once")
+        hit = self.find(digests)
+        up = tuple(digest for digest in digests[: hit.num_blocks] if digest in self.slow)
+        if not up:
+            return PortPrefetch(hit.num_blocks, None)
+        under_way = [each for each in self.prefetches if not (each.is_over() or each.is_cancelled)]
+        coming = sum(each.num_blocks for each in under_way) + len(up)
+        require(coming <= self.prefetch_blocks, f"{coming} blocks are brought up at a time")
+        steps = self._random.randint(1, self.load_steps)
+        self.prefetches.append(FakePrefetch(self, up, steps, self._now_s))
+        return PortPrefetch(hit.num_blocks, self.prefetches[-1])
+
     def state_places(self, slot: int) -> Sequence[int]:
         begin = self._num_blocks + slot * self.chunks_per_slot
         return range(begin, begin + self.chunks_per_slot)
@@ -152,7 +201,7 @@ class FakeTierPort:
     def tick(self) -> None:
         """One more step of the loop: every transfer comes further."""
         self._now_s += 0.02
-        for transfer in self.pending:
+        for transfer in (*self.pending, *self.prefetches):
             transfer.tick()
 
     def end(self, transfer: FakeTierTransfer) -> None:
@@ -166,6 +215,8 @@ class FakeTierPort:
                 self._write(place, content)
             else:
                 self.contents[digest] = content
+                if self.prefetch_blocks:
+                    self.slow.add(digest)
         transfer.completed_blocks = completed
 
     def _begin(
@@ -222,11 +273,20 @@ class TieredDriver(SchedulerDriver):
         seed: int = 0,
         steps: int = 1,
         short_rate: float = 0.0,
+        prefetch_blocks: int = 0,
     ) -> None:
         super().__init__(
             factory, config, max_in_flight=max_in_flight, is_moving=lambda: bool(self.port.pending), runs_at=runs_at
         )
-        self.port = FakeTierPort(self.device, config, contents=contents, seed=seed, steps=steps, short_rate=short_rate)
+        self.port = FakeTierPort(
+            self.device,
+            config,
+            contents=contents,
+            seed=seed,
+            steps=steps,
+            short_rate=short_rate,
+            prefetch_blocks=prefetch_blocks,
+        )
         scheduler: object = self.scheduler
         require(isinstance(scheduler, TieredScheduler), f"{type(scheduler).__name__} has no use_tiers(port)")
         if isinstance(scheduler, TieredScheduler):

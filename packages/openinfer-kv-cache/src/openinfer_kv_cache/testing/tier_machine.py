@@ -23,6 +23,7 @@ from openinfer_kv_cache.testing.tier_cases import (
 )
 from openinfer_kv_cache.testing.tier_faults import FaultInjector, InjectedFault
 from openinfer_kv_cache.tiers.contract import KvTier, TierHit, TransferState
+from openinfer_kv_cache.tiers.traits import PrefetchingTier
 
 _CHAINS = st.integers(0, 3)
 _LENGTHS = st.integers(1, 6)
@@ -60,6 +61,18 @@ class TierMachine(RuleBasedStateMachine):
     def save_and_load_chain(self, seed: int, length: int) -> None:
         self.save_chain(seed, length)
         self.load_chain(seed, length)
+
+    @precondition(lambda self: isinstance(self.tier, PrefetchingTier))
+    @rule(seed=_CHAINS, length=_LENGTHS, is_cancelled=st.booleans())
+    def prefetch_chain(self, seed: int, length: int, is_cancelled: bool) -> None:  # noqa: FBT001 -- drawn by hypothesis
+        assert isinstance(self.tier, PrefetchingTier)
+        found = self.tier.prefetch(chain(seed, length))
+        assert 0 <= found.num_held <= length
+        if found.transfer is not None:
+            assert 0 < found.transfer.num_blocks <= found.num_held
+            if is_cancelled:
+                found.transfer.cancel()
+            self.seen[f"prefetch {ended(found.transfer)}"] += 1
 
     @rule(seed=_CHAINS, length=_LENGTHS)
     def hold(self, seed: int, length: int) -> None:

@@ -168,7 +168,10 @@ def check_random_tier_traffic(factory: SchedulerFactory, *, seeds: Iterable[int]
     for seed in seeds:
         rng = random.Random(seed)  # noqa: S311 -- no secrets here
         config = make_config(num_blocks=rng.choice((8, 9, 12, 24)), max_step_tokens=rng.choice((4, 8, 16)))
-        for driver in make_drivers(factory, config, seed=seed, steps=rng.choice((1, 4, 9)), short_rate=0.2):
+        steps, prefetch_blocks = rng.choice((1, 4, 9)), (0, 3, 12)[seed % 3]
+        for driver in make_drivers(
+            factory, config, seed=seed, steps=steps, short_rate=0.2, prefetch_blocks=prefetch_blocks
+        ):
             drive_at_random(driver, random.Random(seed))  # noqa: S311 -- no secrets here
 
 

@@ -18,7 +18,13 @@ PROMPT_BLOCKS = 3  # of `PROMPT`, that are full and leave a token to compute
 
 
 def make_drivers(
-    factory: SchedulerFactory, config: SchedulerConfig, *, seed: int = 0, steps: int = 1, short_rate: float = 0.0
+    factory: SchedulerFactory,
+    config: SchedulerConfig,
+    *,
+    seed: int = 0,
+    steps: int = 1,
+    short_rate: float = 0.0,
+    prefetch_blocks: int = 0,
 ) -> Iterator[TieredDriver]:
     for max_in_flight in (1, 2):
         for runs_at in RunsAt:
@@ -30,6 +36,7 @@ def make_drivers(
                 seed=seed,
                 steps=steps,
                 short_rate=short_rate,
+                prefetch_blocks=prefetch_blocks,
             )
 
 

@@ -18,7 +18,7 @@ them for any.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from openinfer_kv_cache.blocks import BlockPin
 from openinfer_kv_cache.digest import Digest
@@ -113,6 +113,33 @@ class TierPort(Protocol):
 
     def clock(self) -> float:
         """Monotonic seconds, as `TierTransfer.begin_s` has them."""
+        ...
+
+
+class PortPrefetch(NamedTuple):
+    """What a port answers to `PrefetchingPort.prefetch`."""
+
+    num_held: int
+    """Leading blocks of the chain that the tiers have."""
+    transfer: TierTransfer | None
+    """Those of them that are on their way up; it uses no place. None if none are."""
+
+
+@runtime_checkable
+class PrefetchingPort(TierPort, Protocol):
+    """A port that brings blocks from slow tiers into the fastest one, for requests that wait for their turn."""
+
+    @property
+    def prefetch_blocks(self) -> int:
+        """As many may be brought up for requests that wait, all together; 0: none."""
+        ...
+
+    def prefetch(self, digests: Sequence[Digest]) -> PortPrefetch:
+        """Begins to bring up what slow tiers have of a chain's beginning.
+
+        Args:
+            digests: few at a time, since memory for them is taken.
+        """
         ...
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from openinfer_kv_cache.digest import Digest
 from openinfer_kv_cache.tiers.contract import KvTier, TierHit, Transfer
@@ -78,6 +78,42 @@ class CopyingTier(KvTier, Protocol):
     def copy_block(self, digest: Digest, into: memoryview) -> bool:
         """Fills `into` with an intact block, in this thread; False if it is not there. No counter tells of it."""
         ...
+
+
+class Prefetch(NamedTuple):
+    """What a tier answers to `PrefetchingTier.prefetch`."""
+
+    num_held: int
+    """Leading blocks of the chain that it has, in whatever level."""
+    transfer: Transfer | None
+    """Those of them that are on their way up; None if none are. It is polled until it ends."""
+
+
+@runtime_checkable
+class PrefetchingTier(KvTier, Protocol):
+    """A tier of several levels that brings blocks up before they are loaded, into memory of its own."""
+
+    @property
+    def prefetch_blocks(self) -> int:
+        """As many may be brought up for requests that wait, all together; 0: none."""
+        ...
+
+    def prefetch(self, digests: Sequence[Digest], *, timeout_s: float | None = None) -> Prefetch:
+        """Begins to bring what lower levels have of a chain's beginning into the first one.
+
+        Args:
+            digests: few at a time, since memory for them is taken.
+            timeout_s: after which it ends partial.
+        """
+        ...
+
+
+@runtime_checkable
+class BoundedTier(KvTier, Protocol):
+    """A tier with room for so many blocks."""
+
+    @property
+    def num_blocks(self) -> int: ...
 
 
 @runtime_checkable

@@ -60,6 +60,7 @@ class HostTier(QueuedTier[Stored, ArenaIndex]):
             )
         if policy is None:
             policy = LeastFrequentlyUsed() if options.policy is HostPolicy.LFU else LeastRecentlyUsed()
+        self.num_blocks = num_blocks
         self._batch_blocks = max(1, min(_MOST_BATCH_BLOCKS, num_blocks // _LEAST_BATCHES))
         index = ArenaIndex(num_blocks, policy, ttl_s=options.ttl_s, clock=clock)
         super().__init__(layout, index, name=name, clock=clock)

@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 import msgspec
 
 from openinfer_kv_cache import (
+    BoundedTier,
     CopyingTier,
     DeviceTier,
     Digest,
@@ -17,6 +18,7 @@ from openinfer_kv_cache import (
     KvTier,
     KvTierError,
     LastingTier,
+    Prefetch,
     SharedTier,
     TellingTier,
     TierCounters,
@@ -27,10 +29,14 @@ from openinfer_kv_cache import (
 )
 from openinfer_kv_cache.tiers.traits import BlockMemory
 from openinfer_kv_offload.errors import TierConfigError
+from openinfer_kv_offload.host.arena import Arena
 from openinfer_kv_offload.stack.transfer import StackTransfer
 from openinfer_kv_offload.stack.write_behind import WriteBehindWorker
 
 _log = logging.getLogger(__name__)
+_PREFETCH_PART = 4
+"""One block in so many of the first tier's may be brought up for requests that wait: the others are in use, or idle and
+may be wanted sooner."""
 
 
 class WriteMode(StrEnum):
@@ -157,6 +163,30 @@ class TierStack:
             _abandon(loads, parts[len(loads) :])
             raise
         return StackTransfer.of_load(loads, promotions)
+
+    @property
+    def prefetch_blocks(self) -> int:
+        first = self._tiers[0]
+        if self._options.promotion is Promotion.NEVER or not (first.accepts_saves and isinstance(first, BoundedTier)):
+            return 0
+        return first.num_blocks // _PREFETCH_PART
+
+    def prefetch(self, digests: Sequence[Digest], *, timeout_s: float | None = None) -> Prefetch:
+        """As `PrefetchingTier` has it: a load into memory of the stack's own, which the tiers above save from."""
+        hit = self.find(digests)
+        parts, hit.parts = hit.parts or [], None
+        for part in parts:
+            if not part.level:
+                part.hit.close()
+        below = StackHit([part for part in parts if part.level])
+        num_blocks = len(below.digests)
+        if not num_blocks or not self.prefetch_blocks:
+            below.close()
+            return Prefetch(len(hit.digests), None)
+        block_bytes = self.layout.block_bytes
+        memory = Arena(num_blocks * block_bytes)  # its pages are taken by the threads that fill them
+        blocks = [memory.view(at * block_bytes, block_bytes) for at in range(num_blocks)]
+        return Prefetch(len(hit.digests), self.load(below, blocks, timeout_s=timeout_s))
 
     def save(
         self, digests: Sequence[Digest], blocks: Sequence[BlockMemory], *, timeout_s: float | None = None

@@ -276,6 +276,12 @@ def tier_lines(stats: EngineStats) -> Iterator[str]:
             "Blocks that tiers were not given.",
             stats.unsaved_blocks,
         ),
+        (
+            "openinfer_kv_tier_prefetched_blocks_total",
+            "counter",
+            "Blocks brought up for requests that wait.",
+            stats.prefetched_blocks,
+        ),
         ("openinfer_kv_tier_faults_total", "counter", "Times a tier raised.", stats.kv_tier_faults),
     ):
         yield from render_family(name, kind, text, [((), value)])
