@@ -34,6 +34,20 @@ BLOCK = 1
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """What a card takes; `load_s` and `compute_s` for each block."""
+
+    load_s: float = LOAD_S
+    compute_s: float = COMPUTE_S
+    turn_s: float = TURN_S
+    decode_s: float = DECODE_S
+    one_after_the_other: bool = False
+    """Whether prompts of two turns are computed one after the other, as one card has to."""
+    by_layer: bool = False
+    """Whether a turn is computed while its load is under way, layer by layer, which this engine does not."""
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """The ids of a prompt and its answer; `wait_s` after the turn before it."""
 
@@ -67,14 +81,16 @@ def make_ids() -> Iterator[int]:
         yield number
 
 
-def cycle(sessions: int, blocks: int, pool: int, *, wait_s: float, spread: float, turns: int = 30) -> Workload:
+def cycle(
+    sessions: int, blocks: int, pool: int, *, wait_s: float, spread: float, turns: int = 30, new: int = 10
+) -> Workload:
     """Sessions as long as one another; waits from one length (spread 0) to exponential ones (1)."""
     ids, draw = make_ids(), random.Random(1)
 
     def wait() -> float:
         return wait_s * (1 - spread) + (draw.expovariate(1 / wait_s) * spread if spread else 0.0)
 
-    made = [conversation(ids, first=blocks, new=10, turns=turns, wait=wait) for _ in range(sessions)]
+    made = [conversation(ids, first=blocks, new=new, turns=turns, wait=wait) for _ in range(sessions)]
     return Workload(pool, [(0.01 * n, turns) for n, turns in enumerate(made)])
 
 
@@ -131,6 +147,8 @@ class Result:
     asked: int = 0
     """Blocks that were computed before."""
     ttft_s: list[float] = field(default_factory=list[float])
+    turns: list[int] = field(default_factory=list[int])
+    """Of which turn each is, from 0."""
     once_hits: int = 0
     order: list[Sequence[int]] = field(default_factory=list[Sequence[int]])
 
@@ -147,8 +165,12 @@ class Result:
 class Play:
     """One workload in one cache, by events: a turn arrives, a load has ended, a turn ends."""
 
-    def __init__(self, workload: Workload, cache: KvCache, *, waits_for_loads: bool) -> None:
+    def __init__(
+        self, workload: Workload, cache: KvCache, *, waits_for_loads: bool, times: Times | None = None
+    ) -> None:
         self._workload, self._cache, self._waits_for_loads = workload, cache, waits_for_loads
+        self._times = times or Times()
+        self._computes_until_s = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._waiting: deque[tuple[float, int, int]] = deque()
         self._known: set[int] = set()
@@ -198,12 +220,23 @@ class Play:
         found.hits, found.asked = found.hits + hits, found.asked + old
         found.order.append(ids)
         if hits < old:
-            self._loads_until_s = max(self._loads_until_s, self._now_s) + (old - hits) * LOAD_S
+            self._loads_until_s = max(self._loads_until_s, self._now_s) + (old - hits) * self._times.load_s
             self._at(self._loads_until_s, self._loaded)
-        first_s = (self._loads_until_s if hits < old else self._now_s) + TURN_S + (len(ids) - old) * COMPUTE_S
+        first_s = self._first_s(self._loads_until_s if hits < old else self._now_s, new=len(ids) - old)
         found.ttft_s.append(first_s - arrived_s)
-        self._at(first_s + DECODE_S, self._end, sequence, number, turn)
+        found.turns.append(turn)
+        self._at(first_s + self._times.decode_s, self._end, sequence, number, turn)
         return True
+
+    def _first_s(self, loaded_s: float, *, new: int) -> float:
+        """When a turn whose prefix is there at `loaded_s` has its first token."""
+        times = self._times
+        computes_s = times.turn_s + new * times.compute_s
+        begin_s = self._now_s if times.by_layer else loaded_s
+        if times.one_after_the_other:
+            begin_s = max(begin_s, self._computes_until_s)
+            self._computes_until_s = begin_s + computes_s
+        return max(begin_s + computes_s, loaded_s)
 
     def _spare_blocks(self, sequence: BlockSequence, old: int) -> int:
         """As `BlockAllocator` has it: while another loads, what conversations keep makes no room for a load."""

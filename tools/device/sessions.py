@@ -373,6 +373,7 @@ class Runner:
         report = {
             **msgspec.to_builtins(provenance(commit=self._commit)),
             "model": self._model,
+            "block_bytes": self.set_up.block_bytes,
             "server": [*self.set_up.flags, "--num-blocks", str(self.set_up.num_blocks), "--kv-tier", self.set_up.host],
             "parts": self.found,
             "by_turn": self.by_turn(),

@@ -1,11 +1,14 @@
 """Sessions against the real engine with the tiny model, in this process: what is asked and told, and planted errors."""
 
 import asyncio
+import contextlib
+import http.client
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,9 +24,10 @@ from openinfer_bench.sessions.reuse import PrefixesSeen
 from openinfer_bench.sessions.session import Blocks, Grow, Session, Turn
 from openinfer_engine import EngineOptions, build_loop, resolve
 from openinfer_engine.options import LoadFormat
+from openinfer_engine.testing.adapters import write_adapter
 from openinfer_engine.worker.block_tables import BlockTables
 from openinfer_engine.worker.state_slots import StateSlots
-from openinfer_kv_cache import BlockSequence
+from openinfer_kv_cache import BlockSequence, PrefixHasher
 from openinfer_server import ServerOptions
 from openinfer_server.testing import ThreadedServer
 
@@ -47,11 +51,14 @@ def start() -> Iterator[Callable[..., Target]]:
     """Starts a server, with the tiny model if no folder is given; returns how to reach it."""
     servers: list[ThreadedServer] = []
 
-    def start(folder: Path | None = None, **options: int | bool | str) -> Target:
+    def start(
+        folder: Path | None = None, *, served: ServerOptions | None = None, **options: int | bool | str
+    ) -> Target:
         folder = find_model_dir("tiny") if folder is None else folder
         family, _ = find_family(folder)
         engine = EngineOptions(**({"num_blocks": 256, "max_num_seqs": 16, "max_step_tokens": 128} | options))
-        server = ThreadedServer(build_loop(resolve(family.definition, folder, engine)), folder, ServerOptions(port=0))
+        loop = build_loop(resolve(family.definition, folder, engine))
+        server = ThreadedServer(loop, folder, served or ServerOptions(port=0))
         servers.append(server.__enter__())
         host, port = server.address
         return Target(host=host, port=port, path="", model=folder.name)
@@ -154,6 +161,51 @@ def test_the_arm_finds_what_is_planted(
     target = start(batch_invariant=True)
     player = play(target, generate(SHAPE, seed=3))
     assert Verdict.DIFFERENT in verdicts(target, player, tolerance=0.1)
+
+
+def adapter_reused_by_name(patch: pytest.MonkeyPatch) -> None:
+    """Prefixes of an adapter are known by its name, not by its content."""
+    root = PrefixHasher.root
+    patch.setattr(PrefixHasher, "root", lambda self, *, adapter_digest=None, **names: root(self, **names))
+
+
+@pytest.mark.parametrize("plant", [None, adapter_reused_by_name])
+def test_the_arm_finds_an_adapter_that_is_reused_by_name(
+    plant: Callable[[pytest.MonkeyPatch], None] | None,
+    start: Callable[..., Target],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if plant is not None:
+        plant(monkeypatch)
+    model_dir = find_model_dir("tiny")
+    family, _ = find_family(model_dir)
+    config = json.loads((model_dir / "config.json").read_bytes())
+    for seed, name in enumerate(("before", "after")):
+        write_adapter(tmp_path / name, family.definition, config, rank=8, seed=seed)
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\ntenant = "operators"\nkey = "operators-0123456789"\nlevel = "admin"\n')
+    keys.chmod(0o600)
+    served = ServerOptions(port=0, api_keys_file=str(keys))
+    target = start(batch_invariant=True, lora_root=str(tmp_path), served=served)
+    target = msgspec.structs.replace(target, model="ours", headers={"x-api-key": "operators-0123456789"})
+    for name in ("before", "after"):
+        change_adapter(target, "load", lora_name="ours", lora_path=name)
+        player = play(target, generate(SHAPE, seed=3))  # the second time with equal prompts and salt
+        if name == "before":
+            change_adapter(target, "unload", lora_name="ours")
+    assert any(each.outcome.cached_tokens for each in player.played)
+    found = set(verdicts(target, player))
+    assert found == {Verdict.SAME} if plant is None else Verdict.DIFFERENT in found
+
+
+def change_adapter(target: Target, verb: str, **fields: str) -> None:
+    connection = http.client.HTTPConnection(target.host, target.port, timeout=60)
+    with contextlib.closing(connection):
+        headers = {"content-type": "application/json", **target.headers}
+        connection.request("POST", f"/v1/{verb}_lora_adapter", json.dumps(fields), headers)
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
 
 
 def state_one_boundary_back(patch: pytest.MonkeyPatch) -> None:
