@@ -1,4 +1,4 @@
-"""What the sessions of a measured run would take on a server that makes no mistake: the run's own rates, in virtual time.
+"""What the sessions of a measured run would take on a server without mistakes: the run's own rates, in virtual time.
 
     python tools/agents/ideal.py OUT.json RESULT.json [...]
 
@@ -17,7 +17,7 @@ The last two this engine does not do. TTFT from the third turn on, as the run's 
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def main() -> int:
     rows: dict[str, Any] = {}
     for file in files:
         report = json.loads(Path(file).read_bytes())
-        news: Sequence[str] = [part.partition("-")[2] for part in report["parts"] if part.startswith("many-")]
+        news = [part.partition("-")[2] for part in report["parts"] if part.startswith("many-")]
         for new in news:
             rows[f"{report['model']}, {new} new tokens"] = found = ideal(report, new)
             print(report["model"], new, *(f"\n   {name:20} {value}" for name, value in found.items()), flush=True)

@@ -291,8 +291,8 @@ class Runner:
         found = first_tokens(json.loads(trace.read_bytes())["traceEvents"])
         for part in parts:
             rows = self.found[part].get("rows", ())
-            num_turns = sum(row["ok"] for row in rows)
-            mine, found = found[:num_turns], found[num_turns:]
+            begin_us, end_us = (1e6 * at_s for at_s in self.found[part].get("window_s", (0, 0)))  # of the same clock
+            mine = [each for each in found if begin_us <= each.submitted_us < end_us]
             least = rows[2]["prompt_tokens"] if len(rows) > 2 else 0
             later = [each for each in mine if each.prompt_tokens >= least]
             self.found[part]["split_ms"] = medians(later)
@@ -355,6 +355,7 @@ class Runner:
             found = json.loads(report.read_bytes())
         return {name: found[name] for name in ("set_up", "rows", "totals", "checked")} | {
             "wall_s": round(time.monotonic() - began_s, 1),
+            "window_s": (began_s, time.monotonic()),
             "counters": {name: value - before[name] for name, value in counters(server).items()},
             "said": done.stdout.splitlines()[-8:],
         }

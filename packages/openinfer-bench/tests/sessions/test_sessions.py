@@ -166,7 +166,12 @@ def test_the_arm_finds_what_is_planted(
 def adapter_reused_by_name(patch: pytest.MonkeyPatch) -> None:
     """Prefixes of an adapter are known by its name, not by its content."""
     root = PrefixHasher.root
-    patch.setattr(PrefixHasher, "root", lambda self, *, adapter_digest=None, **names: root(self, **names))
+
+    def root_by_name(self, *, lora_name=None, adapter_digest=None, cache_salt=None):
+        del adapter_digest
+        return root(self, lora_name=lora_name, cache_salt=cache_salt)
+
+    patch.setattr(PrefixHasher, "root", root_by_name)
 
 
 @pytest.mark.parametrize("plant", [None, adapter_reused_by_name])

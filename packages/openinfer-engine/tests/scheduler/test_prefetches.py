@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.scheduling import SchedulerConfig
 from openinfer_engine.scheduler import TokenBudgetScheduler
-from openinfer_engine.scheduler.prefetches import MAX_WAITING, WINDOW_BLOCKS, Prefetches
+from openinfer_engine.scheduler.prefetches import MAX_WAITING, MAX_WINDOWS, WINDOW_BLOCKS, Prefetches
 from openinfer_kv_cache import Digest, PortPrefetch, PrefetchingPort, PrefixHit, TierTransfer
 from openinfer_kv_cache.testing.fake_tier_port import TieredDriver
 
@@ -125,39 +125,48 @@ def make(digests: Sequence[Digest], *, fast: Sequence[Digest] = (), room: int = 
 
 
 def test_a_chain_comes_up_window_after_window() -> None:
-    digests = chain(0, 80)
+    digests = chain(0, 176)
     port, prefetches = make(digests)
     waiting: Any = [Waits(digests)]
-    for _ in range(3):
+    for _ in range(2):
         prefetches.advance(waiting)
-        prefetches.advance(waiting)  # one window at a time
-        (transfer,) = port.under_way
+        assert [each.num_blocks for each in port.under_way] == [32, 32, 32, 32]
+    for number, under_way in ((2, [32, 32, 32, 32]), (0, [32, 32, 32, 16])):
+        port.under_way[number].end(32)
+        prefetches.advance(waiting)
+        assert [each.num_blocks for each in port.under_way] == under_way
+    for transfer in port.under_way:
         transfer.end(transfer.num_blocks)
     prefetches.advance(waiting)
-    assert [each.num_blocks for each in port.transfers] == [32, 32, 16]
-    assert (prefetches.prefetched_blocks, prefetches.waiting_blocks, port.asked) == (80, 80, list(digests))
+    assert (prefetches.prefetched_blocks, prefetches.waiting_blocks, port.asked) == (176, 176, list(digests))
 
 
 def test_what_the_pool_or_the_fast_tier_has_is_passed_over() -> None:
     digests = chain(0, 200)
     port, prefetches = make(digests, fast=digests[:100])
     prefetches.advance([Waits(digests, num_cached=20)])
-    (transfer,) = port.transfers
-    assert transfer.digests == digests[100 : 20 + 3 * WINDOW_BLOCKS]
+    assert [each.digests[0] for each in port.transfers] == [digests[at] for at in (100, 116, 148, 180)]
     assert port.asked[0] == digests[20]
 
 
-def test_nothing_is_asked_beyond_what_the_tiers_have_nor_after_a_failure() -> None:
+def test_nothing_is_asked_beyond_what_the_tiers_have() -> None:
     digests = chain(0, 100)
     port, prefetches = make(digests[:40])
     waiting: Any = [Waits(digests)]
     prefetches.advance(waiting)
-    port.transfers[0].end(32)
+    assert (len(port.transfers), len(port.asked)) == (2, 64)  # of four windows, of which the second ends the chain
+    assert [each.num_blocks for each in port.transfers] == [32, 8]
+
+
+def test_nothing_is_asked_after_a_failure() -> None:
+    digests = chain(0, 300)
+    port, prefetches = make(digests)
+    waiting: Any = [Waits(digests)]
     prefetches.advance(waiting)
-    port.transfers[1].end(3)  # of eight
+    port.transfers[0].end(3)
     for _ in range(3):
         prefetches.advance(waiting)
-    assert (len(port.transfers), len(port.asked), prefetches.prefetched_blocks) == (2, 64, 35)
+    assert (len(port.transfers), prefetches.prefetched_blocks) == (4, 3)
 
 
 def test_the_first_that_wait_have_no_more_than_the_port_says_together() -> None:
@@ -171,8 +180,8 @@ def test_the_first_that_wait_have_no_more_than_the_port_says_together() -> None:
     assert len(port.fast) == 100
     assert not port.fast & {*chains[4], *chains[5]}
     prefetches.advance(waiting[1:])  # the first one's turn has come: there is room for others
+    assert port.under_way
     assert prefetches.waiting_blocks <= 100
-    assert {each.digests[0] for each in port.under_way}
 
 
 def test_a_request_that_leaves_takes_its_window_with_it() -> None:
@@ -279,7 +288,7 @@ class PrefetchMachine(RuleBasedStateMachine):
     @invariant()
     def bounds_hold(self) -> None:
         assert self.prefetches.waiting_blocks <= self.port.prefetch_blocks
-        assert len(self.port.under_way) <= MAX_WAITING
+        assert len(self.port.under_way) <= MAX_WINDOWS
         first = [each for each in self.planned if each.may_match][:MAX_WAITING]
         known = {digest for each in first for digest in each.digests}
         assert all(known.issuperset(transfer.digests) for transfer in self.port.under_way)

@@ -499,8 +499,7 @@ class BlockPool:
         else:
             victims = self._owners.select_for(num_blocks, owner, gaining=gaining)
         # A policy is a plug-in: evicting a block in use for it would be wrong KV in another request.
-        valid = {block_id for block_id in victims if 0 <= block_id < self.num_blocks and self.is_idle(block_id)}
-        if not len(valid) == len(victims) == num_blocks:
+        if not (len(set(victims)) == len(victims) == num_blocks and self._states.are_all_in(victims, BlockState.IDLE)):
             raise EvictionPolicyError(
                 f"{type(self._policy).__name__}.select({num_blocks}) returned {victims}; "
                 f"it must return {num_blocks} different idle blocks"

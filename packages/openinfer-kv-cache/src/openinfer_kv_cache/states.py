@@ -4,7 +4,7 @@ Blocks (`blocks.py`) and state slots (`state_slots.py`) each draw a diagram and 
 `StateTable` lets nothing else happen.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
@@ -39,6 +39,14 @@ class StateTable(Generic[State]):
 
     def is_in(self, index: int, state: State) -> bool:
         return self._states[index] == state
+
+    def are_all_in(self, indices: Sequence[int], state: State) -> bool:
+        """Also whether all exist."""
+        if not indices:
+            return True
+        if min(indices) < 0 or max(indices) >= len(self._states):
+            return False
+        return bytes(map(self._states.__getitem__, indices)).count(int(state)) == len(indices)
 
     def count(self, state: State) -> int:
         return self._states.count(int(state))

@@ -7,7 +7,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine.kv_tiers.choice import OpenTiers
 from openinfer_engine.kv_tiers.pool import PoolMemory
-from openinfer_engine.kv_tiers.port import PoolTierPort
+from openinfer_engine.kv_tiers.port import PoolTierPort, chunk_blocks_for
 from openinfer_engine.kv_tiers.prefault import MemoryPrefault, available_bytes
 from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_engine.tracing.trace import Tracer
@@ -84,6 +84,7 @@ def open_port(
         states=pool.states,
         shares=shares,
         load_timeout_s=load_timeout_s,
+        chunk_blocks=chunk_blocks_for(block_bytes),
         before_close=pool.unlock,
         tracer=tracer,
     )

@@ -40,7 +40,13 @@ logger = logging.getLogger("openinfer.engine")
 
 # Blocks of one transfer: enough for its cost to vanish, few enough for several threads of a tier to share a prompt.
 CHUNK_BLOCKS = 32
+_CHUNK_BYTES, _MOST_CHUNK_BLOCKS = 160 << 20, 128
 _FINISH_S, _CLOSE_S = 2.0, 10.0  # when an engine ends: for copies to complete, and to stop
+
+
+def chunk_blocks_for(block_bytes: int) -> int:
+    """Blocks of one transfer: more of small ones, whose copies are over before the next transfer is begun."""
+    return max(CHUNK_BLOCKS, min(_MOST_CHUNK_BLOCKS, _CHUNK_BYTES // block_bytes))
 
 
 class PoolTierPort:
@@ -52,6 +58,7 @@ class PoolTierPort:
         states: the chunks of each slot of recurrent states; none for a model without.
         shares: of the other ranks, which do the same with theirs; closed by `close`.
         load_timeout_s: after which what has not completed is computed instead.
+        chunk_blocks: that one transfer moves; a load is several, side by side.
         save_timeout_s: after which a save is given up.
         before_close: called when nothing touches the blocks any more, before the tier is closed.
         clock: monotonic seconds.
@@ -66,6 +73,7 @@ class PoolTierPort:
         states: Sequence[Sequence[BlockMemory]] = (),
         shares: Sequence[RankShare] = (),
         load_timeout_s: float,
+        chunk_blocks: int = CHUNK_BLOCKS,
         save_timeout_s: float = 30.0,
         before_close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -79,6 +87,7 @@ class PoolTierPort:
         # Of the recurrent states of one sequence; 0 for a model without.
         self.chunks_per_slot = len(states[0]) if states else 0
         self._load_timeout_s = load_timeout_s
+        self._chunk_blocks = chunk_blocks
         self._save_timeout_s = save_timeout_s
         self._before_close = before_close
         self.clock = clock
@@ -99,8 +108,8 @@ class PoolTierPort:
         """The longest beginning of a chain that the tiers hold, maybe empty."""
         hits: list[TierHit] = []
         try:
-            for begin in range(0, 0 if self._is_broken else len(digests), CHUNK_BLOCKS):
-                asked = digests[begin : begin + CHUNK_BLOCKS]
+            for begin in range(0, 0 if self._is_broken else len(digests), self._chunk_blocks):
+                asked = digests[begin : begin + self._chunk_blocks]
                 hit = self._tier.find(asked)
                 if hit.digests:
                     hits.append(hit)
@@ -153,8 +162,8 @@ class PoolTierPort:
             return None
         chunks: list[Transfer] = []
         try:
-            for begin in range(0, len(digests), CHUNK_BLOCKS):
-                chunk = slice(begin, begin + CHUNK_BLOCKS)
+            for begin in range(0, len(digests), self._chunk_blocks):
+                chunk = slice(begin, begin + self._chunk_blocks)
                 memory = self._memory(places[chunk])
                 chunks.append(self._tier.save(digests[chunk], memory, timeout_s=self._save_timeout_s))
         except Exception as error:  # noqa: BLE001 -- the fault boundary, as above

@@ -27,7 +27,7 @@ from openinfer_kv_offload.transfer.queued_tier import QueuedTier
 
 _ALIGN_BYTES = 64
 # Blocks of a device that are copied together, and how many such batches a tier has room for at least.
-_MOST_BATCH_BLOCKS, _LEAST_BATCHES = 32, 32
+_MOST_BATCH_BLOCKS, _LEAST_BATCHES = 128, 32
 
 
 class HostTier(QueuedTier[Stored, ArenaIndex]):

@@ -21,7 +21,7 @@ from openinfer_kernels.ops import Array, HostArray
 
 _TO_DEVICE, _TO_HOST = 1, 2
 """`cudaMemcpyKind`."""
-_BATCH_BLOCKS = 64
+_BATCH_BLOCKS = 128
 _SUM_BYTES = 16
 _PIECES, _THREADS = 32, 256
 """What a block is cut into for its sum, and the threads of each; a step's kernels wait for pieces that run long."""
