@@ -1,6 +1,6 @@
 """`openinfer bench prompts`: what long conversations cost before a request is admitted, and what they cost others.
 
-Sessions of 500 KB arrive spread over one second, each over a new connection, and every turn adds 2 KB. The server is
+Sessions of 500 KB arrive spread over one second (`--over-s`), each over a new connection, and every turn adds 2 KB. The server is
 the real frontend before a simulated engine, so that time to first token is what JSON, template, tokens, frame and
 digests take, and the way there and back. Three arms: `short` has turns of 2 KB and no history, in the same order of
 arrival; `whole` has the history, and every turn is encoded whole (`--known-prefix-bytes 0`); `known` has it, and what
@@ -77,6 +77,7 @@ def run(argv: Sequence[str]) -> int:
             "sessions": arguments.sessions,
             "kilobytes": arguments.kilobytes,
             "rounds": arguments.rounds,
+            "over_s": arguments.over_s,
             "arms": [asdict(arm) for arm in arms],
         }
         Path(arguments.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kilobytes", type=int, default=500, metavar="N", help="history of each at the first round")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each that are measured")
+    parser.add_argument("--over-s", type=float, default=1.0, metavar="S", help="in which the turns of a round arrive")
     parser.add_argument("--workers", type=int, nargs="+", default=[1], metavar="N", help="API workers of the server")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, metavar="ARM", help=", ".join(ARMS))
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
@@ -115,7 +117,7 @@ async def _measure(arguments: argparse.Namespace, arm: str, workers: int) -> Arm
             for _ in range(arguments.rounds):
                 for session in sessions:
                     session.extend(turn(session))
-                answers = await _round(address, sessions, over_s=1.0)
+                answers = await _round(address, sessions, over_s=arguments.over_s)
                 failed += sum(answer is None for answer in answers)
                 ttft_s += [answer for answer in answers if answer is not None]
         used_s = None if begin_s is None else (_used_s(pid) or 0.0) - begin_s

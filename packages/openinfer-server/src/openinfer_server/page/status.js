@@ -44,7 +44,9 @@ export class Status {
     byId("preemptions").textContent = values.openinfer_num_preemptions_total;
     const used = values.openinfer_kv_cache_usage_perc;
     byId("kv").value = used;
-    byId("kv-text").textContent = `${(used * 100).toFixed(1)} %`;
+    const { openinfer_kv_blocks: blocks, openinfer_kv_blocks_retained: retained } = values;
+    const asked = retained ? `, ${((retained / blocks) * 100).toFixed(0)} % retained` : "";
+    byId("kv-text").textContent = `${(used * 100).toFixed(1)} %${asked}`;
     const { openinfer_prefix_cache_queries_total: queries, openinfer_prefix_cache_hits_total: hits } = values;
     byId("cache").textContent = queries ? `${((hits / queries) * 100).toFixed(0)} % of prompt tokens` : "–";
     const { openinfer_spec_decode_num_drafts_total: rows, openinfer_spec_decode_num_draft_tokens_total: drafts } = values;
