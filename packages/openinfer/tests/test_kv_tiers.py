@@ -4,6 +4,8 @@ For a model with a trained toy checkpoint, and for two with recurrent states and
 """
 
 import random
+import time
+from collections import defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -114,7 +116,7 @@ def serve(
     """Tokens of each request; a few are submitted in every step, and something goes wrong in some."""
     draw = random.Random(1)
     left = list(requests)
-    said: dict[int, list[int]] = {int(request.request_id): [] for request in requests}
+    said: dict[int, list[int]] = defaultdict(list)
     while left or loop.busy:
         for _ in range(draw.randint(0, 2)):
             if left:
@@ -310,6 +312,37 @@ def test_disk_tier_is_found_again_by_the_next_engine_and_not_with_another_salt(m
     with running(model=model, kv_tier=[setting], kv_key_file=str(key)) as loop:
         assert serve(loop, [request]) == first
         assert loop.stats().tier_tokens == 0
+
+
+def test_what_waits_is_brought_from_disk_into_memory_before_its_turn(model: str, tmp_path: Path) -> None:
+    tiers = ["host=64MiB", f"disk={tmp_path / 'kv'},64MiB"]
+    request = GenerateRequest(
+        request_id=RequestId(0),
+        prompt_token_ids=tuple(range(200)),
+        sampling=SamplingParams(max_tokens=4, temperature=0.0),
+    )
+    longest = GenerateRequest(
+        request_id=RequestId(1), prompt_token_ids=tuple(range(50, 220)), sampling=SamplingParams(max_tokens=140)
+    )
+    with running(model=model, kv_tier=tiers[1:]) as loop:
+        first = serve(loop, [request])
+    with running(model=model, kv_tier=tiers) as loop:
+        loop.submit(longest)  # holds most of the pool
+        loop.step()
+        loop.submit(request)
+        for _ in range(100):
+            loop.step()
+            if loop.stats().prefetched_blocks:
+                break
+            time.sleep(0.3)  # the tiers' threads are busy: nothing goes on meanwhile
+        stats = loop.stats()
+        assert (stats.waiting, stats.tier_tokens) == (1, 0)
+        assert 0 < stats.prefetched_blocks <= 200 // 16
+        assert serve(loop, [])[0] == first[0]
+        host, disk = loop.stats().kv_tiers
+        assert host.loaded_blocks >= stats.prefetched_blocks
+        assert loop.stats().tier_tokens > 0
+        assert disk.loaded_blocks > 0
 
 
 def test_folder_of_other_weights_is_refused(tmp_path: Path) -> None:
