@@ -1,8 +1,8 @@
 """`openinfer bench prompts`: what long conversations cost before a request is admitted, and what they cost others.
 
-Sessions of 500 KB arrive spread over one second (`--over-s`), each over a new connection, and every turn adds 2 KB. The server is
-the real frontend before a simulated engine, so that time to first token is what JSON, template, tokens, frame and
-digests take, and the way there and back. Three arms: `short` has turns of 2 KB and no history, in the same order of
+Sessions of 500 KB arrive spread over one second (`--over-s`), each over a new connection, and every turn adds 2 KB. The
+server is the real frontend before a simulated engine, so that time to first token is what JSON, template, tokens, frame
+and digests take, and the way there and back. Three arms: `short` has turns of 2 KB and no history, in the same order of
 arrival; `whole` has the history, and every turn is encoded whole (`--known-prefix-bytes 0`); `known` has it, and what
 is new is encoded alone. A stream of another client runs next to them; its gaps are held against those of `short`.
 
