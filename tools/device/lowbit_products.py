@@ -17,7 +17,8 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from openinfer_kernels.cuda.lowbit.lowbit_gemm import LowbitGemm  # noqa: E402
 from openinfer_kernels.cuda.lowbit.lowbit_partition import Partition  # noqa: E402
 from openinfer_kernels.cuda.norm.rms_norm import Norm  # noqa: E402
 from openinfer_kernels.weights.code_values import E4M3_VALUES  # noqa: E402
+from openinfer_kernels.weights.gpu_kernels import tiles_kernels  # noqa: E402
 from openinfer_kernels.weights.quantised import (  # noqa: E402
     Code,
     QuantisedPart,
@@ -58,6 +60,8 @@ RNG = cupy.random.default_rng(7)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 SIZES_OF_SCALES = {Code.E4M3: 4e-4, Code.INT4: 1e-2, Code.INT8: 5e-4, Code.E2M1: 1e-2}
 TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 8192)
+MOST_E4M3 = 16
+"""Tokens that kernels without dequantising multiply."""
 MOST_ERROR = {Epilogue.STORE: 4e-3, Epilogue.SWIGLU: 1.5e-2}
 """Of the length of a result; a gate's inputs are rounded, which one token's few values may show."""
 
@@ -167,14 +171,14 @@ def check(quantised: Quantised, gemm: LowbitGemm, tokens, shapes, cases=CASES) -
                 x = RNG.standard_normal((m, columns), dtype=np.float32).astype(bfloat16)
                 for epilogue in (Epilogue.STORE, Epilogue.SWIGLU) if rows % 128 == 0 else (Epilogue.STORE,):
                     expected = reference(x, weight, epilogue)
-                    both = (True, False) if matrix.sums_may_be_scaled and m <= 64 else (False,)
-                    for sums, partition in itertools.product(both, gemm.partitions_of(m, matrix)):
-                        error = error_of(gemm, x, matrix, expected, epilogue, scales_sums=sums, partition=partition)
-                        name = f"{epilogue} {'sums' if sums else 'weights'}"
-                        worst[name] = max(worst.get(name, 0), error)
-                        if not error < MOST_ERROR[epilogue]:
-                            num_bad += 1
-                            print("BAD", made, (rows, columns), m, name, partition, error)
+                    for partition in gemm.partitions_of(m, matrix):
+                        for scaling in gemm.scalings_of(matrix, partition.size):
+                            error = error_of(gemm, x, matrix, expected, epilogue, scaling=scaling, partition=partition)
+                            name = f"{epilogue} {scaling}"
+                            worst[name] = max(worst.get(name, 0), error)
+                            if not error < MOST_ERROR[epilogue]:
+                                num_bad += 1
+                                print("BAD", made, (rows, columns), m, name, partition, error)
         # what a minimum adds is rounded before the sum
         num_bad += not worst["dequantised"] <= 2.0 ** (-7 if made.minimums else -8)
         print(made, "  ".join(f"{name} {error:.1e}" for name, error in worst.items()), flush=True)
@@ -206,6 +210,7 @@ class Lowbit:
 
     def __init__(self, quantised: Quantised, made: WeightFormat, dense: Dense) -> None:
         self.linear, self.linear_swiglu = quantised.linear, quantised.linear_swiglu
+        self.kernels = tiles_kernels(made)
         self.dequantised = quantised.dequantised
         self.layers = [
             {name: random_matrix(quantised, made, *shape) for name, shape in products.SHAPES.items()}
@@ -246,12 +251,37 @@ def limited(most_tokens: int) -> Iterator[None]:
         dispatch.MOST_LOWBIT_TOKENS = usual
 
 
+@contextmanager
+def multiplied_as_e4m3(most_tokens: int) -> Iterator[None]:
+    """Another number of tokens up to which codes are not dequantised."""
+    usual = dispatch.MOST_E4M3_TOKENS, dispatch.MOST_E4M3_GROUPS_TOKENS
+    dispatch.MOST_E4M3_TOKENS, dispatch.MOST_E4M3_GROUPS_TOKENS = (dict.fromkeys(each, most_tokens) for each in usual)
+    try:
+        yield
+    finally:
+        dispatch.MOST_E4M3_TOKENS, dispatch.MOST_E4M3_GROUPS_TOKENS = usual
+
+
+def each_scaling(way, num_tokens: int):
+    """Names of what is timed, with codes dequantised or not where there is a choice, in turns; and how it is chosen."""
+    if (
+        not isinstance(way, Lowbit)
+        or num_tokens > MOST_E4M3
+        or way.kernels not in dispatch.MOST_E4M3_GROUPS_TOKENS | dispatch.MOST_E4M3_TOKENS
+    ):
+        return (("", nullcontext),)
+    dequantised, e4m3 = (partial(multiplied_as_e4m3, most) for most in (0, MOST_E4M3))
+    return ("_bf16_mma", dequantised), ("_e4m3", e4m3), ("_bf16_mma_again", dequantised), ("_e4m3_again", e4m3)
+
+
 def time_chains(ways, step, linear, norm, num_tokens: int) -> dict[str, float]:
     repeats = 11 if num_tokens <= 256 else 3
     row: dict[str, float] = {"tokens": num_tokens}
     for name, way in ways.items():
-        row[name] = products.median_ms(chain(way, step, linear, norm, num_tokens), repeats)
-        row[f"{name}_floor_share"] = way.num_bytes / products.BYTES_PER_S * 1e3 / row[name]
+        for how, choose in each_scaling(way, num_tokens):
+            with choose():
+                row[name + how] = products.median_ms(chain(way, step, linear, norm, num_tokens), repeats)
+        row[f"{name}_floor_share"] = way.num_bytes / products.BYTES_PER_S * 1e3 / row[name + how]
         if isinstance(way, Lowbit) and num_tokens > 64:
             for label, most in (("in_registers", 1 << 30), ("dequantised", 0)):
                 with limited(most):
@@ -265,7 +295,10 @@ def time_product(ways, name: str, num_tokens: int) -> dict[str, float | str]:
     row: dict[str, float | str] = {"tokens": num_tokens, "product": name}
     for label, way in ways.items():
         multiply = way.linear_swiglu if name == "gate_up" else way.linear
-        row[f"{label}_us"] = over_layers(way, lambda layer, multiply=multiply: multiply(x, layer[name]))
+        for how, choose in each_scaling(way, num_tokens):
+            with choose():
+                call = lambda layer, multiply=multiply: multiply(x, layer[name])  # noqa: E731
+                row[f"{label}{how}_us"] = over_layers(way, call)
         if isinstance(way, Lowbit) and num_tokens >= 256:
             row[f"dequantise_{label}_us"] = over_layers(way, lambda layer, way=way: way.dequantised(layer[name]))
             call = lambda layer, multiply=multiply: multiply(x, layer[name])  # noqa: E731

@@ -1,6 +1,7 @@
 // What low-bit products use of `csrc/common/hopper.cuh`, for a host compiler: blocks of a cluster run together. An address
 // in the shared memory of a cluster is the block's rank and the offset there.
 #pragma once
+#include "bfloat16.hpp"
 #include "clusters.hpp"
 
 namespace hopper {
@@ -184,6 +185,49 @@ inline void wgmma_of_registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64
       float& sum = d[token / 2 * 4 + half * 2 + token % 2];
       if (!adds) sum = 0;
       for (int k = 0; k < 16; k++) sum += rows[half][k] * values[k];
+    }
+  }
+}
+
+inline float of_e4m3(uint32_t code) {
+  const int exponent = code >> 3 & 15, fraction = code & 7;
+  if ((code & 127) == 127) return NAN;
+  const float size = exponent ? ldexpf(8 + fraction, exponent - 10) : ldexpf(fraction, -9);
+  return code & 128 ? -size : size;
+}
+// The nearest number, of two as near the one of an even code; the largest one for what is larger.
+inline uint32_t to_e4m3(float value) {
+  if (std::isnan(value)) return 127;
+  uint32_t nearest = 0;
+  double distance = INFINITY;
+  for (uint32_t code = 0; code < 127; code++) {
+    const double here = fabs(fabs(double(value)) - of_e4m3(code));
+    if (here < distance || (here == distance && code % 2 == 0)) nearest = code, distance = here;
+  }
+  return nearest | (std::signbit(value) ? 128 : 0);
+}
+inline uint32_t e4m3_pair(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
+inline float2 floats_of_e4m3(uint32_t pair) { return {of_e4m3(pair & 255), of_e4m3(pair >> 8 & 255)}; }
+inline void fence_for_async_reads() {}
+
+// d[64 x N] = a[64 x 32] b[N x 32]^T of E4M3. Sums are in float32, where a GPU has about 14 bits.
+template <int N>
+inline void wgmma_of_codes(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int adds) {
+  const emulated::Words words = emulated::shown(a);
+  const int lane = emulated::lane();
+  float rows[2][32];
+  for (int half = 0; half < 2; half++)
+    for (int k = 0; k < 32; k++)
+      rows[half][k] = of_e4m3(words[lane / 4 * 4 + k % 16 / 4][half + 2 * (k / 16)] >> (8 * (k % 4)) & 255);
+  for (int token = 0; token < N / 4; token++) {
+    const int of_b = token / 2 * 8 + 2 * (lane % 4) + token % 2;
+    uint8_t values[32];
+    for (int part = 0; part < 2; part++)
+      memcpy(values + 16 * part, emulated::shared_memory() + swizzled(uint32_t(b << 4) + of_b * 128 + part * 16), 16);
+    for (int half = 0; half < 2; half++) {
+      float& sum = d[token / 2 * 4 + half * 2 + token % 2];
+      if (!adds) sum = 0;
+      for (int k = 0; k < 32; k++) sum += rows[half][k] * of_e4m3(values[k]);
     }
   }
 }

@@ -18,6 +18,8 @@
 //
 // Scaling::kSums       the codes are multiplied and the sums of 128 columns scaled, in float32: exact, but for two sets
 //                      of sums; for groups of 128 columns or more
+// Scaling::kE4m3       the same with products of E4M3, activations as two such numbers each: e4m3_products.cuh
+// Scaling::kE4m3Groups the same, and the sums of each 32 columns scaled: for groups of 32 and of 64
 // Scaling::kWeights    weights are scaled and rounded to BF16 before they are multiplied
 //
 // A cluster of CTAs is splits, which divide K of one tile and add up their sums in order, or multicast CTAs with the
@@ -27,6 +29,7 @@
 #pragma once
 #include "common/hopper.cuh"
 #include "gemm/gemm_epilogue.cuh"
+#include "lowbit/e4m3_products.cuh"
 #include "lowbit/lowbit_tiles.cuh"
 #include "lowbit/wgmma_registers.cuh"
 
@@ -34,7 +37,11 @@ using namespace hopper;
 
 namespace lowbit {
 
-enum class Scaling { kSums, kWeights };
+enum class Scaling { kSums, kE4m3, kE4m3Groups, kWeights };
+
+// Sums of a token's activations that are kept for a chunk, where these are split into two numbers of E4M3; else 0.
+template <Scaling kScaling>
+constexpr int kSumsOfFactor = kScaling == Scaling::kE4m3 ? 1 : kScaling == Scaling::kE4m3Groups ? kMmasOfTile : 0;
 
 constexpr int kBoxColumns = 64, kBoxesOfTile = kTileColumns / kBoxColumns;  // of X: 128 bytes, one swizzle row
 constexpr int kStepsOfBox = kBoxColumns / 16;
@@ -56,16 +63,17 @@ struct Problem {
   int whole_tiles;              // wide ones, before splits divide K of a tile of those that are left
 };
 
-template <int kTokens_>
+template <int kTokens_, int kGroups_ = 0>
 struct Sizes {
-  static constexpr int kTokens = kTokens_;
+  static constexpr int kTokens = kTokens_, kGroups = kGroups_;
+  static constexpr bool kSplits = kGroups > 0;  // activations, into two numbers of E4M3
   static constexpr int kRowWarpgroups = kTokens <= 16 ? 1 : kTokens == 64 || kTokens == 128 ? 3 : 2;
   static constexpr int kChunks = kRowWarpgroups == 1 ? 2 : 1;  // of a slot of W: one for each warpgroup that divides K
   static constexpr int kConsumers = kRowWarpgroups * kChunks * kWarpgroup;
   static constexpr int kBlocks = kTokens <= 32 ? 2 : 1;
   // Registers are traded where sums take many, for which a producer must be a whole warpgroup.
   static constexpr bool kTrades = kTokens >= 64;
-  static constexpr int kThreads = kConsumers + (kTrades ? kWarpgroup : 64);
+  static constexpr int kThreads = kConsumers + (kTrades ? kWarpgroup : 64 + (kSplits ? kSplitWarps * 32 : 0));
   static constexpr int kConsumerRegisters = kRowWarpgroups == 3 ? 152 : 232, kProducerRegisters = 40;
   static constexpr int kSharedBytes = (kBlocks == 1 ? 225 : kTokens <= 16 ? 113 : 105) * 1024;
   static constexpr int kSums = kTokens / 2;
@@ -76,6 +84,7 @@ struct Sizes {
   static constexpr int kTilesOfSlot = 2 * kRowWarpgroups * kChunks;
   static constexpr bool kPushes = kTokens <= 16;  // sums of splits to the first of them, which has room for them
   static constexpr int kMostPushed = 3;
+  static constexpr int kFactorBytes = kSplits ? kXSlots * kChunks * kTokens * (1 + kGroups) * 4 : 0;
   static constexpr bool kGathers = kTokens >= 64;  // results of several tokens into 16 bytes, before they are stored
 };
 
@@ -83,18 +92,20 @@ template <int kTokens>
 struct Barriers {
   using S = Sizes<kTokens>;
   uint64_t w_full[kMostSlots], w_empty[kMostSlots], x_full[S::kXSlots], x_empty[S::kXSlots];
+  uint64_t x_split[S::kXSlots];  // where activations are
   uint64_t pushed;
 };
 
-// Shared memory: X, W, the sums that a warpgroup hands to the other one, barriers.
-template <int kTokens>
+// Shared memory: X, W, the sums that a warpgroup hands to the other one, factors of tokens, barriers.
+template <int kTokens, int kGroups_>
 struct Shared {
-  using S = Sizes<kTokens>;
+  static constexpr int kGroups = kGroups_;
+  using S = Sizes<kTokens, kGroups>;
   static constexpr int kW = S::kXSlots * S::kXBytes;
   static constexpr int kSumsBytes = S::kSums * kWarpgroup * 4;
   static constexpr int kHandedBytes = (S::kChunks > 1 ? kSumsBytes : 0) + (S::kPushes ? S::kMostPushed * kSumsBytes : 0);
   static constexpr int kBarriers = S::kSharedBytes - int(sizeof(Barriers<kTokens>));
-  static constexpr int kHanded = kBarriers - kHandedBytes;
+  static constexpr int kFactors = kBarriers - S::kFactorBytes, kHanded = kFactors - kHandedBytes;
   uint8_t* base;
   int w_slots, w_bytes;
 
@@ -106,6 +117,10 @@ struct Shared {
   __device__ uint8_t* w(int slot) const { return base + kW + slot * w_bytes; }
   __device__ float* handed() const { return reinterpret_cast<float*>(base + kHanded); }
   __device__ float* pushed(int split) const { return handed() + split * S::kSums * kWarpgroup; }
+  // Of the first token, in a chunk of a slot of X.
+  __device__ Factor<kGroups>* factor(int slot, int chunk) const {
+    return reinterpret_cast<Factor<kGroups>*>(base + kFactors) + (slot * S::kChunks + chunk) * kTokens;
+  }
   __device__ Barriers<kTokens>& barriers() const { return *reinterpret_cast<Barriers<kTokens>*>(base + kBarriers); }
 };
 
@@ -181,12 +196,12 @@ __device__ __forceinline__ void load_bulk(void* target, const void* from, uint32
 // --- producers --------------------------------------------------------------------------------------------------------
 
 // Each is one thread. Nothing is divided inside their loops: a thread alone takes some cycles for each instruction.
-template <int kTokens, Epilogue kEpilogue>
+template <int kTokens, Epilogue kEpilogue, int kGroups>
 struct Producer {
-  using S = Sizes<kTokens>;
+  using S = Sizes<kTokens, kGroups>;
   const Problem& p;
   const Work<kTokens>& work;
-  const Shared<kTokens>& s;
+  const Shared<kTokens, kGroups>& s;
 
   __device__ void load_w() const {
     const uint64_t policy = work.token_tiles == 1 ? evict_first_policy() : evict_normal_policy();
@@ -317,10 +332,11 @@ __device__ __forceinline__ void multiply_box(float (&d)[kTokens / 2], const uint
 
 template <typename Format, int kTokens, Scaling kScaling, Epilogue kEpilogue>
 struct Consumer {
-  using S = Sizes<kTokens>;
+  static constexpr int kGroups = kSumsOfFactor<kScaling>;
+  using S = Sizes<kTokens, kGroups>;
   const Problem& p;
   const Work<kTokens>& work;
-  const Shared<kTokens>& s;
+  const Shared<kTokens, kGroups>& s;
   int warpgroup, thread;  // of the block, of the warpgroup
   Slot w_slot, x_slot;
 
@@ -380,6 +396,103 @@ struct Consumer {
         release_w(w_slot.at);
         barrier_wait(&s.barriers().x_full[x_slot.at], x_slot.phase);
       }
+      release_x(x_slot.at);
+      w_slot.advance(s.w_slots);
+      x_slot.advance(S::kXSlots);
+    }
+  }
+
+  // As `multiply_slots`, in E4M3.
+  __device__ __forceinline__ void multiply_codes(float (&d)[S::kSums], int num_chunks) {
+    static_assert(S::kChunks > 1);
+    const int chunk = warpgroup;
+#pragma unroll
+    for (int i = 0; i < S::kSums; i++) d[i] = 0;
+    for (int done = 0; done < num_chunks; done += S::kChunks) {
+      barrier_wait(&s.barriers().w_full[w_slot.at], w_slot.phase);
+      if (done + chunk < num_chunks) {
+        const Rows<Format> from = rows(w_slot.at, chunk);
+        const float scales[2] = {from.scale(p.scales, 0, 0), from.scale(p.scales, 1, 0)};
+        const float zeros[2] = {E4m3Operands<Format>::zero(from.zero(p.scales, 0, 0)),
+                                E4m3Operands<Format>::zero(from.zero(p.scales, 1, 0))};
+        uint32_t a[kMmasOfTile][4];
+        E4m3Operands<Format>::operands(from, a);
+        barrier_wait(&s.barriers().x_split[x_slot.at], x_slot.phase);
+        const uint64_t x = tile_descriptor(s.x(x_slot.at) + chunk * (2 * kTokens * kTileColumns));
+        const Factor<1>* factors = s.factor(x_slot.at, chunk) + thread % 4 * 2;
+        float sums[2 * S::kSums];
+        wgmma_fence();
+#pragma unroll
+        for (int mma = 0; mma < kMmasOfTile; mma++)
+          wgmma_of_codes<2 * kTokens>(sums, a[mma], x + mma * (kMmaColumns / 16), mma > 0);
+        wgmma_commit();
+        release_w(w_slot.at);
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < S::kSums; i++) {
+          const Factor<1>& factor = factors[i / 4 * 8 + i % 2];
+          float sum = factor.scale * (sums[i] + sums[i + S::kSums] * 0.0625f);
+          if constexpr (Format::kHasZeros) sum -= zeros[i / 2 % 2] * factor.sums[0];
+          d[i] += scales[i / 2 % 2] * sum;
+        }
+      } else {
+        release_w(w_slot.at);
+        barrier_wait(&s.barriers().x_split[x_slot.at], x_slot.phase);
+      }
+      release_x(x_slot.at);
+      w_slot.advance(s.w_slots);
+      x_slot.advance(S::kXSlots);
+    }
+  }
+
+  // The same where 32 columns of a chunk have scales of their own.
+  __device__ __forceinline__ void multiply_grouped_codes(float (&d)[S::kSums], int num_chunks) {
+    static_assert(S::kChunks > 1 && S::kGroups == kMmasOfTile);
+    constexpr int kAtOnce = kTokens == 8 ? 2 : 1;  // sums of 32 columns, which take registers
+    const int chunk = warpgroup;
+#pragma unroll
+    for (int i = 0; i < S::kSums; i++) d[i] = 0;
+    for (int done = 0; done < num_chunks; done += S::kChunks) {
+      barrier_wait(&s.barriers().w_full[w_slot.at], w_slot.phase);
+      const bool is_there = done + chunk < num_chunks;
+      const Rows<Format> from = rows(w_slot.at, chunk);
+      uint32_t a[kMmasOfTile][4];
+      if (is_there) E4m3Operands<Format>::operands(from, a);
+      barrier_wait(&s.barriers().x_split[x_slot.at], x_slot.phase);
+      if (is_there) {
+        const uint64_t x = tile_descriptor(s.x(x_slot.at) + chunk * (2 * kTokens * kTileColumns));
+        const Factor<kMmasOfTile>* factors = s.factor(x_slot.at, chunk) + thread % 4 * 2;
+#pragma unroll
+        for (int first = 0; first < kMmasOfTile; first += kAtOnce) {
+          float sums[kAtOnce][2 * S::kSums];
+          wgmma_fence();
+#pragma unroll
+          for (int at = 0; at < kAtOnce; at++)
+            wgmma_of_codes<2 * kTokens>(sums[at], a[first + at], x + (first + at) * (kMmaColumns / 16), false);
+          wgmma_commit();
+          wgmma_wait<0>();
+#pragma unroll
+          for (int at = 0; at < kAtOnce; at++) {
+            const int mma = first + at, group = mma * p.scales.groups / kMmasOfTile;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              const float scale = from.scale(p.scales, half, group);
+              const typename Format::Zero stored = from.zero(p.scales, half, group);
+              const float zero = E4m3Operands<Format>::zero(stored);
+#pragma unroll
+              for (int j = 0; j < S::kSums / 2; j++) {
+                const int i = j / 2 * 4 + half * 2 + j % 2;
+                const Factor<kMmasOfTile>& factor = factors[i / 4 * 8 + i % 2];
+                const float sum = factor.scale * (sums[at][i] + sums[at][i + S::kSums] * 0.0625f);
+                d[i] += scale * (sum - zero * factor.sums[mma]);
+                if constexpr (E4m3Operands<Format>::kHasMiddles)
+                  d[i] += E4m3Operands<Format>::middle(stored) * factor.sums[mma];
+              }
+            }
+          }
+        }
+      }
+      release_w(w_slot.at);
       release_x(x_slot.at);
       w_slot.advance(s.w_slots);
       x_slot.advance(S::kXSlots);
@@ -549,7 +662,11 @@ struct Consumer {
     for (int index = 0; index < work.pieces; index++) {
       const Piece piece = work.piece(index);
       const Tile tile = piece.tile;
-      if constexpr (S::kBoxes == 1)
+      if constexpr (kScaling == Scaling::kE4m3)
+        multiply_codes(d, piece.num_chunks);
+      else if constexpr (kScaling == Scaling::kE4m3Groups)
+        multiply_grouped_codes(d, piece.num_chunks);
+      else if constexpr (S::kBoxes == 1)
         multiply_boxes(d, piece.num_chunks);
       else
         multiply_slots(d, piece.num_chunks);
@@ -572,9 +689,10 @@ struct Consumer {
 
 template <typename Format, int kTokens, Scaling kScaling, Epilogue kEpilogue>
 __device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) {
-  using S = Sizes<kTokens>;
+  constexpr int kGroups = kSumsOfFactor<kScaling>;
+  using S = Sizes<kTokens, kGroups>;
   extern __shared__ __align__(kAlignment) uint8_t raw[];
-  const Shared<kTokens> s(raw, p.tile_bytes);
+  const Shared<kTokens, kGroups> s(raw, p.tile_bytes);
   const Work<kTokens> work(p);
   if (threadIdx.x == 0) {
     Barriers<kTokens>& barriers = s.barriers();
@@ -584,6 +702,7 @@ __device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) 
     }
     for (int i = 0; i < S::kXSlots; i++) {
       barrier_init(&barriers.x_full[i], 1);
+      barrier_init(&barriers.x_split[i], kSplitWarps);
       barrier_init(&barriers.x_empty[i], S::kConsumers / 32 * p.multicast_ctas);
     }
     if (work.splits > 1) barrier_init(&barriers.pushed, (work.splits - 1) * kWarpgroup);
@@ -605,9 +724,17 @@ __device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) 
     consumer.run();
   } else {
     if constexpr (S::kTrades) leave_registers<S::kProducerRegisters>();
-    const Producer<kTokens, kEpilogue> producer{p, work, s};
+    const Producer<kTokens, kEpilogue, kGroups> producer{p, work, s};
     if (threadIdx.x == S::kConsumers) producer.load_w();
     if (threadIdx.x == S::kConsumers + 32) producer.load_x(x_map);
+    if constexpr (S::kSplits) {
+      const int of_split = int(threadIdx.x) - S::kConsumers - 64;
+      if (of_split >= 0) {
+        const Splitter<Format, kTokens, S::kChunks, S::kXSlots, Work<kTokens>, Shared<kTokens, kGroups>> splitter{
+            work, s, p.m, of_split / 32, of_split % 32};
+        splitter.run();
+      }
+    }
     __syncwarp();
     if (work.splits > 1 && !multicasts) cluster_wait();
     if (!S::kPushes && work.divides()) cluster_sync();
@@ -622,7 +749,8 @@ __device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) 
 }  // namespace lowbit
 
 #define LOWBIT_GEMM(FORMAT, FORMAT_NAME, TOKENS, SCALING, SCALING_NAME, EPILOGUE, EPILOGUE_NAME)                   \
-  extern "C" __global__ void __launch_bounds__(lowbit::Sizes<TOKENS>::kThreads, lowbit::Sizes<TOKENS>::kBlocks)                   \
+  extern "C" __global__ void __launch_bounds__(lowbit::Sizes<TOKENS, lowbit::kSumsOfFactor<lowbit::Scaling::SCALING>>::kThreads, \
+                                               lowbit::Sizes<TOKENS>::kBlocks)                                     \
       lowbit_gemm_##FORMAT_NAME##_##EPILOGUE_NAME##_##SCALING_NAME##_##TOKENS(                                     \
           const __grid_constant__ CUtensorMap x_map, const __grid_constant__ lowbit::Problem problem) {            \
     lowbit::run<lowbit::FORMAT, TOKENS, lowbit::Scaling::SCALING, EPILOGUE>(x_map, problem);                       \
@@ -642,3 +770,11 @@ __device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) 
   LOWBIT_GEMM(FORMAT, NAME, 128, kWeights, weights, EPILOGUE, EPILOGUE_NAME) \
   LOWBIT_GEMM(FORMAT, NAME, 192, kWeights, weights, EPILOGUE, EPILOGUE_NAME) \
   LOWBIT_GEMM(FORMAT, NAME, 256, kWeights, weights, EPILOGUE, EPILOGUE_NAME)
+
+#define LOWBIT_GEMM_E4M3(FORMAT, NAME, EPILOGUE, EPILOGUE_NAME)        \
+  LOWBIT_GEMM(FORMAT, NAME, 8, kE4m3, e4m3, EPILOGUE, EPILOGUE_NAME)   \
+  LOWBIT_GEMM(FORMAT, NAME, 16, kE4m3, e4m3, EPILOGUE, EPILOGUE_NAME)
+
+#define LOWBIT_GEMM_E4M3_GROUPS(FORMAT, NAME, EPILOGUE, EPILOGUE_NAME)             \
+  LOWBIT_GEMM(FORMAT, NAME, 8, kE4m3Groups, e4m3groups, EPILOGUE, EPILOGUE_NAME)   \
+  LOWBIT_GEMM(FORMAT, NAME, 16, kE4m3Groups, e4m3groups, EPILOGUE, EPILOGUE_NAME)

@@ -3,3 +3,4 @@
 
 LOWBIT_GEMM_SUMS(Fp8, fp8, kFloat32, float32)
 LOWBIT_GEMM_WEIGHTS(Fp8, fp8, kFloat32, float32)
+LOWBIT_GEMM_E4M3(Fp8, fp8, kFloat32, float32)

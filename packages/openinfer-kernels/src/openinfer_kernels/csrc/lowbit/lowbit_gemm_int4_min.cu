@@ -4,3 +4,5 @@
 
 LOWBIT_GEMM_WEIGHTS(Int4Min, int4_min, kStore, store)
 LOWBIT_GEMM_WEIGHTS(Int4Min, int4_min, kSwiglu, swiglu)
+LOWBIT_GEMM_E4M3_GROUPS(Int4Min, int4_min, kStore, store)
+LOWBIT_GEMM_E4M3_GROUPS(Int4Min, int4_min, kSwiglu, swiglu)

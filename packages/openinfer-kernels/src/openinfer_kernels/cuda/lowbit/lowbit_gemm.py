@@ -2,12 +2,14 @@
 
 import ctypes
 from collections.abc import Sequence
+from enum import StrEnum
 from itertools import product
 
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
+from openinfer_kernels.cuda.gemm import dispatch
 from openinfer_kernels.cuda.gemm.tiles import Epilogue
 from openinfer_kernels.cuda.lowbit.lowbit_partition import (
     MOST_TOKENS_OF_SUMS,
@@ -29,6 +31,23 @@ _TOKEN_GROUP = 8
 _MOST_KEPT = 4096
 _WEIGHTS_ALONE = ("int4_min",)
 """Kernels whose sums are never scaled: a minimum is no multiple of a scale."""
+_E4M3_TOKENS = (8, 16)
+"""Of kernels that multiply codes as E4M3."""
+_E4M3_THREADS = 128
+"""More than in others: four warps split activations."""
+
+
+class Scaling(StrEnum):
+    """What is multiplied and what is scaled, as in the names of the kernels."""
+
+    SUMS = "sums"
+    """Codes in BF16; the sums of 128 columns are scaled."""
+    E4M3 = "e4m3"
+    """The same in E4M3, with activations as two such numbers each."""
+    E4M3_GROUPS = "e4m3groups"
+    """The same, and the sums of 32 columns are scaled."""
+    WEIGHTS = "weights"
+    """Weights that were scaled and rounded to BF16."""
 
 
 class _Problem(ctypes.Structure):
@@ -49,7 +68,7 @@ class LowbitGemm:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._maps = TensorMaps()
-        self._kernels: dict[tuple[str, Epilogue, bool, int], Kernel] = {}
+        self._kernels: dict[tuple[str, Epilogue, Scaling, int], Kernel] = {}
         self._some: dict[int, Kernel] = {}  # by its tokens: clusters of all codes are alike
         self._clusters: dict[tuple[int, int], int] = {}
         self._partitions: dict[tuple[int, int, int], Partition] = {}
@@ -62,13 +81,11 @@ class LowbitGemm:
 
     def load(self, kernels: str, epilogues: Sequence[Epilogue] = (Epilogue.STORE, Epilogue.SWIGLU)) -> None:
         """Loads all kernels of a code, which are not loaded while a graph is captured."""
-        for epilogue, size, scales_sums in product(epilogues, SIZES, (True, False)):
-            key = kernels, epilogue, scales_sums, size.tokens
-            if key in self._kernels or (
-                scales_sums and (size.tokens > MOST_TOKENS_OF_SUMS or kernels in _WEIGHTS_ALONE)
-            ):
+        for epilogue, size, scaling in product(epilogues, SIZES, Scaling):
+            key = kernels, epilogue, scaling, size.tokens
+            if key in self._kernels or not _has(kernels, scaling, size):
                 continue
-            name = f"{_STEM}{kernels}_{epilogue}_{'sums' if scales_sums else 'weights'}_{size.tokens}"
+            name = f"{_STEM}{kernels}_{epilogue}_{scaling}_{size.tokens}"
             stem = f"{_STEM}{kernels}" + ("_head" if epilogue is Epilogue.FLOAT32 else "")
             self._kernels[key] = self._device.kernel(stem, name, shared_bytes=size.shared_kib << 10)
             self._some.setdefault(size.tokens, self._kernels[key])
@@ -80,7 +97,7 @@ class LowbitGemm:
         out: Array,
         *,
         epilogue: Epilogue,
-        scales_sums: bool | None = None,
+        scaling: Scaling | None = None,
         partition: Partition | None = None,
     ) -> None:
         """Writes `x [T, k] @ weight.T` into `out [T, n]`, for `SWIGLU` its gated halves into `out [T, n / 2]`.
@@ -88,14 +105,13 @@ class LowbitGemm:
         `out` is float32 for `FLOAT32`, else BF16.
 
         Its kernels were loaded. Arrays are contiguous and begin at multiples of 16 bytes; T at least 1. `SWIGLU` takes
-        halves of multiples of 64 rows. `scales_sums` says whether codes are multiplied rather than weights; None: where
-        that is faster. `partition` is one of `partitions_of`; None: that of least cost.
+        halves of multiples of 64 rows. `scaling` is one of `scalings_of`; None: the fastest. `partition` is one of
+        `partitions_of`; None: that of least cost.
         """
         num_tokens, k = x.shape
         chosen = self.partition_of(num_tokens, weight) if partition is None else partition
         size = chosen.size
-        may_scale_sums = weight.sums_may_be_scaled and size.tokens <= MOST_TOKENS_OF_SUMS
-        scales_sums = may_scale_sums if scales_sums is None else scales_sums
+        scaling = _fastest(num_tokens, weight, self.scalings_of(weight, size)) if scaling is None else scaling
         problem = _Problem(
             address(weight.codes),
             address(out),
@@ -116,9 +132,15 @@ class LowbitGemm:
         # The map ends at the last token and column, and the copy engine fills up with zeros.
         box = (_BOX_COLUMNS, size.tokens // chosen.multicast_ctas)
         x_map = self._maps.of(TensorBox(address(x), (k, num_tokens), (k * _BF16_BYTES,), box))
-        kernel = self._kernels[weight.kernels, epilogue, scales_sums, size.tokens]
+        kernel = self._kernels[weight.kernels, epilogue, scaling, size.tokens]
         cluster = max(chosen.splits, chosen.multicast_ctas)
-        kernel((chosen.blocks, 1, 1), (size.threads, 1, 1), [x_map, problem], overlap=True, cluster=cluster)
+        threads = size.threads + (_E4M3_THREADS if scaling in (Scaling.E4M3, Scaling.E4M3_GROUPS) else 0)
+        kernel((chosen.blocks, 1, 1), (threads, 1, 1), [x_map, problem], overlap=True, cluster=cluster)
+
+    def scalings_of(self, weight: TiledWeight, size: Size) -> Sequence[Scaling]:
+        """Those that a kernel has for a matrix."""
+        usable = (Scaling.E4M3, Scaling.SUMS) if weight.sums_may_be_scaled else (Scaling.E4M3_GROUPS,)
+        return [scaling for scaling in (*usable, Scaling.WEIGHTS) if _has(weight.kernels, scaling, size)]
 
     def partitions_of(self, num_tokens: int, weight: TiledWeight) -> Sequence[Partition]:
         """All ways to divide a product that are considered, for measurements."""
@@ -140,3 +162,23 @@ class LowbitGemm:
         if key not in self._clusters:
             self._clusters[key] = self._some[size.tokens].most_clusters(blocks, threads=size.threads)
         return self._clusters[key]
+
+
+def _fastest(num_tokens: int, weight: TiledWeight, scalings: Sequence[Scaling]) -> Scaling:
+    most = {
+        Scaling.E4M3: dispatch.MOST_E4M3_TOKENS.get(weight.kernels, 0),
+        Scaling.E4M3_GROUPS: dispatch.MOST_E4M3_GROUPS_TOKENS.get(weight.kernels, 0),
+    }
+    return next(scaling for scaling in scalings if num_tokens <= most.get(scaling, num_tokens))
+
+
+def _has(kernels: str, scaling: Scaling, size: Size) -> bool:
+    match scaling:
+        case Scaling.SUMS:
+            return size.tokens <= MOST_TOKENS_OF_SUMS and kernels not in _WEIGHTS_ALONE
+        case Scaling.E4M3:
+            return size.tokens in _E4M3_TOKENS and kernels in dispatch.MOST_E4M3_TOKENS
+        case Scaling.E4M3_GROUPS:
+            return size.tokens in _E4M3_TOKENS and kernels in dispatch.MOST_E4M3_GROUPS_TOKENS
+        case Scaling.WEIGHTS:
+            return True
