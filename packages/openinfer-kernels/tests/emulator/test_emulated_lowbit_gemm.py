@@ -18,10 +18,10 @@ import pytest
 from openinfer_kernels.weights.code_values import E4M3_VALUES
 from openinfer_kernels.weights.quantised import Code, ScaleType, WeightFormat
 
-CLUSTERS = {1: 6, 2: 3, 3: 2, 4: 1}
+CLUSTERS = {1: 6, 2: 3, 3: 2, 4: 1, 5: 1}
 """A small GPU of six multiprocessors: clusters that run at a time, by their blocks."""
 SIZES = {
-    8: ("e4m3", "weights"),
+    8: ("sums", "e4m3", "weights"),
     16: ("sums", "e4m3", "weights"),
     64: ("sums",),
     128: ("weights",),
@@ -322,6 +322,18 @@ def test_every_partition_is_right_and_the_same_twice(modules, library, on_device
         assert {(True, False, True), (False, False, False)} <= ways
 
 
+@pytest.mark.parametrize("code", ["fp8", "int4"])
+def test_few_tokens_may_have_five_splits(modules, library, on_device, code):
+    matrix = fp8_matrix(modules, 64, 1000) if code == "fp8" else int4_matrix(modules, 64, 1000, group=128)
+    gemm = gemm_of(modules, library, code)
+    x = on_device(np.random.default_rng(5).standard_normal((3, 1000)))
+    found = gemm.partitions_of(3, matrix.tiled)
+    assert {1, 4, 5} <= {each.splits for each in found}
+    for partition in found:
+        for scaling in SIZES[8]:
+            check(gemm, modules, matrix, x, gates=False, partition=partition, scaling=modules.scaling(scaling))
+
+
 @pytest.mark.parametrize("group", [32, 64])
 @pytest.mark.parametrize("num_tokens", [1, 5, 11, 140])
 def test_groups_within_a_tile_have_scales_of_their_own(modules, library, on_device, num_tokens, group):
@@ -439,6 +451,15 @@ def test_zeros_infinities_and_the_smallest_numbers_stay_their_token_s(modules, u
     assert np.isnan(found[2:4]).all()
     assert np.abs(found[4]).max() < 1e-36
     np.testing.assert_allclose(found[[0, 5]], wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(("columns", "whole"), [(384, True), (352, False)])
+def test_codes_after_the_last_column_which_may_be_nan_are_not_multiplied_as_e4m3(modules, unrounded, columns, whole):
+    gemm, matrix = modules.gemm.LowbitGemm(Device(unrounded)), fp8_matrix(modules, 64, columns).tiled
+    gemm.load("fp8", (modules.epilogue.FLOAT32,))
+    scalings = gemm.scalings_of(matrix, gemm.partition_of(1, matrix).size)
+    assert (modules.scaling.E4M3 in scalings) == whole
+    assert modules.scaling.SUMS in scalings
 
 
 @pytest.mark.parametrize(

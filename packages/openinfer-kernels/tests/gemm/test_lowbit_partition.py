@@ -46,7 +46,9 @@ def test_every_tile_has_a_block_and_splits_run_all_at_a_time(num_tokens, rows, c
 
 
 def test_k_is_divided_where_tiles_are_few():
-    assert partition_product(8, tiles_of(2560), 76, H200).splits == 4
+    assert partition_product(8, tiles_of(2560), 76, H200).splits == 5
+    assert partition_product(8, tiles_of(2560), 32, H200).splits == 4  # a fifth would save one chunk
+    assert partition_product(16, tiles_of(2560), 76, H200).splits == 4
     assert partition_product(128, tiles_of(2560), 76, H200).splits == 8
     assert partition_product(8, tiles_of(151936), 20, H200).splits == 1
 

@@ -83,7 +83,7 @@ struct Sizes {
   static constexpr int kXBytes = kBoxBytes * kBoxes;
   static constexpr int kTilesOfSlot = 2 * kRowWarpgroups * kChunks;
   static constexpr bool kPushes = kTokens <= 16;  // sums of splits to the first of them, which has room for them
-  static constexpr int kMostPushed = 3;
+  static constexpr int kMostPushed = 4;
   static constexpr int kFactorBytes = kSplits ? kXSlots * kChunks * kTokens * (1 + kGroups) * 4 : 0;
   static constexpr bool kGathers = kTokens >= 64;  // results of several tokens into 16 bytes, before they are stored
 };

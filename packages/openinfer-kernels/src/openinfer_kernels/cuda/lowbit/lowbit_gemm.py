@@ -20,8 +20,9 @@ from openinfer_kernels.cuda.lowbit.lowbit_partition import (
     partition_product,
     partitions,
 )
-from openinfer_kernels.cuda.lowbit.lowbit_tiles import TiledWeight
+from openinfer_kernels.cuda.lowbit.lowbit_tiles import TILE_COLUMNS, TiledWeight
 from openinfer_kernels.ops import Array
+from openinfer_kernels.weights.quantised import Code
 
 _STEM = "lowbit_gemm_"
 _BF16_BYTES = 2
@@ -140,6 +141,9 @@ class LowbitGemm:
     def scalings_of(self, weight: TiledWeight, size: Size) -> Sequence[Scaling]:
         """Those that a kernel has for a matrix."""
         usable = (Scaling.E4M3, Scaling.SUMS) if weight.sums_may_be_scaled else (Scaling.E4M3_GROUPS,)
+        # Codes after the last column are whatever was in memory: as E4M3 they may be NaN, which times zero is NaN.
+        if weight.format.code is Code.E4M3 and weight.shape[1] % TILE_COLUMNS:
+            usable = usable[1:]
         return [scaling for scaling in (*usable, Scaling.WEIGHTS) if _has(weight.kernels, scaling, size)]
 
     def partitions_of(self, num_tokens: int, weight: TiledWeight) -> Sequence[Partition]:

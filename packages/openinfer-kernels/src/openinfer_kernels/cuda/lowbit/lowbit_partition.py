@@ -32,6 +32,8 @@ class Size(NamedTuple):
     """Of a weight times a token, by measurement from 160 to 4,096 tokens."""
     most_leftover_splits: int = 8
     """The same of tiles that are left over after whole rounds, by measurement: clusters of four start later."""
+    chunks_for_fifth_split: int = 0
+    """That it must save: clusters of five start later."""
     exchange_chunks: int = 0
     """Chunks of K that could be multiplied while splits add up their sums, with one tile of tokens."""
     multicasts: bool = False
@@ -45,7 +47,7 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size(8, 1, 2, 113, 4, most_leftover_splits=2),
+    Size(8, 1, 2, 113, 5, most_leftover_splits=2, chunks_for_fifth_split=2),
     Size(16, 1, 2, 113, 4, most_leftover_splits=2),
     Size(32, 2, 2, 105, 8),
     Size(64, 3, 1, 225, 8),
@@ -56,6 +58,7 @@ SIZES = (
 _MOST_TOKENS_OF_ONE_TILE = 128
 _EXCHANGE_CHUNKS = 2
 """The same with several tiles of tokens."""
+_MOST_CHEAP_SPLITS = 4
 _COST_OF_READING_ALONE = 1.1
 """Of blocks that could have read their tokens in pairs."""
 
@@ -138,6 +141,7 @@ def _cost(partition: Partition, chunks: int) -> float:
         each = -(-tiles // at_a_time) * chunks
     else:
         exchange = size.exchange_chunks if partition.token_tiles == 1 else _EXCHANGE_CHUNKS
+        exchange += size.chunks_for_fifth_split if splits > _MOST_CHEAP_SPLITS else 0
         each = partition.whole_tiles // at_a_time * chunks + -(-chunks // splits) + exchange
     reads_alone = size.multicasts and partition.token_tiles > 1 and partition.multicast_ctas == 1
     cost = each * size.tokens * size.warpgroups * size.relative_cost
