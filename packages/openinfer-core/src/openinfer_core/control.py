@@ -39,6 +39,18 @@ class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag="flush_cache"
     """
 
 
+class LoadStep(StrEnum):
+    """What an engine does of a load. Several engines load together: all hold it first, and name it once all do."""
+
+    WHOLE = "whole"
+    HOLD = "hold"
+    """Reads it, and keeps it on all ranks; no name changes. What is kept for the name already is dropped."""
+    NAME = "name"
+    """Gives what is kept the name, and reads nothing. Refused if nothing is kept for it."""
+    DROP = "drop"
+    """Drops what is kept for the name; nothing to do if nothing is."""
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapter"):
     """Brings an adapter to the device; under a name that is in use, requests that come later get the new one."""
 
@@ -49,6 +61,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapte
     """Whether it may stand in the place of another of that name; requests that came before keep the old one."""
     tenants: tuple[_Name, ...] = ()
     """Who may see and use it; none named: all."""
+    step: LoadStep = LoadStep.WHOLE
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="unload_adapter"):

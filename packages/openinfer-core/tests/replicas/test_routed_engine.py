@@ -26,7 +26,17 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
-from openinfer_core.control import ControlCommand, LoadAdapter, Pause, Resume, Sleep, UnloadAdapter, UpdateWeights, Wake
+from openinfer_core.control import (
+    ControlCommand,
+    LoadAdapter,
+    LoadStep,
+    Pause,
+    Resume,
+    Sleep,
+    UnloadAdapter,
+    UpdateWeights,
+    Wake,
+)
 from openinfer_core.process.engine_process import LinkKind
 from openinfer_core.process.local import InProcessEngine
 from openinfer_core.process.remote import RemoteEngine, join_engine
@@ -284,24 +294,37 @@ def test_an_engine_that_listens_at_an_address_is_joined_by_whom_has_the_token() 
 
 
 class WithAdapters(SimulatedLoop):
-    """Holds names; refuses one more where it `is_full`, and takes its time where it has a `gate`."""
+    """Has the paths of names; refuses one more where it `is_full`, and takes its time where it has a `gate`."""
 
     def __init__(self) -> None:
         super().__init__(OPTIONS)
-        self.names: list[str] = []
+        self.paths: dict[str, str] = {}
+        self.kept: dict[str, str] = {}
         self.is_full = False
         self.gate: threading.Event | None = None
 
     def control(self, command: ControlCommand) -> list[TokenEvent]:
         if self.gate is not None:
             assert self.gate.wait(30)
-        if isinstance(command, LoadAdapter):
-            if self.is_full:
-                raise Refused("no room")
-            self.names.append(command.name)
-        elif isinstance(command, UnloadAdapter):
-            self.names.remove(command.name)
+        match command:
+            case LoadAdapter(step=LoadStep.NAME):
+                self.paths[command.name] = self.kept.pop(command.name)
+            case LoadAdapter(step=LoadStep.DROP):
+                self.kept.pop(command.name, None)
+            case LoadAdapter():
+                if self.is_full:
+                    raise Refused("no room")
+                where = self.kept if command.step is LoadStep.HOLD else self.paths
+                where[command.name] = command.path
+            case UnloadAdapter():
+                del self.paths[command.name]
+            case _:
+                pass
         return []
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.paths)
 
 
 @pytest.mark.parametrize("full", [0, 1])
@@ -338,7 +361,47 @@ def test_refusal_is_told_when_every_replica_has_answered() -> None:
             gate.set()
             with pytest.raises(Refused, match="no room"):
                 await command
-            assert loops[1].names == ["tuned"]  # in the place of another, which is not known any more
+        finally:
+            gate.set()
+            await engine.close()
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_adapter_that_one_replica_refuses_takes_no_others_place(full: int) -> None:
+    """What they have under its name stays, though its folder has other content by now."""
+    loops = [WithAdapters(), WithAdapters()]
+
+    async def live() -> None:
+        engine = routed(*map(InProcessEngine, loops))
+        try:
+            await engine.control(LoadAdapter("tuned", "old"))
+            loops[full].is_full = True
+            with pytest.raises(Refused, match="no room"):
+                await engine.control(LoadAdapter("tuned", "new", in_place=True))
+            assert [(loop.paths, loop.kept) for loop in loops] == [({"tuned": "old"}, {})] * 2
+            loops[full].is_full = False
+            await engine.control(LoadAdapter("tuned", "new", in_place=True))
+            assert [(loop.paths, loop.kept) for loop in loops] == [({"tuned": "new"}, {})] * 2
+        finally:
+            await engine.close()
+
+    asyncio.run(live())
+
+
+def test_replica_that_joins_while_others_hold_an_adapter_loads_it() -> None:
+    loops = [WithAdapters(), WithAdapters()]
+    gate = loops[0].gate = threading.Event()
+
+    async def live() -> None:
+        engine = routed(InProcessEngine(loops[0]))
+        try:
+            command = asyncio.create_task(engine.control(LoadAdapter("tuned", "new", in_place=True)))
+            engine.add("later", InProcessEngine(loops[1]))
+            gate.set()
+            await command
+            assert [(loop.paths, loop.kept) for loop in loops] == [({"tuned": "new"}, {})] * 2
         finally:
             gate.set()
             await engine.close()
@@ -403,7 +466,13 @@ def later(*commands: ControlCommand) -> list[ControlCommand]:
         await engine.close()
 
     run(live())
-    assert first.told == [*commands]
+    expected: list[ControlCommand] = []
+    for command in commands:
+        if isinstance(command, LoadAdapter) and command.in_place:
+            expected += [msgspec.structs.replace(command, step=step) for step in (LoadStep.HOLD, LoadStep.NAME)]
+        else:
+            expected.append(command)
+    assert first.told == expected
     return second.told
 
 

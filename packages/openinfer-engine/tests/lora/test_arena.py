@@ -145,3 +145,38 @@ def test_model_of_other_products_is_no_model_that_is_read_again(added: list[slic
 
     with pytest.raises(ContractViolation, match="adapted product"):
         load_again()
+
+
+class CountingOps(CpuOps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[int] = []
+
+    def host_weights(self, num_values: int) -> Any:
+        self.taken.append(num_values)
+        return super().host_weights(num_values)
+
+
+def adapter_of(*names: str) -> Adapter:
+    shapes = {matrix.name.removeprefix(f"{PREFIX}."): matrix.shape for matrix, _ in MATRICES}
+    pairs: dict[str, LowRankPair] = {}
+    for name in names:
+        rows, columns = shapes[f"{name}_proj"]
+        a, b = np.full((8, columns), 2.0), np.full((rows, 8), 3.0)
+        pairs[f"layers.0.self_attn.{name}_proj"] = LowRankPair(a=a, b=b, scale=1.0)
+    return Adapter(digest=b"", rank=8, pairs=pairs)
+
+
+def test_memory_that_was_taken_ahead_is_the_next_adapters_if_it_is_as_large() -> None:
+    ops = CountingOps()
+    arena = loaded(ops, num_slots=2, max_rank=8)
+    arena.prepare()
+    arena.prepare()
+    (whole,) = ops.taken
+    assert arena.share_of(adapter_of("o")).num_bytes == ops.taken[-1] * 4 < whole * 4
+    first = arena.share_of(adapter_of("q", "v", "o"))
+    assert ops.taken == [whole, ops.taken[1]], "it was there"
+    second = arena.share_of(adapter_of("q", "v", "o"))
+    assert ops.taken[2:] == [whole]
+    pairs = zip(first.factors, second.factors, strict=True)
+    assert not any(np.shares_memory(one[0], other[0]) for one, other in pairs if one and other)

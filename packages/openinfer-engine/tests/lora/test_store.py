@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from openinfer_core import InvalidCheckpoint, Refused
-from openinfer_core.control import LoadAdapter
+from openinfer_core.control import LoadAdapter, LoadStep
 from openinfer_core.process.wire import ENDED
 from openinfer_core.scheduling import AdapterLoad
 from openinfer_engine.lora.adapter_config import CONFIG_FILE
@@ -41,6 +41,9 @@ class Rank:
             raise Refused("this rank has no room")
         self.held[adapter.digest] = self.held.get(adapter.digest, 0) + 1
         return SIZE
+
+    def prepare(self) -> None:
+        pass
 
     def drop(self, digest: bytes) -> None:
         self.held[digest] -= 1
@@ -249,3 +252,41 @@ def test_links_that_leave_the_root_are_refused_and_others_followed(ranks: list[R
     with pytest.raises(Refused, match="--lora-root alone, and it was not given"):
         none.begin_load(LoadAdapter("one", "a"), lambda refusal: None)
     none.close()
+
+
+def test_what_is_held_first_changes_no_name_until_it_is_named(ranks: list[Rank], root: Path) -> None:
+    store = make(ranks, root)
+    a, b, c = (each.ljust(16, b".") for each in (b"a", b"b", b"c"))
+    assert load(store, "one", "a") is None
+    assert load(store, "one", "b", in_place=True, step=LoadStep.HOLD) is None
+    assert digest(store, "one") == a
+    assert all(rank.held == {a: 1, b: 1} for rank in ranks)
+    (root / "b" / WEIGHTS_FILE).write_text("c")  # what was held counts, not what is there by then
+    assert load(store, "one", "b", in_place=True, step=LoadStep.NAME) is None
+    assert digest(store, "one") == b
+    assert all(rank.held == {b: 1} for rank in ranks)
+    for path in ("a", "b"):  # the second is kept in the place of the first
+        assert load(store, "one", path, in_place=True, step=LoadStep.HOLD) is None
+    assert all(rank.held == {b: 1, c: 1} for rank in ranks)
+    for _ in range(2):
+        assert load(store, "one", "b", in_place=True, step=LoadStep.DROP) is None
+    assert all(rank.held == {b: 1} for rank in ranks)
+    with pytest.raises(Refused, match="no adapter is held for the name"):
+        load(store, "one", "b", in_place=True, step=LoadStep.NAME)
+    store.close()
+
+
+def test_what_is_held_first_is_refused_as_a_load_is_and_counts_as_memory(ranks: list[Rank], root: Path) -> None:
+    store = make(ranks, root, max_bytes=4 * SIZE)
+    assert load(store, "one", "a") is None
+    with pytest.raises(Refused, match="unload it, or load with load_inplace"):
+        load(store, "one", "b", step=LoadStep.HOLD)
+    ranks[2].refuses = True
+    assert load(store, "one", "b", in_place=True, step=LoadStep.HOLD) == "this rank has no room"
+    ranks[2].refuses = False
+    assert all(rank.held == {b"a".ljust(16, b"."): 1} for rank in ranks)
+    assert load(store, "one", "b", in_place=True, step=LoadStep.HOLD) is None
+    store.settle()
+    assert not store.is_held(b"a".ljust(16, b".")), "it is read again when a request needs it"
+    assert all(rank.held == {b"b".ljust(16, b"."): 1} for rank in ranks)
+    store.close()

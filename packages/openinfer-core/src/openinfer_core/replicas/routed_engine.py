@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from openinfer_core.control import ControlCommand, LoadAdapter, UnloadAdapter, UpdateWeights
+from openinfer_core.control import ControlCommand, LoadAdapter, LoadStep, UnloadAdapter, UpdateWeights
 from openinfer_core.engine import EngineHandle, EngineInfo, EngineStats
 from openinfer_core.errors import ContractViolation, EngineClosed, InvalidRequest, Refused
 from openinfer_core.events import Failed, FailureKind, Finished, Scheduled, TokenEvent, Tokens
@@ -171,13 +171,17 @@ class RoutedEngine:
     async def control(self, command: ControlCommand) -> None:
         """Commands all replicas, and returns when each has answered; one that is gone meanwhile needs to hear nothing.
 
-        Where one refuses a new adapter, no other keeps it. Where one refuses an update of weights that others have
-        obeyed, it gets no requests until one that it obeys.
+        Where one refuses an adapter, none has it, and all keep what they have under its name. Where one refuses an
+        update of weights that others have obeyed, it gets no requests until one that it obeys.
         """
         self._mailbox.require_open()
+        holding = await self._hold(command) if isinstance(command, LoadAdapter) and command.in_place else set[str]()
         told, failed = set[str](), dict[str, BaseException]()
-        while names := sorted(self._replicas.keys() - told):  # others may join meanwhile
-            failed |= await self._tell(command, names)
+        while names := self._replicas.keys() - told:  # others may join meanwhile
+            if isinstance(command, LoadAdapter):
+                named = msgspec.structs.replace(command, step=LoadStep.NAME)
+                failed |= await self._tell(named, sorted(names & holding))
+            failed |= await self._tell(command, sorted(names - holding))
             told.update(names)
         done = self._replicas.keys() - failed.keys()
         refused = {name: error for name, error in failed.items() if not isinstance(error, EngineClosed)}
@@ -188,6 +192,17 @@ class RoutedEngine:
         if refused or (failed and not done):
             raise (*refused.values(), *failed.values())[0]
         self._standing.note(command)
+
+    async def _hold(self, command: LoadAdapter) -> set[str]:
+        """Replicas that hold an adapter, which has no name yet: all, of those that are there; raises if one refuses."""
+        names = sorted(self._replicas)
+        failed = await self._tell(msgspec.structs.replace(command, step=LoadStep.HOLD), names)
+        holding = set(names) - failed.keys()
+        for error in failed.values():
+            if not isinstance(error, EngineClosed):
+                await self._tell(msgspec.structs.replace(command, step=LoadStep.DROP), sorted(holding))
+                raise error
+        return holding
 
     def _are_updated(self, done: AbstractSet[str], refused: Iterable[str]) -> None:
         for name in refused:

@@ -3,41 +3,39 @@
     adapter_config.json           `adapter_config.py`
     adapter_model.safetensors     base_model.model.<module>.lora_A.weight [r, in], ….lora_B.weight [out, r]
 
-The file is read into memory once, and what was checked and hashed there is what is used: a file that is changed
-meanwhile cannot harm. Its size is bounded by the model's own modules before anything is read.
+The file's size is bounded by the model's own modules before anything is read, and all that its header says is checked
+before its tensors are (`adapter_tensors.py`).
 """
 
-import hashlib
-import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Literal
 
 from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_engine.lora.adapter_config import AdapterConfig, read_adapter_config
-from openinfer_engine.weights.safetensors_file import SafetensorsFile, TensorInfo
+from openinfer_engine.lora.adapter_tensors import (
+    READ_DTYPES,
+    NotFiniteError,
+    ReadTensors,
+    hashed,
+    read_exactly,
+    read_tensors,
+)
+from openinfer_engine.weights.safetensors_file import TensorInfo, read_header
 from openinfer_kernels import HostArray
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_HEADER_BYTES = 4 << 20
 """Of the file: about 30,000 tensors; an adapter of all projections of the largest published model has 1,300."""
-DIGEST_BYTES = 16
-_PIECE_BYTES = 4 << 20  # that is read or hashed as one
-_MOST_THREADS = 16
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _PEFT_PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _LAYER = re.compile(r"(?P<wrapper>(?:model\.|language_model\.)*)(?P<module>layers\.[0-9]+\..+)")
-_DTYPES = ("F32", "BF16", "F16")
-_INFINITE_BITS: Mapping[str, int] = {"<u2": 0x7F80, "<f2": 0x7C00, "<f4": 0x7F800000}
-"""Of positive infinity, which those of NaN follow; BF16 is read as its bits."""
+_BOTH: tuple[Literal["A", "B"], ...] = ("A", "B")
 _OTHER_MATHEMATICS = {
     "lora_magnitude_vector": "DoRA is not served; merge the adapter into the checkpoint",
     "lora_embedding_": "adapters of embeddings are not served",
@@ -104,27 +102,23 @@ def read_adapter(folder: Path, *, modules: Mapping[str, AdaptedModule], max_rank
     """
     config = read_adapter_config(folder)
     path = _weights_path(folder)
-    with ThreadPoolExecutor(adapter_threads(), thread_name_prefix="openinfer-adapter-read") as pool:
-        return _read_checked(path, pool, config=config, modules=modules, max_rank=max_rank)
-
-
-def _read_checked(
-    path: Path,
-    pool: ThreadPoolExecutor,
-    *,
-    config: AdapterConfig,
-    modules: Mapping[str, AdaptedModule],
-    max_rank: int,
-) -> Adapter:
-    data = _read_bounded(path, pool, modules=modules, max_rank=max_rank)
-    file = SafetensorsFile.of_bytes(data, path, max_header_bytes=MAX_HEADER_BYTES)
-    found = _factors(file.tensors, modules, path)
-    pairs = {
-        key: _pair(file, factors, modules[key], config=config, max_rank=max_rank)
-        for key, factors in sorted(found.items())
-    }
-    _require_finite(pairs, path, pool)
-    return Adapter(digest=_digest(pairs, pool), rank=max(pair.a.shape[0] for pair in pairs.values()), pairs=pairs)
+    with _opened(path, modules=modules, max_rank=max_rank) as (descriptor, num_bytes):
+        data_start, tensors = read_header(
+            lambda begin, end: read_exactly(descriptor, begin, end, path),
+            num_bytes=num_bytes,
+            path=path,
+            max_header_bytes=MAX_HEADER_BYTES,
+        )
+        found = _factors(tensors, modules, path)
+        for key, factors in found.items():
+            _check(tensors, factors, modules[key], path, rank=config.rank_of(factors.module), max_rank=max_rank)
+        try:
+            read = read_tensors(descriptor, path, tensors, data_start=data_start)
+        except NotFiniteError as name:
+            raise InvalidCheckpoint(f"{path}: {_shown(str(name))} has values that are not finite") from None
+    pairs = {key: _pair(read, factors, config) for key, factors in sorted(found.items())}
+    digest = _digest(pairs, found, read)
+    return Adapter(digest=digest, rank=max(pair.a.shape[0] for pair in pairs.values()), pairs=pairs)
 
 
 def _weights_path(folder: Path) -> Path:
@@ -136,9 +130,9 @@ def _weights_path(folder: Path) -> Path:
     return path
 
 
-def _read_bounded(
-    path: Path, pool: ThreadPoolExecutor, *, modules: Mapping[str, AdaptedModule], max_rank: int
-) -> memoryview:
+@contextmanager
+def _opened(path: Path, *, modules: Mapping[str, AdaptedModule], max_rank: int) -> Generator[tuple[int, int]]:
+    """A descriptor, and how many bytes the file has."""
     most = MAX_HEADER_BYTES + 4 * max_rank * sum(each.rows + each.columns for each in modules.values())
     try:
         state = path.stat()
@@ -149,27 +143,10 @@ def _read_bounded(
                 f"{path} has {state.st_size} bytes; an adapter of this model of rank {max_rank} has at most {most} "
                 "(--max-lora-rank)"
             )
-        with path.open("rb") as file:
-            return _read_pieces(file.fileno(), state.st_size, path, pool)
+        with path.open("rb", buffering=0) as file:
+            yield file.fileno(), state.st_size
     except OSError as error:
         raise InvalidCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _read_pieces(descriptor: int, num_bytes: int, path: Path, pool: ThreadPoolExecutor) -> memoryview:
-    """One thread brings about 2 GB/s of a file that lies in memory, most of it page faults of where it goes."""
-    memory: Any = np.empty(num_bytes, np.uint8)  # a buffer, which typing knows from 3.12 on
-
-    def read(begin: int) -> None:
-        place, end = begin, min(begin + _PIECE_BYTES, num_bytes)
-        while place < end:
-            count = os.preadv(descriptor, [memory[place:end]], place)
-            if count == 0:
-                raise InvalidCheckpoint(f"{path} became shorter while it was read")
-            place += count
-
-    for _ in pool.map(read, range(0, num_bytes, _PIECE_BYTES)):
-        pass  # raises what the thread has raised
-    return memoryview(memory).toreadonly()
 
 
 @dataclass(slots=True)
@@ -210,82 +187,40 @@ def _factors(
     return found
 
 
-def _pair(
-    file: SafetensorsFile, factors: _Factors, module: AdaptedModule, *, config: AdapterConfig, max_rank: int
-) -> LowRankPair:
-    rank = config.rank_of(factors.module)
+def _check(
+    tensors: Mapping[str, TensorInfo], factors: _Factors, module: AdaptedModule, path: Path, *, rank: int, max_rank: int
+) -> None:
     if rank > max_rank:
         raise Refused(
-            f"{file.path}: {_shown(factors.module)} has rank {rank}; this engine was started for at most {max_rank} "
+            f"{path}: {_shown(factors.module)} has rank {rank}; this engine was started for at most {max_rank} "
             "(--max-lora-rank)"
         )
     shapes: dict[Literal["A", "B"], tuple[int, int]] = {"A": (rank, module.columns), "B": (module.rows, rank)}
     for factor, shape in shapes.items():
         name = factors.names[factor]
-        info = file.tensors[name]
-        if info.dtype not in _DTYPES:
-            raise Refused(f"{file.path}: {_shown(name)} is of dtype {info.dtype}; read are {', '.join(_DTYPES)}")
+        info = tensors[name]
+        if info.dtype not in READ_DTYPES:
+            raise Refused(f"{path}: {_shown(name)} is of dtype {info.dtype}; read are {', '.join(READ_DTYPES)}")
         if info.shape != shape:
             raise InvalidCheckpoint(
-                f"{file.path}: {_shown(name)} has shape {list(info.shape)}; of this model, and of rank {rank}, it "
+                f"{path}: {_shown(name)} has shape {list(info.shape)}; of this model, and of rank {rank}, it "
                 f"must be {list(shape)}"
             )
-    a, b = file.read(factors.names["A"]), file.read(factors.names["B"])
+
+
+def _pair(read: ReadTensors, factors: _Factors, config: AdapterConfig) -> LowRankPair:
+    a, b = (read.arrays[factors.names[factor]] for factor in _BOTH)
     return LowRankPair(a=a, b=b, scale=config.scale_of(factors.module))
 
 
-def _require_finite(pairs: Mapping[str, LowRankPair], path: Path, pool: ThreadPoolExecutor) -> None:
-    keys = sorted(pairs)
-    step = -(-len(keys) // (2 * adapter_threads()))
-    tasks = [keys[begin : begin + step] for begin in range(0, len(keys), step)]
-    for found in pool.map(_not_finite, repeat(pairs), tasks):
-        if found is not None:
-            raise InvalidCheckpoint(f"{path}: {_shown(found)} has values that are not finite")
-
-
-def _not_finite(pairs: Mapping[str, LowRankPair], keys: Sequence[str]) -> str | None:
-    """The first module with such values."""
-    return next((key for key in keys if not (_is_finite(pairs[key].a) and _is_finite(pairs[key].b))), None)
-
-
-def _is_finite(array: HostArray) -> bool:
-    infinite, size = _INFINITE_BITS[array.dtype.str], array.dtype.itemsize
-    sign = 1 << 8 * size - 1
-    # As integers: the largest with a sign is positive, the largest without is negative. No array is made for this.
-    return bool(array.view(f"i{size}").max() < infinite and array.view(f"u{size}").max() < infinite + sign)
-
-
-def _digest(pairs: Mapping[str, LowRankPair], pool: ThreadPoolExecutor) -> bytes:
-    """Of what is computed. Tensors are hashed in pieces, by several threads, which blake2b lets run at a time."""
-    pieces: list[bytes | memoryview] = []
+def _digest(pairs: Mapping[str, LowRankPair], found: Mapping[str, _Factors], read: ReadTensors) -> bytes:
+    """Of what is computed, in the order of modules, whatever the file's is."""
+    parts: list[bytes] = []
     for key, pair in pairs.items():
         shapes = f"{pair.a.dtype.str} {pair.a.shape} {pair.b.dtype.str} {pair.b.shape}"
-        pieces.append(f"{key}\0{pair.scale.hex()}\0{shapes}".encode())
-        for array in (pair.a, pair.b):
-            pieces += _cut(array)
-    # Few tasks of many pieces: adapters of small ranks have hundreds of tensors that are hashed in no time.
-    step = -(-len(pieces) // (4 * adapter_threads()))
-    tasks = [pieces[begin : begin + step] for begin in range(0, len(pieces), step)]
-    return _hashed(b"".join(pool.map(_all_hashed, tasks)))
-
-
-def adapter_threads() -> int:
-    """That work on one adapter at a time."""
-    return min(_MOST_THREADS, os.cpu_count() or 1)
-
-
-def _cut(array: HostArray) -> Iterable[memoryview]:
-    contiguous: Any = np.ascontiguousarray(array)  # a buffer, which typing knows from 3.12 on
-    data = memoryview(contiguous).cast("B")
-    return (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
-
-
-def _all_hashed(pieces: Sequence[bytes | memoryview]) -> bytes:
-    return b"".join(map(_hashed, pieces))
-
-
-def _hashed(data: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES, person=b"openinfer-lora").digest()
+        parts.append(hashed(f"{key}\0{pair.scale.hex()}\0{shapes}".encode()))
+        parts += (read.digests[found[key].names[factor]] for factor in _BOTH)
+    return hashed(b"".join(parts))
 
 
 def _shown(name: str) -> str:

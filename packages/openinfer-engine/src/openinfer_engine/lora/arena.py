@@ -12,6 +12,7 @@ again has its products' slots there.
 """
 
 import math
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from openinfer_core.errors import ContractViolation
-from openinfer_engine.lora.adapter_folder import AdaptedModule, Adapter, LowRankPair, adapter_threads, module_key
+from openinfer_engine.lora.adapter_folder import AdaptedModule, Adapter, LowRankPair, module_key
+from openinfer_engine.lora.adapter_tensors import adapter_threads
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.quantised import StoredMatrix
 from openinfer_kernels import Array, HostArray, LinearWeight, Ops, QuantisedWeight, WeightPart
 from openinfer_kernels.adapted import AdaptedWeights, AdapterWeights
 from openinfer_kernels.weights.adapter_columns import most_columns
-from openinfer_kernels.weights.bfloat16 import rounded_bits
+from openinfer_kernels.weights.bfloat16 import rounded_bits, times_power_of_two
 
 RANK_MULTIPLE = 8
 """Ranks of slots are multiples of this: 16 bytes in BF16, which kernels load at once."""
@@ -177,6 +179,8 @@ class AdapterArena:
         self._memory = memory
         self._products: list[_Product] = []
         self._next: int | None = None  # product of a model that is read again
+        self._spare: HostArray | None = None  # for the next adapter of all products
+        self._spare_lock = threading.Lock()
 
     @property
     def products(self) -> tuple[AdapterWeights, ...]:
@@ -262,7 +266,7 @@ class AdapterArena:
             0 if adapter.pairs.keys().isdisjoint(product.keys) else product.num_slot_values
             for product in self._products
         ]
-        memory = self._ops.host_weights(sum(sizes))
+        memory = self._host_memory(sum(sizes))
         ends = np.cumsum(sizes).tolist()
 
         def filled(index: int) -> tuple[HostArray, HostArray] | None:
@@ -271,6 +275,23 @@ class AdapterArena:
 
         with ThreadPoolExecutor(adapter_threads(), thread_name_prefix="openinfer-adapter-share") as pool:
             return AdapterShare(factors=tuple(pool.map(filled, range(len(sizes)))))
+
+    def prepare(self) -> None:
+        """Takes host memory for another adapter, of all products; from any thread.
+
+        A GPU's is pinned, which takes as long as reading an adapter: it is done when one has been read, not before.
+        """
+        if self._spare is None:
+            spare = self._ops.host_weights(sum(product.num_slot_values for product in self._products))
+            with self._spare_lock:
+                self._spare = spare
+
+    def _host_memory(self, num_values: int) -> HostArray:
+        with self._spare_lock:
+            if self._spare is None or len(self._spare) != num_values:
+                return self._ops.host_weights(num_values)
+            spare, self._spare = self._spare, None
+        return spare
 
     def share_in(self, slot: int) -> AdapterShare:
         """What lies in a slot, copied to host memory, after the steps that were launched."""
@@ -299,7 +320,8 @@ def _write(stored: HostArray, target: HostArray, *, scale: float = 1.0) -> None:
     if scale == 1.0 and stored.dtype == np.uint16 and target.dtype.itemsize == stored.dtype.itemsize:
         target.view(np.uint16)[...] = stored  # BF16's bits
     elif target.dtype.itemsize == np.dtype(np.uint16).itemsize:  # BF16, without the slower casts of its own package
-        target.view(np.uint16)[...] = rounded_bits(_scaled(stored, scale))
+        if stored.dtype != np.uint16 or not times_power_of_two(stored, scale, target.view(np.uint16)):
+            target.view(np.uint16)[...] = rounded_bits(_scaled(stored, scale))
     else:
         # The scale becomes part of B before it is rounded to the compute dtype: one rounding, and none per step.
         target[...] = _scaled(stored, scale)

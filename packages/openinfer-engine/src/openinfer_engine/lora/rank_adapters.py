@@ -49,6 +49,10 @@ class RankAdapters:
             self._held.setdefault(adapter.digest, _Held(share)).count += 1
         return share.num_bytes
 
+    def prepare(self) -> None:
+        """Takes host memory for the next adapter, which takes as long as reading one; from any thread."""
+        self.arena.prepare()
+
     def hold_again(self, folder: Path, digest: bytes) -> int:
         """Reads and keeps an adapter that must have this content.
 

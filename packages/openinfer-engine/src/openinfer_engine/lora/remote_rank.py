@@ -106,3 +106,5 @@ class AdapterService:
         except Exception as error:  # noqa: BLE001 - of one adapter's files: the rank lives on
             refusal = f"{type(error).__name__}: {error}"
         self._answer(AdapterHeld(order.number, num_bytes, refusal))
+        if refusal is None:
+            self._adapters.prepare()

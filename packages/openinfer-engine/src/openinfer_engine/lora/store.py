@@ -1,6 +1,7 @@
 """`AdapterStore`: the adapters of one engine: their names, and which of them all ranks hold in host memory.
 
     LoadAdapter ─► a thread reads, checks, hashes; every rank holds its share ─► settle(): the name, and the answer
+                   (with `LoadStep.HOLD` kept without a name, until `NAME` or `DROP`)
     scheduler   ─► is_held(digest)? hold(digest): read again, if it was dropped for others ─► pin ─► in a slot
     UnloadAdapter ─► the name is gone; what waits is ended; the memory is free once no plan in flight needs it
 
@@ -12,10 +13,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from openinfer_core import Refused
-from openinfer_core.control import LoadAdapter
+from openinfer_core.control import LoadAdapter, LoadStep
 from openinfer_core.engine import AdapterStats
 from openinfer_core.process.wire import ENDED
 from openinfer_core.request import LoadedAdapter
@@ -74,7 +75,8 @@ class _Loading:
     command: LoadAdapter
     folder: Path
     answer: Callable[[str | None], None]
-    reading: "Future[_Read]" = field(repr=False)
+    reading: "Future[_Read | None]" = field(repr=False)
+    """None where nothing was kept that could be dropped."""
 
 
 class AdapterStore:
@@ -105,6 +107,7 @@ class AdapterStore:
         self._names: dict[str, _Named] = {}
         self._contents: dict[bytes, _Content] = {}
         self._loading: list[_Loading] = []
+        self._kept: dict[str, _Loading] = {}  # by the names that they may get
         self._losses: list[AdapterLoss] = []
         self._uses = 0
         self._threads = ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="openinfer-adapters")
@@ -133,9 +136,13 @@ class AdapterStore:
         Raises:
             Refused: the name is in use and not to be replaced, or the folder is none below the root.
         """
-        self._check_name(command)
-        folder = self._below_root(command.path)
-        self._loading.append(_Loading(command, folder, answer, self._threads.submit(self._read, folder, None)))
+        match command.step:
+            case LoadStep.NAME | LoadStep.DROP:
+                self._loading.append(self._of_kept(command, answer))
+            case _:
+                self._check_name(command)
+                folder = self._below_root(command.path)
+                self._loading.append(_Loading(command, folder, answer, self._threads.submit(self._read, folder, None)))
 
     def unload(self, name: str) -> bytes | None:
         """Takes a name away; its content if no other name stands for it, for `PlacesAdapters.drop_adapter`.
@@ -232,7 +239,7 @@ class AdapterStore:
 
     def wait(self, timeout_s: float) -> None:
         """Until something was read, or the time is over."""
-        readings = [each.reading for each in self._loading]
+        readings: list[Future[Any]] = [each.reading for each in self._loading]
         readings += [each.reading for each in self._contents.values() if each.reading is not None]
         if not self._losses:
             wait(readings, timeout_s, return_when="FIRST_COMPLETED")
@@ -274,13 +281,42 @@ class AdapterStore:
             return str(refusal)
         except Exception as error:  # noqa: BLE001 - of one adapter's files: the engine lives on
             return f"the adapter could not be read: {type(error).__name__}: {error}"
-        try:
-            self._check_name(loading.command)  # another one may have come first
-        except Refused as refusal:
-            self._drop_everywhere(read.digest)
-            return str(refusal)
-        self._name(loading.command, loading.folder, read)
+        return None if read is None else self._take_loaded(loading, read)
+
+    def _take_loaded(self, loading: _Loading, read: _Read) -> str | None:
+        match loading.command.step:
+            case LoadStep.HOLD:
+                self._drop_kept(loading.command.name)
+                self._kept[loading.command.name] = loading
+            case LoadStep.DROP:
+                self._drop_everywhere(read.digest)
+            case LoadStep.NAME:
+                self._name(loading.command, loading.folder, read)
+            case LoadStep.WHOLE:
+                try:
+                    self._check_name(loading.command)  # another one may have come first
+                except Refused as refusal:
+                    self._drop_everywhere(read.digest)
+                    return str(refusal)
+                self._name(loading.command, loading.folder, read)
         return None
+
+    def _of_kept(self, command: LoadAdapter, answer: Callable[[str | None], None]) -> _Loading:
+        """What is kept for a name, to be named or dropped."""
+        kept = self._kept.pop(command.name, None)
+        if kept is None and command.step is LoadStep.NAME:
+            raise Refused(f"no adapter is held for the name {command.name[:200]!r}")
+        if kept is not None:
+            return _Loading(command, kept.folder, answer, kept.reading)
+        nothing: Future[_Read | None] = Future()
+        nothing.set_result(None)
+        return _Loading(command, Path(), answer, nothing)
+
+    def _drop_kept(self, name: str) -> None:
+        kept = self._kept.pop(name, None)
+        read = None if kept is None else kept.reading.result()
+        if read is not None:
+            self._drop_everywhere(read.digest)
 
     def _name(self, command: LoadAdapter, folder: Path, read: _Read) -> None:
         before = self._names.get(command.name)
@@ -308,10 +344,12 @@ class AdapterStore:
         if content.is_held:
             self._drop_everywhere(content.digest)
         content.num_bytes, content.is_held = read.num_bytes, True
+        self._threads.submit(self._first.prepare)
 
     def _make_room(self) -> None:
         held = [each for each in self._contents.values() if each.is_held]
-        total = sum(each.num_bytes for each in held)
+        kept = [each.reading.result() for each in self._kept.values()]
+        total = sum(each.num_bytes for each in held) + sum(each.num_bytes for each in kept if each is not None)
         for content in sorted(held, key=lambda each: each.last_used):
             if total <= self._max_bytes:
                 return
@@ -342,7 +380,7 @@ class AdapterStore:
             raise Refused(
                 f"an adapter is loaded under the name {command.name[:200]!r}; unload it, or load with load_inplace"
             )
-        if command.name not in self._names and len(self._names) >= MAX_NAMES:
+        if command.name not in self._names and len(self._names) + len(self._kept) >= MAX_NAMES:
             raise Refused(f"{MAX_NAMES} adapters are loaded; unload one")
 
     def _below_root(self, path: str) -> Path:
