@@ -30,19 +30,22 @@ from openinfer_kernels.cpu import BatchInvariantCpuOps
 from openinfer_kernels.cuda.common import graphs
 
 RANKS = {"a": 4, "b": 8, "c": 11}
+ADAPTED_TOKENS = (640, 768)
+"""Of mixed batches that are captured with adapters alone."""
 LEAST_EFFECT = 0.01
 """Mean difference of log-probabilities below which an adapter might be ignored unseen."""
 
 
 class WatchedModel(PaddedModel):
-    """Counts forward passes with and without adapters; a graph's replay is one, too."""
+    """Counts forward passes with and without adapters, and their tokens; a graph's replay is one, too."""
 
-    def __init__(self, model: Model, passes: list[bool]) -> None:
+    def __init__(self, model: Model, passes: list[bool], num_tokens: list[int]) -> None:
         super().__init__(model, num_token_ids=VOCAB)
-        self._passes = passes
+        self._passes, self._num_tokens = passes, num_tokens
 
     def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
         self._passes.append(batch.adapter_slots is not None)
+        self._num_tokens.append(len(token_ids))
         return super().forward(token_ids, batch=batch, kv_cache=kv_cache)
 
 
@@ -74,6 +77,7 @@ class EmulatedBackend(CpuBackend):
         super().__init__(options)
         self._sleeps = sleeps
         self.passes: list[bool] = []
+        self.num_tokens: list[int] = []
         self.worker: Any = None
         self._kernels, self._capture = kernels, capture
 
@@ -85,7 +89,7 @@ class EmulatedBackend(CpuBackend):
         pool = make_pool(layout, num_blocks=given["num_blocks"], ops=ops)
         memory: Any = SleepingMemory([pool.blocks, *given["adapters"].slot_arrays])
         self.worker = worker = CudaWorker(
-            WatchedModel(model, self.passes),
+            WatchedModel(model, self.passes, self.num_tokens),
             kv_pool=pool,
             ops=ops,
             communicator=given["communicator"],
@@ -93,11 +97,13 @@ class EmulatedBackend(CpuBackend):
             states=make_states(layout, limits, ops=ops),
             drafter=given["drafter"],
             adapters=given["adapters"],
+            adapted_tokens=ADAPTED_TOKENS,
             sleeping_memory=memory if self._sleeps else None,
         )
         if self._capture:
             worker.warm_up(capture=True, mark=lambda _: None)
         self.passes.clear()
+        self.num_tokens.clear()
         return worker
 
 
@@ -137,12 +143,14 @@ class Bench:
             loop.close()
 
 
-def requests_for(names: Sequence[str | None], *, first: int = 0) -> list[GenerateRequest]:
+def requests_for(
+    names: Sequence[str | None], *, first: int = 0, prompt_tokens: int | None = None
+) -> list[GenerateRequest]:
     rng = np.random.default_rng(first)
     return [
         GenerateRequest(
             request_id=RequestId(first + i),
-            prompt_token_ids=tuple(rng.integers(0, VOCAB, 3 + 9 * (i % 3)).tolist()),
+            prompt_token_ids=tuple(rng.integers(0, VOCAB, prompt_tokens or 3 + 9 * (i % 3)).tolist()),
             lora=name,
             sampling=SamplingParams(max_tokens=7, temperature=0.0, logprobs=1, prompt_logprobs=0 if i % 2 else None),
         )
@@ -201,6 +209,18 @@ def check_loads(bench: Bench) -> None:
                 assert told(run_at_once(other, requests_for([content] * 3))) == told(found)
 
 
+def check_large_steps(bench: Bench) -> None:
+    """Steps of more tokens than others are captured for are replayed, padded, if a row has an adapter."""
+    sizes = {"max_num_seqs": 7, "num_blocks": 256}
+    for names, most in (("abaaa", 640), ("abababa", 768), ([None] * 7, 7 * 105)):
+        requests = requests_for(list(names), prompt_tokens=105)
+        with bench.serving(capture=None, **sizes) as (loop, _):
+            expected = told(run_at_once(loop, requests))
+        with bench.serving(capture=True, **sizes) as (loop, backend):
+            assert told(run_at_once(loop, requests)) == expected
+            assert max(backend.num_tokens) == most
+
+
 def check_sleep(bench: Bench) -> None:
     """Slots whose memory was away, of an adapter that host memory has no more, too."""
     requests = requests_for(["a", "b", None])
@@ -235,6 +255,7 @@ def main(family: str) -> None:
         check_answers(bench, capture=False, max_step_tokens=11)
         if family == "qwen3":
             check_loads(bench)
+            check_large_steps(bench)
             check_sleep(bench)
     sys.stdout.write("equal\n")
 

@@ -33,6 +33,7 @@ def test_every_purpose_grows_with_what_it_is_for() -> None:
     assert changed(slot_state_bytes=2000) == {"slots"}
     assert changed(decode_rows=(1, 2, 256)) == {"graphs"}
     assert changed(mixed_tokens=(16, 32, 512)) == {"graphs"}
+    assert changed(adapted_tokens=(640,)) == {"graphs"}
     assert changed(max_model_tokens=8192) == {"context", "graphs"}
 
 

@@ -8,6 +8,7 @@ from openinfer_core import Refused
 from openinfer_engine.backends import Backend
 from openinfer_engine.cpu.worker import WorkerLimits, make_states
 from openinfer_engine.cuda.planned_gpu import PlannedGpu
+from openinfer_engine.cuda.step_buckets import adapted_token_buckets
 from openinfer_engine.cuda.worker import CudaWorker
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.nccl_communicator import NcclCommunicator
@@ -143,6 +144,7 @@ class CudaBackend(PlannedGpu):
             drafter=drafter,
             sleeping_memory=memory,
             adapters=adapters,
+            adapted_tokens=adapted_token_buckets(self._options),
             first_span_block=num_blocks,
             # A tier copies blocks that a drafter may not have filled yet; a sleep gives back what is kept for it.
             shows_late=not self._options.kv_tier and memory is None,

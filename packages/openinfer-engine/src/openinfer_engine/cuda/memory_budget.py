@@ -38,6 +38,7 @@ def workspaces(
     slot_state_bytes: int,
     decode_rows: Sequence[int],
     mixed_tokens: Sequence[int],
+    adapted_tokens: Sequence[int] = (),
     graphs_per_size: int = 1,
     num_ranks: int = 1,
     gathered_tokens: int = 0,
@@ -53,10 +54,10 @@ def workspaces(
     scored_tokens = max_step_tokens + max((*decode_rows, *mixed_tokens), default=0)  # graphs have memory of their own
     score_bytes = scored_tokens * limits.score_bytes_per_token * (1 if num_ranks == 1 else 2)
     table_bytes = 4 * limits.num_tables * -(-limits.max_model_tokens // limits.block_size_tokens)
-    captured_rows = sum(decode_rows) + sum(min(each, limits.max_num_seqs) for each in mixed_tokens)
+    captured_rows = sum(decode_rows) + sum(min(each, limits.max_num_seqs) for each in (*mixed_tokens, *adapted_tokens))
     by_token = [each for each in mixed_tokens if max_drafts and each <= BY_TOKEN_TOKENS]
     captured_rows += sum(by_token)
-    num_graphs = graphs_per_size * (len(decode_rows) + len(mixed_tokens) + len(by_token))
+    num_graphs = graphs_per_size * (len(decode_rows) + len(mixed_tokens) + len(by_token)) + len(adapted_tokens)
     graph_bytes = num_graphs * _GRAPH_BYTES + captured_rows * table_bytes
     shared = {"communicator": _COMMUNICATOR_BYTES + gathered_bytes} if num_ranks > 1 else {}
     return {

@@ -8,7 +8,7 @@ from openinfer_core.scheduling import StepPlan
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.cuda.graphs import CapturedMixed
 from openinfer_engine.cuda.memory_budget import slot_sizes
-from openinfer_engine.cuda.step_buckets import TOKEN_BUCKETS, bucket_of
+from openinfer_engine.cuda.step_buckets import ADAPTED_TOKEN_BUCKETS, TOKEN_BUCKETS, bucket_of
 from openinfer_engine.lora.adapter_rows import AdapterRows
 from openinfer_engine.model import KvLayers, Model
 from openinfer_engine.worker.step_observer import StepObserver
@@ -96,9 +96,13 @@ class MixedForward:
             has_adapters=adapter_slots is not None,
         )
 
-    def captured_for(self, num_tokens: int) -> CapturedMixed | None:
-        bucket = bucket_of(TOKEN_BUCKETS, num_tokens)
-        return None if bucket is None else self.captured.get(bucket)
+    def captured_for(self, slots: HostArray, num_tokens: int) -> CapturedMixed | None:
+        """What is replayed for rows in these sequence slots, of so many tokens; None if nothing is."""
+        if self._adapters.of(slots) is None:
+            bucket = bucket_of(TOKEN_BUCKETS, num_tokens)
+            return None if bucket is None else self.captured.get(bucket)
+        bucket = bucket_of((*TOKEN_BUCKETS, *ADAPTED_TOKEN_BUCKETS), num_tokens)
+        return None if bucket is None else self.adapted.get(bucket)
 
     def hidden_of(self, inputs: MixedInputs) -> Array:
         """`[T, h]` hidden states of a mixed batch, which a drafter is shown; launched operator by operator."""
@@ -145,15 +149,13 @@ class MixedForward:
         Returns:
             Its inputs, and `[T or more, h]` hidden states; both are those of a graph if one was replayed.
         """
-        captured = self.captured_for(max(int(columns.counts.sum()), least_tokens))
+        captured = self.captured_for(columns.slots, max(int(columns.counts.sum()), least_tokens))
         if captured is None:
             inputs = self.inputs_of(columns, staging)
         else:
             inputs = captured.inputs
             sizes = len(inputs.batch.context_lens), len(inputs.token_ids)
             adapter_slots = self._adapters.of(columns.slots)
-            if adapter_slots is not None:
-                captured = self.adapted[sizes[1]]
             record = mixed_record(*columns, sizes=sizes, adapter_slots=adapter_slots)
             # The record of steps without adapters is the first part of the other one.
             staging.upload_into(record, inputs.record[: len(record)])

@@ -6,7 +6,7 @@ from typing import Protocol
 from openinfer_core import Refused
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.cuda.memory_budget import kv_cache_share, slot_sizes, workspaces
-from openinfer_engine.cuda.step_buckets import row_buckets, token_buckets
+from openinfer_engine.cuda.step_buckets import adapted_token_buckets, row_buckets, token_buckets
 from openinfer_engine.drafting import max_drafts_of
 from openinfer_engine.options import EngineOptions, LowBitActivations
 from openinfer_engine.worker.paged_tensors import is_fp8, paged_regions
@@ -119,6 +119,7 @@ class PlannedGpu:
             slot_state_bytes=state_bytes(slot_sizes(limits)),
             decode_rows=row_buckets(limits.max_num_seqs) if is_capturing else (),
             mixed_tokens=token_buckets(limits) if is_capturing else (),
+            adapted_tokens=adapted_token_buckets(self._options) if is_capturing else (),
             graphs_per_size=2 if self._options.num_adapter_slots else 1,  # with and without adapters
             num_ranks=num_ranks,
             gathered_tokens=(self._options.data_parallel_size - 1) * max_step_tokens,

@@ -98,11 +98,13 @@ class CudaWorker:
         drafter: SharedDrafter | None = None,
         sleeping_memory: MappedMemory | None = None,
         adapters: RankAdapters | None = None,
+        adapted_tokens: Sequence[int] = (),
         first_span_block: int = 0,
         shows_late: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
         self._adapter_rows = AdapterRows(adapters, max_num_seqs=limits.max_num_seqs)
+        self._adapted_tokens = adapted_tokens  # of mixed batches that are captured with adapters alone
         self._model = model
         self._states = states
         self._sleeping_memory = sleeping_memory  # of weights, KV and graphs; None where none of them can change
@@ -218,10 +220,11 @@ class CudaWorker:
         with self._stream:
             decode = [self._decode_inputs(rows) for rows in row_buckets(self._limits.max_num_seqs)]
             mixed = [self._mixed.padded_inputs(tokens) for tokens in token_buckets(self._limits)]
+            adapted = [self._mixed.padded_inputs(tokens) for tokens in self._adapted_tokens]
             with self._ops.tuning(), self._sizes.rehearsal():
                 for inputs in (way for each in decode for way in self._ways(each)):
                     self._sample_decode_fully(self._decode_step(inputs)[0], inputs)
-                for inputs in (way for each in mixed for way in self._ways(each)):
+                for inputs in (*(way for each in mixed for way in self._ways(each)), *adapted):
                     self._mixed_hidden(inputs)
                 self._stream.synchronize()
             if self._sizes.are_shared:
@@ -231,6 +234,8 @@ class CudaWorker:
                 self._warm_up_drafts(mixed)
                 scratch = None if self._sleeping_memory is None else self._sleeping_memory.scratch_pool()
                 with self._stream.private_pool(scratch):  # every graph's scratch; inputs lie elsewhere
+                    for inputs in reversed(adapted):
+                        self._mixed.adapted[len(inputs.token_ids)] = capture_mixed(self._stream, inputs, work)
                     self._capture(decode, mixed, work)
                 self._stream.synchronize()
                 mark("capture")
@@ -436,7 +441,7 @@ class CudaWorker:
         """The graph that the other ranks replay, with padding alone; where they replay none, the experts alone."""
         rows, staging = self._sizes.others_decode_rows, self._staging.take()
         decode = None if rows is None else self._decode.get(bucket_of(ROW_BUCKETS, rows) or 0)
-        mixed = self._mixed.captured_for(self._sizes.num_tokens())
+        mixed = self._mixed.captured_for(np.empty(0, np.int32), self._sizes.num_tokens())
         if decode is not None:
             staging.upload_into(np.full(decode.inputs.rows.shape, -1, np.int32), decode.inputs.rows)
             decode.forward.launch()
@@ -523,7 +528,7 @@ class CudaWorker:
             (ends[sampled] - 1).astype(np.int32), plan.slots[sampled], (plan.starts + plan.counts)[sampled]
         )
         most_tokens = self._sizes.num_tokens(plan)
-        captured, unscored = self._mixed.captured_for(most_tokens), self._slots.unscored(plan)
+        captured, unscored = self._mixed.captured_for(plan.slots, most_tokens), self._slots.unscored(plan)
         prompts: list[ScoredPrompt] = []
         # A captured step, and log-probabilities of the prompt, take the hidden states of every token. Data-parallel
         # ranks know how many tokens the others have, not how many are last ones.
