@@ -1,11 +1,11 @@
 """Sleep, wake and weight updates of one engine on a GPU: memory asleep, times, and whether its tokens stay the same.
 
-    python3 tools/device/sleep.py MODEL [--off] [--load-format FORMAT] [--times 3] [--size 1x1024 ...]
+    python3 tools/device/sleep.py MODEL [--off] [--load-format FORMAT] [--ranks N] [--times 3] [--size 1x1024 ...]
         [--repeats 2] [--commit NAME] [--json FILE]
 
 MODEL is a folder with a `config.json`, and, with the format safetensors, weights (`checkpoint.py` writes random ones).
 `--off` starts the engine without --enable-sleep and times its steps alone, to see what the option costs. Memory is that
-of the whole GPU, less what was in use before the engine's process made its context.
+of the whole GPU, of the fullest of several, less what was in use before the engine's processes made their contexts.
 """
 
 import argparse
@@ -31,10 +31,10 @@ MAX_STEP_TOKENS = 4096
 
 
 def used_bytes() -> int:
-    """Of the GPU, by all processes; asks another process, so that this one makes no context for it."""
+    """Of the fullest GPU, by all processes; asks another process, so that this one makes no context for it."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
-    return int(said.split()[0]) << 20
+    return max(map(int, said.split())) << 20
 
 
 def tokens(loop: StepLoop) -> list[list[int]]:
@@ -81,6 +81,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--off", action="store_true")
     parser.add_argument("--load-format", type=LoadFormat, default=LoadFormat.SAFETENSORS)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--size", nargs="*", default=["1x1024"], help="BATCHxPROMPT of the steps that are timed")
     parser.add_argument("--repeats", type=int, default=2, help="of each size")
@@ -91,6 +92,7 @@ def main() -> int:
     options = EngineOptions(
         device=DeviceKind.CUDA,
         load_format=arguments.load_format,
+        tensor_parallel_size=arguments.ranks,
         enable_sleep=not arguments.off,
         weights_root=str(arguments.model.resolve().parent),
         prefix_cache=False,
@@ -115,7 +117,12 @@ def main() -> int:
         times(measured, "steps after", arguments.size, repeats=arguments.repeats)
     loop.close()
     if arguments.json is not None:
-        set_up = {"model": str(arguments.model.name), "enable_sleep": options.enable_sleep, "ledger": plan.memory_bytes}
+        set_up = {
+            "model": str(arguments.model.name),
+            "enable_sleep": options.enable_sleep,
+            "ranks": arguments.ranks,
+            "ledger": plan.memory_bytes,
+        }
         report = {**msgspec.to_builtins(provenance(commit=arguments.commit)), "set_up": set_up, "rows": measured.rows}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if all(row.get("equal", True) for row in measured.rows) else 1

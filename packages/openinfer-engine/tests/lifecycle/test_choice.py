@@ -8,7 +8,6 @@ from openinfer_engine.lifecycle.choice import check_sleep
 from openinfer_engine.options import DeviceKind, LowBitActivations
 
 EXCLUDED = {
-    "--tensor-parallel-size": {"tensor_parallel_size": 2},
     "--speculative": {"speculative": "ngram,k=2"},
     "--low-bit-activations": {"low_bit_activations": LowBitActivations.PREFILL},
     "--fp8-head": {"fp8_head": True},
@@ -24,6 +23,7 @@ def test_what_sleep_excludes_on_a_gpu_is_refused_by_name(option: str) -> None:
     check_sleep(EngineOptions(device=DeviceKind.CUDA, **given))
 
 
-def test_an_engine_of_one_gpu_may_sleep() -> None:
+def test_engines_of_gpus_may_sleep() -> None:
+    check_sleep(EngineOptions(enable_sleep=True, device=DeviceKind.CUDA, tensor_parallel_size=2))
     check_sleep(EngineOptions(enable_sleep=True, device=DeviceKind.CUDA, batch_invariant=True, cuda_graph=False))
     check_sleep(EngineOptions(enable_sleep=True, device=DeviceKind.CUDA, max_loras=1, step_trace="trace"))

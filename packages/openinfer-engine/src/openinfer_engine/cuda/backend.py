@@ -27,7 +27,7 @@ from openinfer_engine.worker.runner import Worker
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.cuda.batch_invariant import BatchInvariantCudaOps
 from openinfer_kernels.cuda.comm.nccl import library as nccl_library
-from openinfer_kernels.cuda.comm.nccl import unique_id, use_interface
+from openinfer_kernels.cuda.comm.nccl import register_no_buffers, unique_id, use_interface
 from openinfer_kernels.cuda.comm.nccl import version as nccl_version
 from openinfer_kernels.cuda.common.device import Device, gpu_count
 from openinfer_kernels.cuda.common.ipc import IpcMemory
@@ -172,4 +172,6 @@ def _check_ranks(options: EngineOptions, *, rank: int, placement: Placement) -> 
     address = placement.places[rank].address
     if placement.spans_nodes and address:  # in a plan there is none
         use_interface(interface_of(address))
+    if options.enable_sleep:
+        register_no_buffers()
     nccl_library()

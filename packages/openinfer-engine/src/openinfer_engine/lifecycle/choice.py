@@ -9,7 +9,6 @@ def check_sleep(options: EngineOptions) -> None:
     if not options.enable_sleep or options.device is not DeviceKind.CUDA:
         return
     excluded = {
-        "--tensor-parallel-size": options.tensor_parallel_size > 1,
         "--speculative": options.speculation is not None,
         "--low-bit-activations": options.low_bit_activations is not LowBitActivations.OFF,
         "--fp8-head": options.fp8_head,

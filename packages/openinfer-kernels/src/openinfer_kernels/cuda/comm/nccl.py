@@ -5,7 +5,8 @@ numbers and structures are those of NVIDIA's `nccl.h`. All calls but the first t
 
 Two settings are made before the library reads them, unless the environment has them already: `NCCL_NVLS_ENABLE=0`, as
 NVLink multicast is not used; and `NCCL_SOCKET_IFNAME=lo`, as all ranks are on this machine, so that nothing listens
-where others could reach it. Ranks of several machines choose another one: `use_interface`.
+where others could reach it. Ranks of several machines choose another one: `use_interface`. Engines that sleep make two
+more: `register_no_buffers`.
 """
 
 import ctypes
@@ -40,6 +41,7 @@ UNIQUE_ID_BYTES = 128
 _SUCCESS = 0  # ncclSuccess
 _SUM = 0  # ncclSum
 _SETTINGS = {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo"}
+_NO_REGISTRATION = {"NCCL_GRAPH_REGISTER": "0", "NCCL_LOCAL_REGISTER": "0"}
 
 
 class NcclError(CudaCallError):
@@ -77,6 +79,15 @@ def use_interface(name: str) -> None:
     An interface that the environment names (`NCCL_SOCKET_IFNAME`) is left.
     """
     os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def register_no_buffers() -> None:
+    """Has NCCL keep nothing of the arrays that it is given; before `library` is first called.
+
+    Otherwise it registers those of captured collectives with the other ranks, and an engine that sleeps takes the
+    memory away beneath them. So what the environment says of it does not count.
+    """
+    os.environ.update(_NO_REGISTRATION)
 
 
 @functools.cache
