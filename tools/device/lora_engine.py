@@ -1,7 +1,7 @@
 """What adapters cost an engine on a GPU: TPOT and prefill in turns with one that serves none, and what loading takes.
 
-    python3 tools/device/lora_engine.py MODEL [--sizes 1x1024 ...] [--rank R] [--adapters N] [--turns N]
-                                        [--device cuda|cpu] [--json FILE] [--commit C]
+    python3 tools/device/lora_engine.py MODEL [--sizes 1x1024 ...] [--rank R] [--adapters N] [--ranks N]
+                                        [--turns N] [--device cuda|cpu] [--json FILE] [--commit C]
 
 MODEL is a folder with a config.json; weights are random. Four kinds of steps, one after the other in each turn:
 `plain`, of an engine without `--lora`; `none`, of one with `--lora` whose requests name no adapter; `one` and `all`,
@@ -33,6 +33,7 @@ from openinfer_core import (  # noqa: E402
 )
 from openinfer_core.control import LoadAdapter  # noqa: E402
 from openinfer_core.process.resident import settle_memory  # noqa: E402
+from openinfer_engine.child import SWITCH_INTERVAL_S  # noqa: E402
 from openinfer_engine.engine_plan import resolve  # noqa: E402
 from openinfer_engine.launch import build_loop  # noqa: E402
 from openinfer_engine.loop import StepLoop  # noqa: E402
@@ -48,6 +49,7 @@ def make_loop(definition: Any, model: Path, given: argparse.Namespace, **options
     chosen = EngineOptions(
         device=DeviceKind(given.device),
         load_format=LoadFormat.DUMMY,
+        tensor_parallel_size=given.ranks,
         prefix_cache=False,
         num_blocks=tokens // 16 + 64,
         block_size_tokens=16,
@@ -149,11 +151,13 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["1x1024", "8x1024", "64x1024", "1x8192"])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in the engine's own process: threads that read do not wait for steps
     with made_adapters(given.model, count=given.adapters + 2, rank=given.rank) as made:
         names = made.names
         lora = {
