@@ -160,6 +160,7 @@ def check_fused(fused: AdaptedGemm) -> None:
     """Products with adapters in one launch, against float64."""
     bad, worst = 0, {"y": 0.0, "gate": 0.0}
     shapes = (((256, 64, 64), 640), ((512, 512), 1152), ((320,), 2560), ((2560,), 9728), ((4096, 1024, 1024), 2560))
+    shapes += (((6720, 6720), 640),)  # by tiles of 112 rows, which A has two of
     slots = ((16, 4), (8, 4), (32, 2), (64, 1), (16, 8))
     for (heights, inner), (rank, num_slots), num_tokens in product(shapes, slots, FUSED_TOKENS):
         if sum(heights) > 5000 and (num_tokens > 64 or rank != 16):

@@ -224,8 +224,12 @@ struct AddedDelta {
   }
 
   __device__ __forceinline__ void add(float (&d)[kTokens / 2], int tile, bool is_first) {
-    if (is_first) lora::wait_for_shrunk(given, warps);
+    if (is_first) lora::wait_for_shrunk(given);
     delta.add(given, m, tile, n, d);
+  }
+
+  __device__ __forceinline__ void end(bool is_first) {
+    if (is_first) lora::leave_shrunk(warps);
   }
 };
 
@@ -246,6 +250,7 @@ __device__ void consume(Shared<kTokens>& s, const Work& work, Output<kEpilogue>*
     if (work.size == 1 || reduce_partials<kTokens>(d, work, s)) {
       if constexpr (Added::kAdds) added.add(d, tile, tile == work.first_tile);
       finish_tile<kTokens, kEpilogue>(d, tile, y, m, n);
+      if constexpr (Added::kAdds) added.end(tile == work.first_tile);
     }
 #pragma unroll
     for (int j = 0; j < S::kSums; j++) d[j] = 0;

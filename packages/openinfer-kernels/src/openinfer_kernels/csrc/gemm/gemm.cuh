@@ -68,11 +68,10 @@ struct Work {
   int token_tiles, wide_tiles, group;
   int shrink_tiles;                 // of all tokens, before those of W
   int first_chunk, own_chunks;      // of W, of each tile
-  int num_chunks;                   // with those of adapters, which the last split has
+  const AdapterMaps* adapters;      // whose chunks the last split has; null for the others, and without adapters
 
   template <class S>
-  static __device__ Work of(int m, int rows, int k, int multicast_ctas, int group, int adapter_chunks,
-                            int wide_shrink_tiles) {
+  static __device__ Work of(int m, int rows, int k, int multicast_ctas, int group, const AdapterMaps* adapters) {
     Work work;
     const int rank = cluster_rank(), size = cluster_size(), chunks = (k + kChunk - 1) / kChunk;
     work.multicast_ctas = multicast_ctas, work.multicast_rank = rank % multicast_ctas;
@@ -80,12 +79,21 @@ struct Work {
     work.first = blockIdx.x / size, work.stride = gridDim.x / size;
     work.token_tiles = (m + S::kTokens - 1) / S::kTokens;
     work.wide_tiles = (rows + S::kColumns * multicast_ctas - 1) / (S::kColumns * multicast_ctas);
-    work.shrink_tiles = work.token_tiles * wide_shrink_tiles;
+    work.shrink_tiles = work.token_tiles * (adapters ? adapters->shrink_tiles : 0);
     work.tiles = work.shrink_tiles + work.token_tiles * work.wide_tiles;
     work.group = group;
     work.first_chunk = chunks * work.split / work.splits;
     work.own_chunks = chunks * (work.split + 1) / work.splits - work.first_chunk;
-    work.num_chunks = work.own_chunks + (work.split == work.splits - 1 ? adapter_chunks : 0);
+    if (adapters && work.wide_tiles > 0) {
+      // The last split has the chunks of adapters, of one piece in most tiles, and fewer of W for them.
+      const int all = chunks + adapters->chunks();
+      auto begin_of = [&](int split) {
+        return split == work.splits ? chunks : min(all * split / work.splits, chunks - work.splits + split);
+      };
+      work.first_chunk = begin_of(work.split);
+      work.own_chunks = begin_of(work.split + 1) - work.first_chunk;
+    }
+    work.adapters = work.split == work.splits - 1 ? adapters : nullptr;
     return work;
   }
 
@@ -99,12 +107,26 @@ struct Work {
     return {(first_row + within % rows) * S::kTokens, within / rows * multicast_ctas + multicast_rank, false};
   }
 
-  __device__ __forceinline__ int chunks_of(const Tile& tile) const { return tile.is_shrink ? own_chunks : num_chunks; }
+  // Of those of all multicast CTAs, which have their X together.
+  template <class S>
+  __device__ __forceinline__ int first_piece(const Tile& tile) const {
+    return adapters->first_piece((tile.column_tile - multicast_rank) * (S::kColumns / 16));
+  }
 
+  // Of W, or A, and then of the B's whose rows the tile has.
+  template <class S>
+  __device__ __forceinline__ int chunks_of(const Tile& tile) const {
+    if (!adapters || tile.is_shrink) return own_chunks;
+    const int end = (tile.column_tile - multicast_rank + multicast_ctas) * (S::kColumns / 16);
+    return own_chunks + (adapters->end_piece(end) - first_piece<S>(tile)) * adapters->chunks();
+  }
+
+  template <class S>
   __device__ __forceinline__ int steps() const {
-    auto own_tiles = [&](int of) { return max(0, (of - first + stride - 1) / stride); };
-    const int shrinks = own_tiles(shrink_tiles);
-    return shrinks * own_chunks + (own_tiles(tiles) - shrinks) * num_chunks;
+    if (!adapters) return max(0, (tiles - first + stride - 1) / stride) * own_chunks;
+    int found = 0;
+    for (int index = first; index < tiles; index += stride) found += chunks_of<S>(tile<S>(index));
+    return found;
   }
 
   // Blocks of the grid that have a tile of W and, if K is divided, the end of it.
@@ -132,12 +154,15 @@ __device__ __forceinline__ void load_x(Shared<S>& s, int stage, const CUtensorMa
   load_box_into(s.x[stage] + first * kRowBytes, &map, &s.full[stage], column, first_token + first, targets, policy);
 }
 
-// Each block with a tile of W, once; what other blocks have stored is then there for the copy engine.
+// What other blocks have stored is then there for the copy engine.
 __device__ __forceinline__ void wait_for_shrunk(const Work& work) {
   lora::wait_for_parts(&parts_ready, work.shrink_tiles * work.splits);
   lora::fence_copies();
-  const unsigned blocks = work.blocks_with_adapters();
-  if (lora::count_part(&blocks_served) + 1 == blocks) parts_ready = 0, blocks_served = 0;
+}
+
+// Each block with a tile of W, once, after it has waited: at the end, where nothing waits for the answer.
+__device__ __forceinline__ void leave_shrunk(const Work& work) {
+  if (lora::is_last_served(&blocks_served, work.blocks_with_adapters())) parts_ready = 0;
 }
 
 template <class S, Epilogue kEpilogue, bool kAdapted>
@@ -147,16 +172,17 @@ __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map
   const bool is_once = work.token_tiles == 1;
   const uint64_t again = is_once ? evict_last_policy() : evict_normal_policy();
   const uint64_t weights = is_once ? evict_first_policy() : again;
-  const int steps = work.steps();
+  const int steps = work.steps<S>();
   const int ahead = min(S::kStages, steps);
   int index = work.first, chunk = 0;
   [[maybe_unused]] bool has_shrunk = work.shrink_tiles == 0;
   Tile tile = work.tile<S>(index);
+  int chunks = work.chunks_of<S>(tile);
   auto advance = [&] {
-    if (++chunk < work.chunks_of(tile)) return;
+    if (++chunk < chunks) return;
     chunk = 0;
     index += work.stride;
-    if (!kAdapted || index < work.tiles) tile = work.tile<S>(index);
+    if (!kAdapted || index < work.tiles) tile = work.tile<S>(index), chunks = work.chunks_of<S>(tile);
   };
   auto load_rows = [&](int stage) {
     if constexpr (kAdapted) {
@@ -165,7 +191,7 @@ __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map
         return;
       }
       if (chunk >= work.own_chunks) {
-        const AdapterChunk own(*adapters, chunk - work.own_chunks, adapters->halves);
+        const AdapterChunk own(*adapters, work.first_piece<S>(tile), chunk - work.own_chunks);
         load_box(s.w[stage], &adapters->b[own.piece], &s.full[stage], own.column, 0,
                  kEpilogue == kSwiglu ? -own.piece : 0,
                  tile.column_tile * (S::kColumns / 16) - adapters->starts[own.piece], again);
@@ -181,7 +207,7 @@ __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map
           wait_for_shrunk(work);
           has_shrunk = true;
         }
-        const AdapterChunk own(*adapters, chunk - work.own_chunks, adapters->halves);
+        const AdapterChunk own(*adapters, work.first_piece<S>(tile), chunk - work.own_chunks);
         load_x<S>(s, stage, adapters->shrunk, work, tile.first_token, own.shrunk_column(*adapters, own.half), again);
         return;
       }
@@ -192,9 +218,26 @@ __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map
     barrier_expect(&s.full[i], S::kStageBytes);
     load_rows(i);
   }
+  if constexpr (kAdapted) {
+    // Tiles of W wait for a tile of A, which has as many chunks as they: it is done sooner if no chunk of it comes from
+    // memory, next to theirs. B comes last, when nothing else is under way that its way from memory could hide behind.
+    const Tile own = work.tile<S>(work.first);
+    const int unit = own.column_tile * (S::kColumns / 16);
+    if (own.is_shrink) {
+      for (int i = ahead; i < work.own_chunks; i++)
+        lora::prefetch_box(&adapters->a, (work.first_chunk + i) * kChunk, 0, 0, unit);
+    } else {
+      for (int i = max(work.own_chunks, ahead); i < work.chunks_of<S>(own); i++) {
+        const AdapterChunk its(*adapters, work.first_piece<S>(own), i - work.own_chunks);
+        if (its.half == 0)
+          lora::prefetch_box(&adapters->b[its.piece], its.column, 0, kEpilogue == kSwiglu ? -its.piece : 0,
+                             unit - adapters->starts[its.piece]);
+      }
+    }
+  }
   wait_for_previous_kernel();
   index = work.first, chunk = 0;
-  tile = work.tile<S>(index);
+  tile = work.tile<S>(index), chunks = work.chunks_of<S>(tile);
   for (int i = 0; i < ahead; i++, advance()) load_tokens(i);
   for (int i = ahead; i < steps; i++, advance()) {
     const int stage = i % S::kStages;
@@ -202,6 +245,9 @@ __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map
     barrier_expect(&s.full[stage], S::kStageBytes);
     load_rows(stage);
     load_tokens(stage);
+  }
+  if constexpr (kAdapted) {
+    if (has_shrunk && work.shrink_tiles > 0) leave_shrunk(work);
   }
 }
 
@@ -325,12 +371,13 @@ __device__ void consume(Shared<S>& s, const Work& work, void* y, int m, int n, c
   float d[S::kHigh][S::kSums];
   for (int index = work.first; index < work.tiles; index += work.stride) {
     const Tile tile = work.tile<S>(index);
-    multiply_tile<S>(d, s, work, work.chunks_of(tile), warp / 4, stage, phase);
+    multiply_tile<S>(d, s, work, work.chunks_of<S>(tile), warp / 4, stage, phase);
     const int first_column = tile.column_tile * kTileColumns;
     const int first_token = tile.first_token + warp / 4 * S::kHigh * 64 + warp % 4 * 16 + lane / 4;
     if constexpr (kAdapted) {
       if (tile.is_shrink) {
-        if (!store_shrunk<S>(d, s, work, {*adapters, m, first_token, tile.column_tile * S::kColumns})) return;
+        const ShrunkTarget target(*adapters, m, first_token, tile.column_tile * S::kColumns, S::kColumns);
+        if (!store_shrunk<S>(d, s, work, target)) return;
         continue;
       }
     }
@@ -354,10 +401,8 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, void* y,
   static_assert(sizeof(Shared<S>) <= S::kSharedBytes && S::kStages >= 2);
   extern __shared__ __align__(kAlignment) uint8_t raw[];
   auto& s = *reinterpret_cast<Shared<S>*>(raw);
-  int adapter_chunks = 0, shrink_tiles = 0;
-  if constexpr (kAdapted) adapter_chunks = adapters->chunks(adapters->halves), shrink_tiles = adapters->shrink_tiles;
-  const Work work =
-      Work::of<S>(m, kEpilogue == kSwiglu ? 2 * n : n, k, multicast_ctas, group, adapter_chunks, shrink_tiles);
+  const Work work = Work::of<S>(m, kEpilogue == kSwiglu ? 2 * n : n, k, multicast_ctas, group,
+                                kAdapted ? adapters : nullptr);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; i++) {
       barrier_init(&s.full[i], 1);

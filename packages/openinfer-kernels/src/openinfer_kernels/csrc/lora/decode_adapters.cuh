@@ -41,7 +41,7 @@ struct DecodeAdapters {
 };
 
 // Of the product that runs: products that have adapters do so one after the other, since each one's parts wait for the
-// end of the kernel ahead. The last warp that has waited leaves zeros.
+// end of the kernel ahead. The last warp that has waited leaves zeros: `leave_shrunk`.
 __device__ unsigned parts_ready, warps_served;
 
 __device__ __forceinline__ int slot_of(const DecodeAdapters& given, int token, int num_tokens) {
@@ -79,7 +79,14 @@ __device__ __forceinline__ void shrink_part(const DecodeAdapters& given, int num
   };
   auto tokens_of_slot = [&] { return __ballot_sync(~0u, lane < kTokens && slot_of(given, lane, num_tokens) == slot); };
   const bool guessed = tokens_of_slot();  // it may be written by the kernel ahead
-  if (guessed) load_a(begin);
+  if (guessed) {
+    load_a(begin);
+    // What is loaded later is read from memory now: after the wait it would be the longest way of all.
+    for (int column = begin + (kHeldSteps + quarter) * kStepColumns; column < end; column += 4 * kStepColumns) {
+      if (has_upper) prefetch(a + column);
+      if (has_lower) prefetch(lower_a + column);
+    }
+  }
   hopper::wait_for_previous_kernel();
   const uint32_t asked = tokens_of_slot();
   if (asked) {
@@ -247,11 +254,15 @@ struct Delta {
   }
 };
 
-// Each of `warps` in all calls it once.
-__device__ __forceinline__ void wait_for_shrunk(const DecodeAdapters& given, int warps) {
+__device__ __forceinline__ void wait_for_shrunk(const DecodeAdapters& given) {
   wait_for_parts(&parts_ready, given.parts());
   __syncwarp();
-  if (threadIdx.x % 32 == 0 && count_part(&warps_served) + 1 == unsigned(warps)) parts_ready = 0, warps_served = 0;
+}
+
+// Each of `warps` in all calls it once, after it has waited: at the end, where nothing waits for the answer.
+__device__ __forceinline__ void leave_shrunk(int warps) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0 && is_last_served(&warps_served, warps)) parts_ready = 0;
 }
 
 }  // namespace lora

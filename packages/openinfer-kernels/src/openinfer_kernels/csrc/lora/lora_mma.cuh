@@ -19,13 +19,25 @@ __device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uin
 
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
+// Has the second-level cache fetch a box of a tensor map.
+__device__ __forceinline__ void prefetch_box(const void* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y),
+               "r"(z), "r"(w)
+               : "memory");
+}
+
 // Between a thread's accesses and those of the copy engine to the same global memory, on both sides.
 __device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Counts a part that this thread, and those that it has met at a barrier since, have written; the number before it.
-__device__ __forceinline__ unsigned count_part(unsigned* counter) {
-  __threadfence();
-  return atomicAdd(counter, 1u);
+// Counts a part that this thread, and those that it has met at a barrier since, have written.
+__device__ __forceinline__ void count_part(unsigned* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// Counts one of `all` that need the parts no more; true for the last one, which leaves the counter zero. Nothing that
+// is needed waits for it: it takes a way to the second-level cache and back.
+__device__ __forceinline__ bool is_last_served(unsigned* counter, unsigned all) {
+  return atomicInc(counter, all - 1) == all - 1;
 }
 
 // Waits for parts that other blocks count, and sees what they have written.

@@ -22,6 +22,7 @@ _MULTICAST_CTAS = 2
 _LEAST_BUSY = 0.75
 _LEAST_OF_SEVERAL = 128
 """Tokens of a tile where there are several tiles of them."""
+_LEAST_OF_A = 64
 _READ_COST = 40
 """Of a row of a chunk, in products: what makes a tile of 256 x 160 better than one of 128 x 112."""
 
@@ -124,7 +125,8 @@ def partition_adapted(
     `num_rows` is 0 in a launch of tiles of A alone, whose rows are `shrink_rows`.
     """
     one_tile = [tile.tokens for tile in TILES[epilogue] if num_tokens <= tile.tokens < _LARGE_TOKENS]
-    least = one_tile[0] if one_tile else _LEAST_OF_SEVERAL
+    # Tiles of A alone are few, and the product waits for all of them: small ones are on more multiprocessors.
+    least = one_tile[0] if one_tile else _LEAST_OF_SEVERAL if num_rows else _LEAST_OF_A
     tiles = [tile for tile in TILES[epilogue] if tile.tokens == least or (not one_tile and tile.tokens > least)]
     most_split_k = min(_MOST_SPLIT_K, -(-num_columns // CHUNK)) if epilogue is Epilogue.STORE else 1
     candidates = [

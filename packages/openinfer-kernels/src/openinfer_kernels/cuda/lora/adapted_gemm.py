@@ -30,6 +30,8 @@ _MOST_KEPT = 4096
 """Products whose launches are known: less than a KiB and a half each."""
 _MOST_HALVED_TOKENS = 512
 """Up to which `A x` is multiplied in two halves: prompts are bound by products, decode steps by memory."""
+_MOST_DECODE_TOKENS = 16
+"""Of `decode_gemm`: with more, a tile of 64 tokens is quicker with adapters, though not without."""
 _GROUPS = (1, 4)
 _INT32 = np.dtype(np.int32)
 
@@ -149,7 +151,7 @@ class AdaptedGemm:
             raise ArrayMismatchError(f"columns {columns.shape} are not those of {weight.shape} and a {a.shape}")
         if not len(x):
             return
-        if self._decode_gemm.serves(x, weight):
+        if len(x) <= _MOST_DECODE_TOKENS and self._decode_gemm.serves(x, weight):
             given, _shrunk = decode_adapters(x, a, columns, slots, starts)
             self._decode_gemm.multiply_adapted(epilogue, x, weight, out, given)
             return
