@@ -20,7 +20,7 @@ from openinfer_engine.data_parallel.launch import build_data_parallel_loop
 from openinfer_engine.data_parallel.loop import DataParallelLoop
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.launch import build_loop
-from openinfer_engine.options import DeviceKind, EngineOptions, LoopHost
+from openinfer_engine.options import EngineOptions, LoopHost
 from openinfer_engine.testing import ask_launched, check_launched
 from openinfer_engine.testing.answers import Answer, run_at_once
 
