@@ -1,6 +1,7 @@
 """Data-parallel ranks on two GPUs: the answers of one GPU, in graphs that all ranks replay and without graphs.
 
-Random weights, the attention of the published sizes. Skipped, with the reason, where there are not two GPUs.
+Random weights, the attention of the published sizes. Skipped, with the reason, where there are not two GPUs, and while
+`data_parallel/choice.py` refuses GPUs: without that refusal they are what has to pass for it to go.
 """
 
 import json
