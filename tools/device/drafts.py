@@ -193,7 +193,8 @@ def serve(
         given["speculative"] = drafter if ",adaptive=" in drafter else f"{drafter},adaptive=false"
     engine_plan = resolve(family.definition, model.folder, msgspec.convert(given, family.options_type, strict=False))
     if isinstance(drafter, DraftKind):
-        engine_plan = with_drafter(engine_plan, scripted_drafter(drafter, outputs or {}), max_drafts=MAX_DRAFTS)
+        factory = scripted_drafter(drafter, outputs or {}, is_exact=is_invariant)
+        engine_plan = with_drafter(engine_plan, factory, max_drafts=MAX_DRAFTS)
     loop = build_loop(engine_plan)
     answers = {int(request.request_id): Answer([], []) for request in requests}
     for request in requests:

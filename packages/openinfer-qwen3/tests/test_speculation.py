@@ -71,3 +71,19 @@ def test_a_difference_is_found(fixtures: Path) -> None:
     requests = mixed_requests(off.worker_limits.num_token_ids, count=30, seed=1)
     with pytest.raises(AssertionError, match="request"):
         check_on_is_off(off, lambda _: engine(speculative="ngram", kv_cache_dtype=KvCacheDtype.FP8), requests, seed=1)
+
+
+def test_scripted_drafts_that_may_be_of_other_answers_end_where_these_differ(fixtures: Path) -> None:
+    def engine(**given: Any) -> EnginePlan:
+        return resolve(Qwen3Definition(), fixtures / "tied", EngineOptions(**ROOMY | given))
+
+    off = engine(prefix_cache=False)
+    num_ids = off.worker_limits.num_token_ids
+    requests = mixed_requests(num_ids, count=30, seed=1)
+
+    def make_on(outputs: Mapping[int, Sequence[int]]) -> EnginePlan:
+        others = {key: [*ids[:4], *((each + 1) % num_ids for each in ids[4:])] for key, ids in outputs.items()}
+        return with_drafter(engine(), scripted_drafter(DraftKind.RIGHT, others, is_exact=False), max_drafts=4)
+
+    counts = check_on_is_off(off, make_on, requests, seed=1)
+    assert counts.drafts > counts.accepted > 0

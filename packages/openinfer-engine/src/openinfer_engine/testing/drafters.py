@@ -44,10 +44,17 @@ class ScriptedDrafter:
         outputs: request id -> what the request is answered; a request that is not there has no drafts.
         context: of the rank.
         seed: of all at random.
+        is_exact: answers are these, which is checked; else a request has no drafts where its last token is another.
     """
 
     def __init__(
-        self, kind: DraftKind, outputs: Mapping[int, Sequence[int]], context: DrafterContext, *, seed: int = 0
+        self,
+        kind: DraftKind,
+        outputs: Mapping[int, Sequence[int]],
+        context: DrafterContext,
+        *,
+        seed: int = 0,
+        is_exact: bool = True,
     ) -> None:
         self.max_drafts = context.max_drafts
         self._kind = kind
@@ -56,6 +63,7 @@ class ScriptedDrafter:
         self._num_token_ids = context.num_token_ids
         self._num_slots = context.max_num_seqs
         self._seed = seed
+        self._is_exact = is_exact
         self._requests: dict[int, GenerateRequest] = {}
 
     def start(self, starts: Sequence[SlotStart]) -> None:
@@ -78,7 +86,9 @@ class ScriptedDrafter:
         assert num_new >= 1, f"request {request.request_id}: {length} tokens, and its prompt has as many"
         if num_new > len(output):  # not known, or computed after its end
             return [-1] * self.max_drafts
-        assert output[num_new - 1] == last_id, f"request {request.request_id}: token {num_new} is {last_id}"
+        if output[num_new - 1] != last_id:
+            assert not self._is_exact, f"request {request.request_id}: token {num_new} is {last_id}"
+            return [-1] * self.max_drafts
         right = list(output[num_new : num_new + self.max_drafts])
         right += [-1] * (self.max_drafts - len(right))
         return self._drafts(right, np.random.default_rng((self._seed, request.request_id, length)))
@@ -109,11 +119,13 @@ class _GivenPlugin(Plugin):
         return self.factory
 
 
-def scripted_drafter(kind: DraftKind, outputs: Mapping[int, Sequence[int]], *, seed: int = 0) -> DrafterFactory:
-    """What a plug-in of the group `openinfer.drafters` would be."""
+def scripted_drafter(
+    kind: DraftKind, outputs: Mapping[int, Sequence[int]], *, seed: int = 0, is_exact: bool = True
+) -> DrafterFactory:
+    """What a plug-in of the group `openinfer.drafters` would be; the arguments are `ScriptedDrafter`'s."""
 
     def make(context: DrafterContext) -> ScriptedDrafter:
-        return ScriptedDrafter(kind, outputs, context, seed=seed)
+        return ScriptedDrafter(kind, outputs, context, seed=seed, is_exact=is_exact)
 
     return make
 
