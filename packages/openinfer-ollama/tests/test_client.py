@@ -1,5 +1,8 @@
 """Ollama's official client: chats, tools, thinking, formats, prompts, the model, errors."""
 
+import json
+import socket
+
 import ollama
 import pytest
 
@@ -200,6 +203,44 @@ def test_client_that_leaves_its_stream_is_aborted(bench, says):
         wait_until(lambda: bench.asked.request_id in bench.server.engine.aborted, "the abort")
     finally:
         bench.loop.go()
+
+
+def test_client_that_half_closes_reads_each_line_whatever_is_probed(bench, says):
+    """A server cannot tell whether a client that sends no more reads on: it writes space ahead of the next line."""
+    says("stone")
+    body = json.dumps({"model": "parrot", "messages": TURNS, "options": {"num_predict": 9}}).encode()
+    head = (
+        b"POST /api/chat HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        % len(body)
+    )
+    bench.loop.hold()
+    try:
+        with socket.create_connection(bench.server.address, timeout=20) as connection:
+            connection.sendall(head + body)
+            connection.shutdown(socket.SHUT_WR)
+            said = b""
+            while said.count(b"\r\n1\r\n \r\n") < 2:
+                piece = connection.recv(4096)
+                assert piece, said
+                said += piece
+            bench.loop.go()
+            while piece := connection.recv(4096):
+                said += piece
+    finally:
+        bench.loop.go()
+    (_, _, chunks) = said.partition(b"transfer-encoding: chunked")[2].partition(b"\r\n\r\n")
+    lines = b"".join(dechunked(chunks)).decode().splitlines()
+    assert [json.loads(line)["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert "".join(json.loads(line)["message"]["content"] for line in lines).startswith("stone")
+
+
+def dechunked(chunks: bytes) -> list[bytes]:
+    found: list[bytes] = []
+    while chunks:
+        size, _, rest = chunks.partition(b"\r\n")
+        found.append(rest[: int(size, 16)])
+        chunks = rest[int(size, 16) + 2 :]
+    return found
 
 
 def test_engine_that_fails_ends_the_stream_with_an_error(info):

@@ -26,7 +26,9 @@ DIRECT_WRITE = "openinfer.direct_write"  # key of `DirectConnection` in `scope["
 ARRIVAL = "openinfer.arrival"  # of a `handover.Arrival`, where another process accepted the connection
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
-_COMMENT = b"3\r\n:\n\n\r\n"  # a chunk
+JSON_LINES = b"application/x-ndjson"
+# Chunks that readers leave out, by what a body is: a comment, and space ahead of the next line's JSON.
+_PROBES = {EVENT_STREAM: b"3\r\n:\n\n\r\n", JSON_LINES: b"1\r\n \r\n"}
 
 
 class StreamWriter:
@@ -155,9 +157,10 @@ class DirectWriter(StreamWriter):
         self._transport.abort()  # `close` would wait for the reader that was given up
 
     def probe(self) -> None:
-        """Writes a comment into a stream of events, whose readers leave it out: it fails if the client has left."""
-        if not self._blocked and self.content_type == EVENT_STREAM:
-            self._transport.write(_COMMENT)
+        """Writes what readers of a stream of events or of JSON lines leave out: it fails if the client has left."""
+        probe = _PROBES.get(self.content_type)
+        if probe is not None and not self._blocked:
+            self._transport.write(probe)
 
     def pause(self) -> None:
         self._blocked = True
