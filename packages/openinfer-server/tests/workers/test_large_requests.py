@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from openinfer_server.http.handover import Handed, HandOver
-from openinfer_server.http.suspects import SUSPECTED_S, Suspects
+from openinfer_server.limits.suspects import SUSPECTED_S, Suspects
 from openinfer_server.testing import DEADLINE_S, wait_until
 from openinfer_server.workers.group import LARGE_PAUSE_S, can_share_ports
 from openinfer_server.workers.kept_bytes import KEPT_BYTES

@@ -32,8 +32,8 @@ from enum import Enum
 
 from openinfer_server.http.acceptor import Acceptor, MakeProtocol
 from openinfer_server.http.connections import ConnectionTable
-from openinfer_server.http.suspects import Suspects
 from openinfer_server.limits.shared_budget import owner_of
+from openinfer_server.limits.suspects import Suspects
 from openinfer_server.workers.kept_bytes import KEPT_BYTES, Connected, KeptBytes, num_read
 
 logger = logging.getLogger("openinfer.server")

@@ -1,7 +1,7 @@
 """`Suspects`: whose request ended a process of the server, and is not to end the next ones.
 
 Which request ended a process is not known where it had several. So those that were lost are repeated one after the
-other, for a moment alone in the process that takes its place (`handover.py`); who owns one that is lost twice is
+other, for a moment alone in the process that takes its place (`http/handover.py`); who owns one that is lost twice is
 suspected for a while: large requests of that tenant, or address without keys, are refused, and others' go on.
 """
 
