@@ -22,11 +22,10 @@ from openinfer_ollama.objects import (
     Line,
     now,
 )
-from openinfer_server import ApiError, Ended
+from openinfer_server import JSON_LINES, ApiError, Ended
 from openinfer_server.parsers import CallArguments, CallEnd, CallStart, ContentDelta, Delta, ReasoningDelta
 
 JSON = b"application/json"
-JSON_LINES = b"application/x-ndjson"
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from openinfer_server.http.api_errors import ApiError, invalid, refused
     from openinfer_server.http.request import HttpRequest
     from openinfer_server.http.routes import Endpoints, Route, RouteDoc
+    from openinfer_server.http.writers import JSON_LINES
     from openinfer_server.limits.conversation import read_conversation
     from openinfer_server.openai.types import AssistantTurn, FunctionCall, SystemTurn, ToolCall, ToolTurn, UserTurn
     from openinfer_server.options import EventLoop, ServerOptions
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ANY",
+    "JSON_LINES",
     "AnswerForm",
     "ApiError",
     "App",
@@ -114,6 +116,7 @@ _MODULES = {
     "FunctionDefinition": "tools.types",
     "GenerationFields": "request.generation_fields",
     "HttpRequest": "http.request",
+    "JSON_LINES": "http.writers",
     "Label": "request.rules",
     "Level": "http.access",
     "Neutral": "request.rules",

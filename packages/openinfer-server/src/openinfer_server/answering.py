@@ -100,7 +100,7 @@ class AnswerForm(Protocol):
 
     Attributes:
         streams: whether the client gets each piece as it is made, or all of them as one body at the end.
-        content_type: of the body.
+        content_type: of the body; pieces of `JSON_LINES` are whole lines.
     """
 
     streams: bool

@@ -12,13 +12,13 @@ from openinfer_server.http.access import Level
 from openinfer_server.http.api_errors import AnthropicErrorResponse, ErrorResponse
 from openinfer_server.http.request import JSON, HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
+from openinfer_server.http.writers import JSON_LINES
 from openinfer_server.observability.operations import DISTRIBUTION
 from openinfer_server.request.fields import sent_name
 from openinfer_server.request.rules import Refused, Rule
 
 OPENAPI_VERSION = "3.1.0"
 EVENT_STREAM = "text/event-stream"
-JSON_LINES = "application/x-ndjson"
 _REFERENCE = "#/components/schemas/"
 _PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
 # Any route may answer so: a request can be malformed in ways no schema says or be addressed to another host, and a
@@ -138,7 +138,9 @@ def _responses(route: Route, schemas: dict[Any, Schema]) -> Schema:
     if doc.events is not None:
         content[EVENT_STREAM] = {"schema": _event_schema(doc, schemas)}
     if doc.lines is not None:
-        content[JSON_LINES] = {"schema": {"description": "Each line of the stream.", **_any_of(doc.lines, schemas)}}
+        content[JSON_LINES.decode()] = {
+            "schema": {"description": "Each line of the stream.", **_any_of(doc.lines, schemas)}
+        }
     return {"200": {"description": "The answer.", "content": content}, **errors}
 
 

@@ -27,6 +27,7 @@ ARRIVAL = "openinfer.arrival"  # of a `handover.Arrival`, where another process 
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 JSON_LINES = b"application/x-ndjson"
+"""Of lines of JSON; space may come ahead of one, to see whether a client has left."""
 # Chunks that readers leave out, by what a body is: a comment, and space ahead of the next line's JSON.
 _PROBES = {EVENT_STREAM: b"3\r\n:\n\n\r\n", JSON_LINES: b"1\r\n \r\n"}
 
