@@ -21,6 +21,7 @@ from openinfer_qwen3.block_drafter import (
     check_served,
     parse_block_config,
 )
+from openinfer_qwen3.drafter_folders import folder_and_model, no_folder
 from openinfer_qwen3.model import Qwen3Config, Qwen3Model
 
 OPENINFER_CONTRACT = 1
@@ -69,7 +70,7 @@ class DFlashDrafter(BlockDrafter):
         if not isinstance(model, Qwen3Model) or asked is None:
             raise Refused("dflash drafts for Qwen3 models, from the folder that its option model names")
         if context.drafter_dir is None or context.weights is None:
-            raise Refused("name the folder of its weights: --speculative dflash,model=DIR")
+            raise Refused(no_folder("dflash"))
         config = read_dflash(context.drafter_dir, model.config, asked.tensors)
         super().__init__(context, config, model, group=ATTENTION)
 
@@ -81,12 +82,8 @@ class DFlashDrafter(BlockDrafter):
             Refused: no folder, another family's model, or a folder that is another model's or not served.
             InvalidCheckpoint: its config is not valid.
         """
-        model = setting.model_config
-        if not isinstance(model, Qwen3Config):
-            raise Refused("it drafts for Qwen3 models, and this model is none")
-        if setting.drafter_dir is None:
-            raise Refused("name the folder of its weights: --speculative dflash,model=DIR")
-        config = read_dflash(setting.drafter_dir, model, setting.tensors)
+        folder, model = folder_and_model(setting, "dflash")
+        config = read_dflash(folder, model, setting.tensors)
         tensors = block_tensors(config)
         return block_requirements(config, setting, name=ATTENTION, tensors=tensors, logits_per_draft=model.vocab_size)
 

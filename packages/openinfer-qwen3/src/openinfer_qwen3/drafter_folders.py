@@ -1,11 +1,13 @@
 """What folders of drafters for Qwen3 are checked for, whichever kind they are."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from openinfer_core import InvalidCheckpoint, Refused
+from openinfer_engine.drafters.contract import DrafterSetting
 from openinfer_engine.model import WeightSource
 from openinfer_engine.refusals import PLAIN_WEIGHTS, key_reasons
 from openinfer_engine.weights.stored_tensor import Repeated, StoredTensor, TensorSpec
@@ -16,6 +18,24 @@ from openinfer_qwen3.model import Qwen3Config
 def key_reasons_of_folder(config: Mapping[str, Any], changes: Mapping[str, str]) -> Iterator[str]:
     """Why a folder is not served, by its keys; quantised weights are not."""
     yield from key_reasons(config, {**PLAIN_WEIGHTS, **changes})
+
+
+def folder_and_model(setting: DrafterSetting, name: str) -> tuple[Path, Qwen3Config]:
+    """What a drafter that is a folder is asked of.
+
+    Raises:
+        Refused: no folder, or another family's model.
+    """
+    if not isinstance(setting.model_config, Qwen3Config):
+        raise Refused("it drafts for Qwen3 models, and this model is none")
+    if setting.drafter_dir is None:
+        raise Refused(no_folder(name))
+    return setting.drafter_dir, setting.model_config
+
+
+def no_folder(name: str) -> str:
+    """Why a drafter that is a folder is refused without one."""
+    return f"name the folder of its weights: --speculative {name},model=DIR"
 
 
 def check_same_shape(num_kv_heads: int, head_dim: int, *, model: Qwen3Config) -> None:

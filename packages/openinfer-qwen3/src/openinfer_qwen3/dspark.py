@@ -31,14 +31,13 @@ from openinfer_qwen3.block_drafter import (
     check_served,
     parse_block_config,
 )
-from openinfer_qwen3.drafter_folders import map_tensors, target_ids
+from openinfer_qwen3.drafter_folders import folder_and_model, map_tensors, no_folder, target_ids
 from openinfer_qwen3.model import Qwen3Config, Qwen3Model
 
 OPENINFER_CONTRACT = 1
 
 ATTENTION = "dspark"
 """The paged group of its layers."""
-_NO_FOLDER = "name the folder of its weights: --speculative dspark,model=DIR"
 _NATIVE, _SPECULATORS = "Qwen3DSparkModel", "dspark"
 _UNREAD = ("confidence_head.proj.weight", "confidence_head.proj.bias", "mask_embedding")
 _VECTOR = 8  # numbers of BF16 that a GPU's kernels read at once
@@ -181,7 +180,7 @@ class DSparkDrafter(BlockDrafter):
         if not isinstance(model, Qwen3Model) or asked is None:
             raise Refused("dspark drafts for Qwen3 models, from the folder that its option model names")
         if context.drafter_dir is None or context.weights is None:
-            raise Refused(_NO_FOLDER)
+            raise Refused(no_folder("dspark"))
         config = read_dspark(context.drafter_dir, model.config, asked.tensors)
         super().__init__(context, config, model, group=ATTENTION)
         loader = WeightLoader(context.weights, ops=context.ops, communicator=context.communicator)
@@ -201,12 +200,8 @@ class DSparkDrafter(BlockDrafter):
             Refused: no folder, another family's model, or a folder that is another model's or not served.
             InvalidCheckpoint: its config is not valid.
         """
-        model = setting.model_config
-        if not isinstance(model, Qwen3Config):
-            raise Refused("it drafts for Qwen3 models, and this model is none")
-        if setting.drafter_dir is None:
-            raise Refused(_NO_FOLDER)
-        config = read_dspark(setting.drafter_dir, model, setting.tensors)
+        folder, model = folder_and_model(setting, "dspark")
+        config = read_dspark(folder, model, setting.tensors)
         if setting.options.device is not DeviceKind.CPU and config.markov_rank % _VECTOR:
             raise Refused(f"markov_rank is {config.markov_rank}: on a GPU only multiples of {_VECTOR} are served")
         return block_requirements(

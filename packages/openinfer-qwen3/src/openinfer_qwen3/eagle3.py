@@ -53,7 +53,13 @@ from openinfer_kernels import (
     rope_table,
 )
 from openinfer_kv_cache import KvDtype, attention_group
-from openinfer_qwen3.drafter_folders import check_same_shape, key_reasons_of_folder, map_tensors, target_ids
+from openinfer_qwen3.drafter_folders import (
+    check_same_shape,
+    folder_and_model,
+    key_reasons_of_folder,
+    map_tensors,
+    target_ids,
+)
 from openinfer_qwen3.model import Qwen3Config, Qwen3Model
 
 OPENINFER_CONTRACT = 1
@@ -306,12 +312,8 @@ class Eagle3Drafter(ChainedDrafter):
             Refused: no folder, another family's model, or a folder that is another model's or not served.
             InvalidCheckpoint: its config is not valid.
         """
-        model = setting.model_config
-        if not isinstance(model, Qwen3Config):
-            raise Refused("it drafts for Qwen3 models, and this model is none")
-        if setting.drafter_dir is None:
-            raise Refused("name the folder of its weights: --speculative eagle3,model=DIR")
-        config = read_eagle3(setting.drafter_dir, model, setting.tensors)
+        folder, model = folder_and_model(setting, "eagle3")
+        config = read_eagle3(folder, model, setting.tensors)
         check_same_shape(config.num_key_value_heads, config.dim, model=model)
         if setting.kv_dtype is KvDtype.FLOAT8_E4M3:
             raise Refused("it keeps hidden states with KV, and FP8 holds none: leave --kv-cache-dtype at auto")
