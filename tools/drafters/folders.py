@@ -16,7 +16,8 @@ from openinfer_deepseek.family import DeepseekV3Definition
 from openinfer_deepseek.mtp import mtp_tensors
 from openinfer_engine import Checkpoint
 from openinfer_engine.testing.quantised_checkpoints import write_safetensors
-from openinfer_engine.weights.stored_tensor import StoredTensor, TensorSpec
+from openinfer_engine.testing.random_weights import spread_tensors
+from openinfer_engine.weights.stored_tensor import StoredTensor
 from openinfer_kernels.cpu import CpuOps
 from openinfer_qwen3.block_drafter import block_tensors
 from openinfer_qwen3.dflash import read_dflash
@@ -104,18 +105,6 @@ def _alphabet() -> list[str]:
     return [characters[byte] for byte in (*range(32, 127), *range(32), *range(127, 256))]
 
 
-def write_random_weights(folder: Path, tensors: Mapping[str, TensorSpec]) -> None:
-    """In float32, into a drafter's folder."""
-    rng = np.random.default_rng(0)
-    weights: dict[str, Any] = {}
-    for name, spec in tensors.items():
-        shape = spec.shape if isinstance(spec, StoredTensor) else spec
-        is_vector = len(shape) == 1
-        spread = 0.2 if is_vector else 2 * shape[-1] ** -0.5
-        weights[name] = rng.normal(float(is_vector), spread, shape).astype(np.float32)
-    save_file(weights, folder / "model.safetensors")
-
-
 def _written(folder: Path, config: Mapping[str, Any]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -129,7 +118,7 @@ def _of_dflash(target: Path) -> DraftedModel:
     }
     folder = _written(target / "drafter", config)
     read = read_dflash(folder, Qwen3Definition().parse(read_config(QWEN3)), {})
-    write_random_weights(folder, block_tensors(read))
+    save_file(spread_tensors(block_tensors(read)), folder / "model.safetensors")
     return DraftedModel("qwen3", with_tokenizer(QWEN3, target / "model"), f"dflash,k=5,model={folder}")
 
 

@@ -21,7 +21,8 @@ from openinfer_engine.testing import (
     random_requests,
     run_together,
 )
-from openinfer_engine.weights.stored_tensor import StoredTensor, TensorSpec
+from openinfer_engine.testing.random_weights import spread_tensors
+from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels.cpu import CpuOps
 from openinfer_qwen3.family import Qwen3Definition
 
@@ -131,14 +132,8 @@ def _rotated(x: NDArray[Any], *, first: int) -> NDArray[Any]:
 
 def save_random_weights(folder: Path, specs: dict[str, TensorSpec], **given: NDArray[Any]) -> None:
     """In float32; `given` by the names' last parts before `.weight`, or whole."""
-    rng = np.random.default_rng(0)
-    tensors: dict[str, Any] = {}
-    for name, spec in specs.items():
-        shape = spec.shape if isinstance(spec, StoredTensor) else spec
-        is_vector = len(shape) == 1
-        spread = 0.2 if is_vector else 2 * shape[-1] ** -0.5
-        tensors[name] = rng.normal(float(is_vector), spread, shape).astype(np.float32)
-    save_file(tensors | given, folder / "model.safetensors")
+    tensors: dict[str, NDArray[Any]] = {**spread_tensors(specs), **given}
+    save_file(tensors, folder / "model.safetensors")
 
 
 def recorded(factory: Any, folder: Path, *, max_drafts: int) -> DraftLog:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_engine.model import ModelDefinition
-from openinfer_engine.weights.stored_tensor import StoredTensor
+from openinfer_engine.weights.stored_tensor import StoredTensor, TensorSpec
 
 
 def random_weights(definition: ModelDefinition[Any], config: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
@@ -31,6 +31,18 @@ def random_weights(definition: ModelDefinition[Any], config: Mapping[str, Any]) 
         values = rng.normal(size=shape).astype(np.float32)
         weights[name] = bf16_exact(1 + values / 10 if len(shape) == 1 else values * np.float32(shape[-1] ** -0.5))
     return weights
+
+
+def spread_tensors(specs: Mapping[str, TensorSpec]) -> dict[str, NDArray[np.float32]]:
+    """Arrays in float32, by name, of a drafter whose drafts differ: vectors near 1, matrices that enlarge twofold."""
+    rng = np.random.default_rng(0)
+    tensors: dict[str, NDArray[np.float32]] = {}
+    for name, spec in specs.items():
+        shape = spec.shape if isinstance(spec, StoredTensor) else spec
+        is_vector = len(shape) == 1
+        spread = 0.2 if is_vector else 2 * shape[-1] ** -0.5
+        tensors[name] = rng.normal(float(is_vector), spread, shape).astype(np.float32)
+    return tensors
 
 
 def bf16_exact(values: NDArray[np.float32]) -> NDArray[np.float32]:
