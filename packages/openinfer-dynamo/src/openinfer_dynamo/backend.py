@@ -178,13 +178,11 @@ class DynamoBackend:
     async def engine_control(self, control: str, body: dict[str, Any]) -> dict[str, Any]:
         """Has the engine sleep, wake, pause, go on, or forget its cached prefixes; answers when it has."""
         if self._handle is None:
-            return told(Refused("the engine has not been started"))
+            return told("the engine has not been started")
         try:
             return await obey(self._handle, control, body)
-        except (InvalidRequest, Refused) as error:
-            return told(error)
-        except EngineClosed as error:
-            return told(Refused(str(error)))
+        except (InvalidRequest, Refused, EngineClosed) as error:
+            return told(str(error))
 
     def _registration(self, info: EngineInfo) -> Any:
         registration = self._api.llm_registration(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from openinfer_core import EngineCapability, EngineHandle, InvalidRequest, Refused
+from openinfer_core import EngineCapability, EngineHandle, InvalidRequest
 from openinfer_core.control import ControlCommand, FlushCache, InFlight, Pause, Resume, Sleep, Wake
 
 
@@ -72,6 +72,6 @@ async def obey(handle: EngineHandle, name: str, body: Mapping[str, Any]) -> dict
     return {"status": "ok"}
 
 
-def told(error: InvalidRequest | Refused) -> dict[str, Any]:
+def told(message: str) -> dict[str, Any]:
     """What Dynamo answers where an engine does not obey, in the form of its own."""
-    return {"status": "error", "message": str(error)}
+    return {"status": "error", "message": message}
