@@ -397,7 +397,7 @@ def worker_replaced_for_ever(world: World) -> None:
     """Deaths of workers are not counted."""
     from openinfer_server.workers.group import WorkerGroup
 
-    WorkerGroup._are_many_deaths = lambda self: False  # type: ignore[method-assign]
+    WorkerGroup._are_many_deaths = lambda self, deaths: False  # type: ignore[method-assign]
 
 
 @mutant

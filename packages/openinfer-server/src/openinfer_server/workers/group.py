@@ -251,7 +251,7 @@ class WorkerGroup:
             return
         launch, table = self._launch, self._table
         takes_large = worker.number == self._large_number
-        are_many = _are_many(self._large_deaths) if takes_large else self._are_many_deaths()
+        are_many = self._are_many_deaths(self._large_deaths if takes_large else self._deaths)
         if launch is None or table is None or not (takes_large or self._is_serving) or (are_many and not takes_large):
             self._give_up(what)
             return
@@ -282,9 +282,11 @@ class WorkerGroup:
             async with asyncio.timeout(most_s):
                 await self._drains.wait()
 
-    def _are_many_deaths(self) -> bool:
-        """Counts one more, of those without which the server cannot do."""
-        return _are_many(self._deaths)
+    def _are_many_deaths(self, deaths: deque[float]) -> bool:
+        """Counts one more."""
+        now = asyncio.get_running_loop().time()
+        deaths.append(now)
+        return len(deaths) == MAX_DEATHS and now - deaths[0] < DEATHS_WINDOW_S
 
     def _give_up(self, why: str) -> None:
         self.lost = why
@@ -307,13 +309,6 @@ class WorkerGroup:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _are_many(deaths: deque[float]) -> bool:
-    """Counts one more."""
-    now = asyncio.get_running_loop().time()
-    deaths.append(now)
-    return len(deaths) == MAX_DEATHS and now - deaths[0] < DEATHS_WINDOW_S
 
 
 def can_share_ports() -> bool:
