@@ -21,7 +21,7 @@ from openinfer_core.process.accepting import ACCEPT_PAUSE_S, EXHAUSTED
 from openinfer_core.process.mutual_proof import NotAdmitted, read_token
 from openinfer_engine.ranks.contract import RankLink, RankSpec
 from openinfer_engine.ranks.handshake import Node, admit
-from openinfer_engine.ranks.join_setting import JoinSetting
+from openinfer_engine.ranks.join_setting import HeadSetting, JoinSetting
 from openinfer_engine.ranks.placement import Placement, RankPlace
 from openinfer_engine.ranks.process_host import ProcessRankHost
 from openinfer_engine.ranks.socket_link import SocketLink
@@ -38,7 +38,8 @@ class JoinedRanks:
     """Makes the host of `--rank-host join=…`, and says where its ranks would be."""
 
     def __call__(self, setting: str) -> "JoinRankHost":
-        return JoinRankHost(JoinSetting.parse(setting))
+        parsed = JoinSetting.parse(setting)
+        return JoinRankHost(parsed, token=read_token(parsed.token_file, field="rank_host"))
 
     def planned(self, setting: str, spec: RankSpec) -> Placement:
         """The head's ranks on its first GPUs; how many nodes the others are of is not known, and taken to be one."""
@@ -54,21 +55,23 @@ open_joined = JoinedRanks()
 class JoinRankHost:
     """Listens at once; `start` waits until all ranks have come.
 
+    Args:
+        setting: where it listens.
+        token: the secret that ranks show.
+
     Raises:
-        InvalidRequest: the token file cannot be used.
         Refused: the address cannot be listened at.
     """
 
-    def __init__(self, setting: JoinSetting) -> None:
+    def __init__(self, setting: HeadSetting, *, token: bytes) -> None:
         self._setting = setting
-        self._token = read_token(setting.token_file, field="rank_host")
         self._processes = ProcessRankHost()
         self._joined: list[SocketLink] = []
         self._placement: Placement | None = None
         try:
-            self._door = _Door(setting, self._token)
+            self._door = _Door(setting, token)
         except OSError as error:
-            raise Refused(f"--rank-host join: {setting.host}:{setting.port} cannot be listened at: {error}") from error
+            raise Refused(f"ranks cannot join at {setting.host}:{setting.port}: {error}") from error
 
     @property
     def port(self) -> int:
@@ -86,6 +89,12 @@ class JoinRankHost:
             return self._processes.start(rank, spec)
         return self._joined[rank - self._setting.local]
 
+    def give_up(self, why: str) -> None:
+        """Ends the wait for ranks, or the links to those that have come; for a launcher that knows of their end."""
+        self._door.refuse(Refused(why))
+        for link in self._joined:
+            link.kill()
+
     def close(self) -> None:
         self._door.close()
         self._processes.close()
@@ -95,7 +104,10 @@ class JoinRankHost:
         logger.info("%d of %d ranks are to join at port %d", wanted, spec.num_ranks, self.port)
         links = self._door.wait(wanted, wait_s=self._setting.wait_s)
         try:
-            self._joined, self._placement = arrange(links, self._setting, on_gpu=spec.on_gpu)
+            self._joined, placement = arrange(links, self._setting, on_gpu=spec.on_gpu)
+            if self._door.refused is not None:  # one has ended between the two: `give_up` found no links
+                raise self._door.refused
+            self._placement = placement
         except BaseException:
             for link in links:
                 link.end(deadline_s=0)
@@ -112,7 +124,7 @@ def _num_to_join(spec: RankSpec, local: int) -> int:
     return wanted
 
 
-def arrange(links: list[SocketLink], setting: JoinSetting, *, on_gpu: bool) -> tuple[list[SocketLink], Placement]:
+def arrange(links: list[SocketLink], setting: HeadSetting, *, on_gpu: bool) -> tuple[list[SocketLink], Placement]:
     """The links in order of ranks, and where all ranks are.
 
     Raises:
@@ -134,7 +146,7 @@ def arrange(links: list[SocketLink], setting: JoinSetting, *, on_gpu: bool) -> t
     return in_order, Placement(tuple(places))
 
 
-def _check_nodes(nodes: list[Node], setting: JoinSetting, *, on_gpu: bool) -> None:
+def _check_nodes(nodes: list[Node], setting: HeadSetting, *, on_gpu: bool) -> None:
     indices = {(node.name, node.index) for node in nodes}
     for name, count in Counter(name for name, _ in indices).items():
         if count > 1:
@@ -155,7 +167,7 @@ def _check_nodes(nodes: list[Node], setting: JoinSetting, *, on_gpu: bool) -> No
 class _Door:
     """Where ranks come in: each connection has a thread while it shows what it is."""
 
-    def __init__(self, setting: JoinSetting, token: bytes) -> None:
+    def __init__(self, setting: HeadSetting, token: bytes) -> None:
         self._token = token
         family = socket.AF_INET6 if ":" in setting.host else socket.AF_INET
         self._listener = socket.create_server((setting.host, setting.port), family=family, backlog=128)
@@ -163,7 +175,7 @@ class _Door:
         self.port: int = self._listener.getsockname()[1]
         self._changed = threading.Condition()
         self._links: list[SocketLink] = []
-        self._refused: Refused | None = None
+        self.refused: Refused | None = None  # why not all ranks can come, or stay
         self._is_closed = False
         self._handshakes = ThreadPoolExecutor(_HANDSHAKES, thread_name_prefix="openinfer-handshake")
         self._room = threading.Semaphore(_HANDSHAKES)
@@ -179,9 +191,9 @@ class _Door:
         end_s = time.monotonic() + wait_s
         with self._changed:
             self._changed.wait_for(
-                lambda: len(self._links) >= count or self._refused is not None, end_s - time.monotonic()
+                lambda: len(self._links) >= count or self.refused is not None, end_s - time.monotonic()
             )
-            links, refused = self._links, self._refused
+            links, refused = self._links, self.refused
             self._links = []
         self.close()
         if refused is None and len(links) >= count:
@@ -195,6 +207,12 @@ class _Door:
             f"--rank-host join: {len(links)} of {count} ranks have come within {wait_s:g} s ({here}); start the others "
             "with: openinfer rank --join HOST:PORT --token-file FILE"
         )
+
+    def refuse(self, why: Refused) -> None:
+        """The first reason is what `wait` raises."""
+        with self._changed:
+            self.refused = self.refused or why
+            self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
@@ -232,9 +250,7 @@ class _Door:
                 logger.warning("a connection from %s is no rank: %s", peer, error)
                 return
             except Refused as error:
-                with self._changed:
-                    self._refused = self._refused or error
-                    self._changed.notify_all()
+                self.refuse(error)
                 return
             with self._changed:
                 # One that came too late finds its connection closed.

@@ -14,15 +14,20 @@ _MAX_WAIT_S = 7 * 86_400
 _FORM = "HOST:PORT,token-file=FILE[,local=N][,node=NAME][,wait-s=N]"
 
 
-class JoinSetting(msgspec.Struct, frozen=True, kw_only=True):
+class HeadSetting(msgspec.Struct, frozen=True, kw_only=True):
     """Where ranks join, and how many are on the head's own node."""
 
     host: str
-    port: int
-    token_file: Path
+    port: int  # 0: the system chooses
     local: int = 1
     node: str
     wait_s: int = 600
+
+
+class JoinSetting(HeadSetting, frozen=True, kw_only=True):
+    """What `--rank-host join=` says: all of that, and where the secret is."""
+
+    token_file: Path
 
     @classmethod
     def parse(cls, text: str) -> Self:
