@@ -28,7 +28,17 @@ from joined import (
     tokens_of,
 )
 
-from openinfer_core import EngineClosed, Failed, FailureKind, Refused, TokenEvent
+from openinfer_core import (
+    EngineClosed,
+    Failed,
+    FailureKind,
+    GenerateRequest,
+    Refused,
+    RequestId,
+    SamplingParams,
+    TokenEvent,
+    Tokens,
+)
 from openinfer_core.process.local import InProcessEngine
 from openinfer_engine import GroupBroken, StepLoop
 from openinfer_engine.options import LoadFormat
@@ -110,6 +120,44 @@ def test_ranks_of_the_heads_node_and_of_another_one_repeat_their_bits(tmp_path: 
             loop.close()
             assert joiner.wait()[0] == 0
     assert runs[0] == runs[1]
+
+
+def test_a_second_pass_in_other_steps_has_the_same_bits_where_they_do_not_depend_on_the_batch(
+    port: int, tmp_path: Path
+) -> None:
+    """Prompts that are cut elsewhere, in steps with other rows, on two nodes: what a busy network does to the cuts."""
+    requests = [long_request(index) for index in range(4)]
+    with two_nodes(port, tmp_path, batch_invariant=True, prefix_cache=False) as (loop, _):
+        together = tokens_of(loop, requests)
+        alone = [tokens_of(loop, [request]) for request in reversed(requests)]
+    apart = {number: events for each in alone for number, events in each.items()}
+    assert cuts_of(together) != cuts_of(apart)
+    assert bits_of(together) == bits_of(apart)
+
+
+def long_request(index: int) -> GenerateRequest:
+    prompt = tuple((11 * index + 3 * place) % 250 for place in range(70 + 9 * index))
+    sampling = SamplingParams(max_tokens=12, temperature=0.8, seed=index, logprobs=2, prompt_logprobs=0)
+    return GenerateRequest(request_id=RequestId(index), prompt_token_ids=prompt, sampling=sampling)
+
+
+def cuts_of(said: dict[int, list[TokenEvent]]) -> dict[int, list[int]]:
+    """Prompt tokens that were scored in one step, of each request."""
+    return {
+        number: [len(event.prompt_logprobs) for event in events if isinstance(event, Tokens) and event.prompt_logprobs]
+        for number, events in said.items()
+    }
+
+
+def bits_of(said: dict[int, list[TokenEvent]]) -> dict[int, list[object]]:
+    """Ids and log-probabilities of each request, in whichever steps they came."""
+    of_all: dict[int, list[object]] = {}
+    for number, events in said.items():
+        tokens = [event for event in events if isinstance(event, Tokens)]
+        scored = [each for event in tokens for each in event.prompt_logprobs or ()]
+        chosen = [each for event in tokens for each in event.logprobs or ()]
+        of_all[number] = [scored, chosen, [each for event in tokens for each in event.token_ids]]
+    return of_all
 
 
 def four_heads(folder: Path) -> dict[str, Any]:
