@@ -42,7 +42,7 @@ ALLOWED_SIBLINGS = {
     "openinfer-kv-offload": {"openinfer-core", "openinfer-kv-cache"},
     "openinfer-nixl": {"openinfer-core", "openinfer-kv-cache", "openinfer-kv-offload"},
     "openinfer-ollama": {"openinfer-server"},
-    "openinfer-ray": {"openinfer", "openinfer-core", "openinfer-kv-cache", "openinfer-server"},
+    "openinfer-ray": {"openinfer", "openinfer-core", "openinfer-engine", "openinfer-kv-cache", "openinfer-server"},
     "openinfer-server": {"openinfer-core"},
     "openinfer-tiny-model": set[str](),
 }

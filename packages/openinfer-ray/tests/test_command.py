@@ -49,6 +49,12 @@ def test_a_replica_has_a_gpu_for_each_rank_and_none_on_a_cpu() -> None:
     assert bundle_of(FamilyOptions(tensor_parallel_size=4), options) == Bundle(cpus=3, gpus=0)
 
 
+def test_a_replica_on_several_nodes_has_as_much_of_each() -> None:
+    options = RayOptions(replica_cpus=3, ranks_per_node=2)
+    assert bundle_of(FamilyOptions(device="cuda", tensor_parallel_size=8), options) == Bundle(cpus=3, gpus=2, nodes=4)
+    assert bundle_of(FamilyOptions(tensor_parallel_size=4), options) == Bundle(cpus=3, gpus=0, nodes=2)
+
+
 def test_room_is_counted_by_whole_replicas_of_one_node() -> None:
     bundle = Bundle(cpus=2, gpus=4)
     assert places_on({"CPU": 64.0, "GPU": 8.0}, bundle) == 2
@@ -63,6 +69,8 @@ def test_room_is_counted_by_whole_replicas_of_one_node() -> None:
         {"replicas": 0},
         {"replicas": 5000},
         {"replica_cpus": 0},
+        {"ranks_per_node": 0},
+        {"ranks_per_node": 5000},
         {"replica_health_period_s": float("nan")},
         {"replica_timeout_s": 0.0},
         {"ray_address": ""},
@@ -83,6 +91,10 @@ def test_an_option_out_of_range_is_refused_by_its_name(wrong: dict[str, object])
     [
         (["--workers", "2"], "--workers 1"),
         (["--rank-host", "join=127.0.0.1:7000,token-file=F"], "leave --rank-host out"),
+        (["--ranks-per-node", "1"], "must divide the 1 ranks"),
+        (["--ranks-per-node", "2", "--tensor-parallel-size", "2"], "must divide the 2 ranks .* and be less"),
+        (["--ranks-per-node", "2", "--tensor-parallel-size", "3"], "must divide the 3 ranks"),
+        (["--ranks-per-node", "1", "--tensor-parallel-size", "2", "--rank-host", "thread"], "ranks in threads"),
         (["--replicas", "0"], "replicas must be in"),
         (["--ray-servers", "257"], "ray_servers must be in"),
         (["--ray-servers", "2"], "--port above 0"),

@@ -9,7 +9,7 @@ import importlib
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -53,10 +53,11 @@ def import_ray(module: str = "ray") -> Any:
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica needs of one node."""
+    """What one replica needs of each of its nodes."""
 
     cpus: int
     gpus: int
+    nodes: int = 1
 
     @property
     def resources(self) -> dict[str, float]:
@@ -65,19 +66,25 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
 
 def connect(options: RayOptions, bundle: Bundle) -> None:
     """Connects this process to the cluster, or starts one that ends with it; raises `Refused`."""
+    started: dict[str, Any] = {}
+    if options.ray_address == LOCAL:
+        cpus = max(usable_processors(), options.most_replicas * bundle.cpus)  # on one machine they share what there is
+        started = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    connect_driver(options.ray_address, **started)
+    import_ray("ray.serve")
+    ray: Any = import_ray()
+    logger.info("Ray %s at %s", ray.__version__, ray.get_runtime_context().gcs_address)
+
+
+def connect_driver(address: str, **started: Any) -> None:
+    """Connects this process, with what a cluster that it starts is told; raises `Refused`."""
     # Read when Ray is imported, and inherited by what a new cluster starts.
     os.environ.setdefault(RECONNECT_VARIABLE, str(_RECONNECT_S))
     ray: Any = import_ray()
-    import_ray("ray.serve")
-    quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
-    if options.ray_address == LOCAL:
-        cpus = max(usable_processors(), options.most_replicas * bundle.cpus)  # on one machine they share what there is
-        quiet |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     try:
-        ray.init(address=options.ray_address, **quiet)
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING, **started)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise Refused(f"--ray-address {options.ray_address}: {error}") from error
-    logger.info("Ray %s at %s", ray.__version__, ray.get_runtime_context().gcs_address)
+        raise Refused(f"the Ray cluster {address} cannot be had: {error}") from error
 
 
 def require_room(options: RayOptions, bundle: Bundle) -> None:
@@ -87,17 +94,33 @@ def require_room(options: RayOptions, bundle: Bundle) -> None:
     """
     ray: Any = import_ray()
     nodes: list[Mapping[str, float]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    room = sum(places_on(node, bundle) for node in nodes)
+    room = replicas_on(nodes, bundle, most=options.most_replicas)
     if room < options.most_replicas:
         have = "; ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
+        of = "one node" if bundle.nodes == 1 else f"each of {bundle.nodes} nodes"
         raise Refused(
-            f"{options.most_replicas} replicas of {bundle.cpus} CPUs and {bundle.gpus} GPUs of one node each do not "
-            f"fit: the cluster has room for {room}. Its nodes have: {have}"
+            f"{options.most_replicas} replicas, each with {bundle.cpus} CPUs and {bundle.gpus} GPUs of {of}, do not "
+            f"fit: the cluster has room for {room}. Its nodes have: {have}" + _advice(nodes, bundle)
         )
 
 
+def _advice(nodes: Sequence[Mapping[str, float]], bundle: Bundle) -> str:
+    """What would fit, where no node has the GPUs of a replica."""
+    largest = math.floor(max((node.get("GPU", 0.0) for node in nodes), default=0.0))
+    if bundle.nodes > 1 or not 0 < largest < bundle.gpus:
+        return ""
+    return f". No node has {bundle.gpus} GPUs: --ranks-per-node puts the ranks of a replica on several"
+
+
+def replicas_on(nodes: Sequence[Mapping[str, float]], bundle: Bundle, *, most: int) -> int:
+    """How many replicas, up to so many, empty nodes of these resources hold; a replica's nodes are different ones."""
+    room = [places_on(node, bundle) for node in nodes]
+    fitting = (count for count in range(most, 0, -1) if sum(min(each, count) for each in room) >= count * bundle.nodes)
+    return next(fitting, 0)
+
+
 def places_on(node: Mapping[str, float], bundle: Bundle) -> int:
-    """How many replicas an empty node of these resources holds."""
+    """How many bundles an empty node of these resources holds."""
     return min(math.floor(node.get(name, 0.0) / amount) for name, amount in bundle.resources.items())
 
 
@@ -115,8 +138,8 @@ def deploy(options: RayOptions, bundle: Bundle, spec: ReplicaSpec) -> None:
     deployment = serve.deployment(Replica).options(
         name=DEPLOYMENT,
         **number_of_replicas(options),
-        placement_group_bundles=[bundle.resources],
-        placement_group_strategy="STRICT_PACK",
+        placement_group_bundles=[bundle.resources] * bundle.nodes,
+        placement_group_strategy="STRICT_PACK" if bundle.nodes == 1 else "STRICT_SPREAD",
         ray_actor_options={"num_cpus": bundle.cpus, "num_gpus": bundle.gpus},
         health_check_period_s=options.replica_health_period_s,
         health_check_timeout_s=spec.timeout_s + _HEALTH_TIMEOUT_S,
@@ -199,6 +222,13 @@ def delete(app: str) -> bool:
     with contextlib.suppress(ValueError):  # there is no such actor
         ray.kill(ray.get_actor(_directory_name(app), namespace=NAMESPACE))
     return True
+
+
+def own_group() -> tuple[str, str]:
+    """The cluster's address, and the id of the placement group that this actor is in."""
+    ray: Any = import_ray()
+    groups: Any = import_ray("ray.util")
+    return ray.get_runtime_context().gcs_address, groups.get_current_placement_group().id.hex()
 
 
 def leave() -> None:

@@ -13,9 +13,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _MOST_REPLICAS = 1024
 _MOST_SERVERS = 256
 _MOST_CPUS = 1024
+_MOST_RANKS = 1024
 _MOST_WAITING_TOKENS = 10**9
 _LONGEST_PERIOD_S = 3600.0
 _LONGEST_SCALE_S = 86_400.0
+
+
+def is_cluster(address: str) -> bool:
+    """Whether it may name a cluster that runs: auto, or HOST:PORT."""
+    return bool(address) and "://" not in address and address != LOCAL
 
 
 class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +32,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     replicas: int = 1
-    """Engines, each with --tensor-parallel-size GPUs of one node."""
+    """Engines, each with --tensor-parallel-size GPUs, of one node unless --ranks-per-node says otherwise."""
     max_replicas: int | None = None
     """Replicas at most: more than --replicas while tokens wait; by default there are always as many."""
     scale_waiting_tokens: int = 16384
@@ -35,8 +41,11 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds for which more must have waited before there are more replicas."""
     scale_down_after_s: float = 300.0
     """Seconds for which nothing must have waited, and one replica less would have done, before there is one less."""
+    ranks_per_node: int | None = None
+    """Ranks of a replica on one node, a divisor of --tensor-parallel-size: the others are on other nodes and join over
+    TCP. By default all ranks of a replica are on one node."""
     replica_cpus: int = 1
-    """CPUs that Ray keeps for each replica."""
+    """CPUs that Ray keeps for each replica, on each of its nodes."""
     replica_routing: Routing = Routing.KV_EVENTS
     """By what it is known what each replica holds: kv-events (it says so, which needs pyzmq), or sent (what was sent
     there)."""
@@ -59,13 +68,15 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name, most in (("replicas", _MOST_REPLICAS), ("replica_cpus", _MOST_CPUS)):
             if not 1 <= getattr(self, name) <= most:
                 raise InvalidRequest(f"{name} must be in 1 .. {most}", field=name)
+        if self.ranks_per_node is not None and not 1 <= self.ranks_per_node <= _MOST_RANKS:
+            raise InvalidRequest(f"ranks_per_node must be in 1 .. {_MOST_RANKS}", field="ranks_per_node")
         if not 0 <= self.ray_servers <= _MOST_SERVERS:
             raise InvalidRequest(f"ray_servers must be in 0 .. {_MOST_SERVERS}", field="ray_servers")
         self._check_scaling()
         for name in ("replica_health_period_s", "replica_timeout_s"):
             if not 0.1 <= getattr(self, name) <= _LONGEST_PERIOD_S:  # also refuses NaN
                 raise InvalidRequest(f"{name} must be in 0.1 .. {_LONGEST_PERIOD_S:g}", field=name)
-        if not self.ray_address or "://" in self.ray_address:
+        if self.ray_address != LOCAL and not is_cluster(self.ray_address):
             raise InvalidRequest(
                 f"ray_address is {self.ray_address!r}; it must be auto, HOST:PORT or local: the command runs on a "
                 "node, not through Ray's client",

@@ -51,13 +51,14 @@ class Replica:
         self._ends = contextlib.ExitStack()
         ray: Any = cluster.import_ray()
         host: str = ray.util.get_node_ip_address()
-        ports = None
+        ports, changed = None, rank_options(self._spec)
         if self._spec.routing is Routing.KV_EVENTS:
             folder = Path(self._ends.enter_context(tempfile.TemporaryDirectory(prefix="openinfer-kv-")))
-            self._engine, access = launch(self._spec, changed=events_options(self._spec, folder, token=token))
+            changed |= events_options(self._spec, folder, token=token)
+            self._engine, access = launch(self._spec, changed=changed)
             ports = self._tell_events(folder, host, token)
         else:
-            self._engine, access = launch(self._spec)
+            self._engine, access = launch(self._spec, changed=changed)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
         self._relay = Relay(listener, token=token, open_link=lambda: open_link(access))
@@ -106,6 +107,17 @@ class Replica:
             await asyncio.to_thread(cluster.announce, self._spec.app, address)
         except Exception as error:  # noqa: BLE001 - Ray raises many kinds
             logger.warning("the directory of replicas does not answer: %s", error)
+
+
+def rank_options(spec: ReplicaSpec) -> dict[str, str]:
+    """Options of an engine whose ranks are on the nodes of this actor's placement group."""
+    if spec.ranks_per_node is None:
+        return {}
+    from openinfer_ray.ranks.setting import RaySetting  # imports the engine
+
+    address, group = cluster.own_group()
+    setting = RaySetting(address=address, ranks_per_node=spec.ranks_per_node, cpus=spec.cpus, group=group)
+    return {"rank_host": f"ray={setting.text}"}
 
 
 def events_options(spec: ReplicaSpec, folder: Path, *, token: bytes) -> dict[str, str]:

@@ -27,7 +27,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     family: str  # name in the group `openinfer.models`
     model_dir: str  # on every node
     options: msgspec.Raw  # the family's own options type, as JSON
-    cpus: int
+    cpus: int  # of each node
+    ranks_per_node: int | None = None  # None: all are on one
     token: str | None  # None: it is in `token_file`
     token_file: str
     drain_deadline_s: float

@@ -45,8 +45,8 @@ def run(argv: Sequence[str]) -> int:
     server = read_flags(arguments.namespace, ServerOptions, preset={"model_name": [arguments.model_name]})
     options = read_flags(arguments.namespace, RayOptions)
     set_up_logs(os.environ)
-    bundle = bundle_of(arguments.options, options)
     _refuse_what_is_not_there(arguments.options, options, server)
+    bundle = bundle_of(arguments.options, options)
     if options.replica_routing is Routing.KV_EVENTS:
         _require_kv_events(arguments.options)
     frontend_parts(arguments.model_dir, arguments.family.name, server)  # a wrong name is told before anything starts
@@ -93,7 +93,9 @@ def bundle_of(options: msgspec.Struct, replicas: RayOptions) -> Bundle:
     """What one replica of these options of a family needs."""
     of_family: Any = options
     on_gpus = str(getattr(of_family, "device", "")) == _ON_GPUS
-    return Bundle(cpus=replicas.replica_cpus, gpus=getattr(of_family, "tensor_parallel_size", 1) if on_gpus else 0)
+    ranks: int = getattr(of_family, "tensor_parallel_size", 1)
+    on_node = replicas.ranks_per_node or ranks
+    return Bundle(cpus=replicas.replica_cpus, gpus=on_node if on_gpus else 0, nodes=ranks // on_node)
 
 
 def spec_of(arguments: ModelArguments, options: RayOptions, server: ServerOptions) -> ReplicaSpec:
@@ -106,6 +108,7 @@ def spec_of(arguments: ModelArguments, options: RayOptions, server: ServerOption
         model_dir=str(arguments.model_dir.resolve()),
         options=msgspec.Raw(msgspec.json.encode(arguments.options)),
         cpus=options.replica_cpus,
+        ranks_per_node=options.ranks_per_node,
         token=token,
         token_file=str(Path(options.replica_token_file).resolve()) if options.replica_token_file else "",
         drain_deadline_s=server.drain_deadline_s,
@@ -145,7 +148,24 @@ def _refuse_what_is_not_there(of_family: msgspec.Struct, options: RayOptions, se
     if server.workers > 1:
         raise InvalidRequest("replicas on Ray are served by one process: --workers 1", field="workers")
     if getattr(of_family, "rank_host", None) not in (None, "process", "thread"):
-        raise InvalidRequest("a replica on Ray has the ranks of one node: leave --rank-host out", field="rank_host")
+        raise InvalidRequest(
+            "Ray places the ranks of a replica, on several nodes with --ranks-per-node: leave --rank-host out",
+            field="rank_host",
+        )
+    if options.ranks_per_node is not None:
+        _check_nodes(of_family, options.ranks_per_node)
+
+
+def _check_nodes(of_family: Any, on_node: int) -> None:
+    ranks: int = getattr(of_family, "tensor_parallel_size", 1)
+    if ranks % on_node or ranks == on_node:
+        raise InvalidRequest(
+            f"ranks_per_node is {on_node}; it must divide the {ranks} ranks of --tensor-parallel-size, and be less: "
+            "without it they are on one node",
+            field="ranks_per_node",
+        )
+    if getattr(of_family, "rank_host", None) == "thread":
+        raise InvalidRequest("ranks in threads are on one node: leave --rank-host out", field="rank_host")
 
 
 def _refuse_with_proxies(server: ServerOptions) -> None:
