@@ -15,6 +15,7 @@ from openinfer_core import InvalidCheckpoint, Refused, read_config
 from openinfer_engine import Checkpoint, EngineOptions, build_loop, resolve
 from openinfer_engine.options import KvCacheDtype
 from openinfer_engine.testing import (
+    Answer,
     DraftLog,
     RecordingFactory,
     accepted_share,
@@ -282,6 +283,22 @@ def test_a_part_of_the_vocabulary_is_refused_with_several_ranks(mtp_dir: Path) -
 def test_answers_with_drafts_of_a_part_of_the_vocabulary_are_those_without(mtp_dir: Path) -> None:
     options = {"vocabulary": "100"}
     check_model_drafter(Qwen35Definition(), mtp_dir, MtpDrafter, seeds=[0], drafter_options=options)
+
+
+def test_answers_after_steps_were_timed_at_the_start_are_those_without(mtp_dir: Path) -> None:
+    """Of a model with recurrent states, which the timed steps leave in their slots."""
+
+    def answers(**options: Any) -> dict[int, Answer]:
+        given = EngineOptions(num_blocks=40, max_num_seqs=4, batch_invariant=True, **options)
+        loop = build_loop(resolve(Qwen35Definition(), mtp_dir, given))
+        try:
+            assert ("draft_times" in {phase.name for phase in loop.info.start}) == bool(options)
+            requests = random_requests(6, vocab_size=loop.info.num_token_ids, max_prompt_tokens=40, logprobs=1)
+            return run_at_once(loop, requests)
+        finally:
+            loop.close()
+
+    assert answers(speculative="mtp,k=2") == answers()
 
 
 def test_plan_shows_the_layer_its_weights_and_its_kv(mtp_dir: Path) -> None:

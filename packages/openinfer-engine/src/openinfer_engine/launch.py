@@ -16,7 +16,7 @@ import msgspec
 from openinfer_core import EngineHandle, FamilyPlan, Refused
 from openinfer_core.process.host import EngineLoop
 from openinfer_core.process.timeline import Timeline
-from openinfer_core.scheduling import PlacesAdapters, Scheduler
+from openinfer_core.scheduling import PlacesAdapters, Scheduler, TakesStepTimes
 from openinfer_engine.data_parallel.launch import build_data_parallel_loop
 from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
@@ -45,6 +45,7 @@ from openinfer_engine.lora.remote_rank import LocalRank
 from openinfer_engine.lora.store import AdapterStore
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat, LoopHost
+from openinfer_engine.speculation.step_times import measure_step_times
 from openinfer_engine.tracing.step_trace import Begin, StepTrace
 from openinfer_engine.tracing.trace import NoTrace, Tracer, open_trace
 from openinfer_engine.weights.loading import load_workers
@@ -158,6 +159,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         undo.callback(runner.close)
         pages.finish()
         adapters = _make_adapters(engine_plan, scheduler, runner, processes, undo, step_trace=step_trace)
+        _measure_drafts(engine_plan, scheduler, runner)
         port = _join_tiers(engine_plan, tiers, scheduler, runner, processes, tracer=tracer)
         kv_transfer = _open_transfer(engine_plan, tiers, scheduler, port)
         undo.pop_all()
@@ -181,6 +183,18 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         step_trace=step_trace,
         weights=weights,
     )
+
+
+def _measure_drafts(engine_plan: EnginePlan, scheduler: Scheduler, runner: ThreadRunner | ProcessRunner) -> None:
+    """Tells a scheduler that weighs drafts against their time what steps take here."""
+    config = engine_plan.scheduler_config
+    if not (config.max_drafts and config.adapts_drafts and isinstance(scheduler, TakesStepTimes)):
+        return
+    times = measure_step_times(runner, config, num_token_ids=engine_plan.info.num_token_ids)
+    scheduler.take_step_times(times)
+    engine_plan.mark("draft_times")
+    most = max((each.num_rows for each in times), default=0)
+    logger.info("%d steps of up to %d rows were timed, with drafts and without", len(times), most)
 
 
 def _weights_in_use(engine_plan: EnginePlan) -> WeightsInUse | None:

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ emulated_cuda.install()
 from openinfer_core import GenerateRequest, RequestId, SamplingParams, TokenLogprobs, find_plugin
 from openinfer_core.errors import ContractViolation
 from openinfer_core.grammars import MaskWords, mask_words
-from openinfer_core.scheduling import SlotStart, StepPlan, StepResult
+from openinfer_core.scheduling import SchedulerConfig, SlotStart, StepPlan, StepResult
 from openinfer_engine import LocalGroup, SoloCommunicator
 from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits, make_states
 from openinfer_engine.cuda.worker import CudaWorker
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafting import DrafterContext, DrafterFaults, SharedDrafter
 from openinfer_engine.model import KvLayers, Model, ReplayedModel
+from openinfer_engine.speculation.step_times import measure_step_times
 from openinfer_engine.testing.drafted_steps import DraftedAnswer, DraftedSizes, DraftedSteps
 from openinfer_engine.testing.drafters import DraftKind, ScriptedDrafter
 from openinfer_engine.testing.drafts import drafted_requests, every_third_token_masked
@@ -310,7 +312,7 @@ class SetDrafter:
         pass
 
     def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array:
-        return self._ops.upload(np.array([SET_DRAFTS[slot] for slot in slots.tolist()], np.int32))
+        return self._ops.upload(np.array([SET_DRAFTS[slot % 4] for slot in slots.tolist()], np.int32))
 
 
 SET_DRAFTS = [5, 6, 7, 8], [5, -1, 7, 8], [5, 6, NUM_TOKEN_IDS, 8], [-1, 5, 6, 7]
@@ -371,13 +373,32 @@ def check_results(bench: Bench) -> None:
     """Rows that fail at their first position or a later one, slots with fewer drafts than planned, and next drafts."""
     shared = {"name": "set", "communicator": SoloCommunicator(), "num_token_ids": NUM_TOKEN_IDS}
     drafter = SharedDrafter(SetDrafter(BatchInvariantCpuOps()), faults=DrafterFaults(), **shared)
-    found, right = two_steps(bench.cuda(capture=False, drafts=SetDrafts())), two_steps(bench.cpu(drafter))
-    for result in (right, found):
+    found = [bench.cuda(capture=capture, drafts=SetDrafts()) for capture in (False, True, False, True)]
+    for runner in found[2:]:
+        measure(runner)
+    for result in (two_steps(bench.cpu(drafter)), *map(two_steps, found)):
         assert result.new_counts.tolist() == [0, 2, 3, 0]
         assert result.token_ids.tolist() == [5, 6, 5, 6, 7]
         assert result.draft_counts.tolist() == [3, 1, 2, 0]
         assert sorted(result.failed_rows) == [0, 3]
         assert result.next_drafts == {1: (5,)}
+
+
+def measure(runner: ThreadRunner) -> None:
+    """What an engine does before its first request; its clock ticks once a question, so that time suffices."""
+    config = SchedulerConfig(
+        num_blocks=NUM_BLOCKS,
+        block_size_tokens=BLOCK,
+        max_num_seqs=NUM_SLOTS,
+        max_step_tokens=64,
+        max_model_tokens=MAX_MODEL_TOKENS,
+        max_drafts=4,
+        adapts_drafts=True,
+    )
+    ticks = count()
+    times = measure_step_times(runner, config, num_token_ids=NUM_TOKEN_IDS, clock=lambda: next(ticks), most_s=1e6)
+    sizes = {(each.num_rows, each.num_drafts) for each in times}
+    assert sizes >= {(1, 0), (1, 1), (1, 3), (1, 4), (4, 0), (4, 16), (5, 20)}, sizes
 
 
 class SetDrafts:

@@ -244,6 +244,7 @@ def replace_groups(spec: Any, needed: Any) -> Any:
 def check(bench: DrafterBench) -> None:
     requests = drafted_requests(on_host.NUM_TOKEN_IDS, count=10)
     records = served(bench, requests, ((False, False), (True, False), (True, True)))
+    records += served(bench, requests, ((True, False), (True, True)), are_measured=True)
     right = records[0].drafts
     assert len(right) > 50, len(right)
     assert len({tuple(each) for each in right.values()}) > 10, "the drafter drafts the same whatever it is told"
@@ -286,7 +287,12 @@ def check_replayed(bench: DrafterBench) -> None:
 
 
 def served(
-    bench: DrafterBench, requests: list[Any], ways: Sequence[tuple[bool, bool]], *, quiet_share: float = 0.0
+    bench: DrafterBench,
+    requests: list[Any],
+    ways: Sequence[tuple[bool, bool]],
+    *,
+    quiet_share: float = 0.0,
+    are_measured: bool = False,
 ) -> list[Record]:
     """What is drafted by each way, on CUDA or not and captured or not; all answer as without drafts."""
     plain, _ = on_host.serve(bench.cpu(), requests, seed=1)
@@ -296,6 +302,11 @@ def served(
     for cuda, capture in ways:
         records.append(record := Record())
         runner = bench.worker(cuda=cuda, capture=capture, outputs=outputs, record=record)
+        if are_measured:  # of which the drafter keeps nothing
+            on_host.measure(runner)
+            assert record.drafts
+            record.drafts.clear()
+            record.late.clear()
         found, steps = on_host.serve(runner, requests, seed=5, drafts=drafts, quiet_share=quiet_share)
         assert bench.faults.count == 0
         assert steps.num_accepted > 20, steps.num_accepted

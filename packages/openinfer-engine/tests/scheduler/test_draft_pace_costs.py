@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
+from openinfer_core.scheduling import DecodeStepTime
 from openinfer_engine.scheduler.drafts.pace import DraftPace
 from openinfer_engine.scheduler.sequence import Sequence
 from openinfer_engine.scheduler.step_builder import StepInFlight
@@ -197,6 +198,38 @@ def test_it_is_never_slower_than_without(drafter: str, num_rows: int) -> None:
         batch = traffic(drafting, accepts, num_rows=num_rows)
         ratio = batch.run(200 * num_rows) / plain(drafting, num_rows)
         assert ratio >= LEAST, (name, ratio)
+
+
+def told(drafting: Drafting, *, most_rows: int) -> DraftPace:
+    """A pace that was told at the start what steps of few rows take (`speculation/step_times.py`)."""
+    pace, times = DraftPace(None), list[DecodeStepTime]()
+    for num_rows in (1 << bits for bits in range(most_rows.bit_length())):
+        most = num_rows * drafting.max_drafts
+        sizes = [0] * 4 + [
+            size for bits in range(1, 12) for size in [min(2**bits - 1, most)] * 2 if 2**bits - 1 < 2 * most
+        ]
+        times += [DecodeStepTime(num_rows, size, drafting.ms(num_rows, size)) for size in sizes]
+    pace.take_step_times(times)
+    return pace
+
+
+@pytest.mark.parametrize(("num_rows", "most_rows"), [(1, 16), (3, 16), (8, 16), (24, 16), (24, 256), (64, 256)])
+@pytest.mark.parametrize("drafter", [*DRAFTERS])
+def test_it_is_never_slower_with_times_of_the_start(drafter: str, num_rows: int, most_rows: int) -> None:
+    """Of its batch, of smaller and larger ones, or of smaller ones alone."""
+    drafting = DRAFTERS[drafter]
+    for name, accepts in PATTERNS.items():
+        batch = traffic(drafting, accepts, num_rows=num_rows, pace=told(drafting, most_rows=most_rows))
+        ratio = batch.run(200 * num_rows) / plain(drafting, num_rows)
+        assert ratio >= LEAST, (name, ratio)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 11])
+def test_short_answers_gain_from_times_of_the_start(num_rows: int) -> None:
+    """The first steps have drafts, which they have not where their times are learned."""
+    learning = traffic(EAGLE3, always(0.9), num_rows=num_rows, num_tokens=25)
+    begun = traffic(EAGLE3, always(0.9), num_rows=num_rows, num_tokens=25, pace=told(EAGLE3, most_rows=16))
+    assert begun.run(25 * num_rows) >= 1.05 * learning.run(25 * num_rows)
 
 
 class Always:

@@ -31,6 +31,7 @@ from openinfer_core.scheduling.scheduler import (
     WaitingRequest,
 )
 from openinfer_core.scheduling.step import BoolColumn, Int32Column, SlotStart, StateCopy, StepPlan, StepResult
+from openinfer_core.scheduling.step_times import DecodeStepTime, TakesStepTimes
 from openinfer_core.windows import MAX_TABLES
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "ChangesWeights",
     "ChoosesVictim",
     "CountsTokens",
+    "DecodeStepTime",
     "FlushesCache",
     "HoldsRows",
     "Int32Column",
@@ -57,5 +59,6 @@ __all__ = [
     "StateCopy",
     "StepPlan",
     "StepResult",
+    "TakesStepTimes",
     "WaitingRequest",
 ]

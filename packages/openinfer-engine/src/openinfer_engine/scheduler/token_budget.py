@@ -37,6 +37,7 @@ from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduler_options import refuse_unknown_options
 from openinfer_core.scheduling import (
     AdapterPort,
+    DecodeStepTime,
     QueuePolicy,
     SchedulerCapabilities,
     SchedulerConfig,
@@ -116,6 +117,10 @@ class TokenBudgetScheduler:
 
     def adapter_users(self) -> dict[bytes, tuple[int, int]]:
         return {} if self._queue.adapters is None else self._queue.adapters.users()
+
+    def take_step_times(self, times: ListLike[DecodeStepTime]) -> None:
+        if self._draft_pace is not None:
+            self._draft_pace.take_step_times(times)
 
     def listen(self, listener: BlockListener) -> None:
         self._queue.kv.listen(listener)

@@ -25,6 +25,7 @@ from functools import partial
 from itertools import accumulate, chain, repeat
 from operator import mul
 
+from openinfer_core.scheduling import DecodeStepTime
 from openinfer_engine.scheduler.drafts.record import DraftRecord
 from openinfer_engine.scheduler.drafts.times import RowTimes, StepTimes
 from openinfer_engine.scheduler.sequence import Sequence
@@ -65,6 +66,11 @@ class DraftPace:
         self._shares: list[float] = []  # of each row of the step: accepted ones of its drafts, as is hoped for
         self._tried: ListLike[bool] = ()
         self._least = 1.0  # probability of the drafts that the step has
+
+    def take_step_times(self, times: ListLike[DecodeStepTime]) -> None:
+        """Takes in what steps took that were run to be timed, as if they had been this engine's first."""
+        for each in times:
+            self._times.note(each.num_rows, each.num_drafts, each.ms)
 
     # --- plan -------------------------------------------------------------------------------------------
 

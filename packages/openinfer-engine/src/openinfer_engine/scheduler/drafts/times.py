@@ -73,10 +73,11 @@ class RowTimes:
         """As if timed, from what steps of fewer and of more rows took with about as many drafts for each row."""
         made = cls(num_rows)
         share = (num_rows - fewer.num_rows) / (more.num_rows - fewer.num_rows)
-        for size, timed in more.by_drafts.items():
-            other = fewer.by_drafts.get((timed.num_drafts * fewer.num_rows // more.num_rows).bit_length())
-            if other is not None and (size > 0) == (other.num_drafts > 0):
-                num_drafts = timed.num_drafts * num_rows // more.num_rows
+        for timed in more.by_drafts.values():
+            least = min(1, timed.num_drafts)  # a step with few drafts is one with some
+            other = fewer.by_drafts.get(max(least, timed.num_drafts * fewer.num_rows // more.num_rows).bit_length())
+            if other is not None:
+                num_drafts = max(least, timed.num_drafts * num_rows // more.num_rows)
                 ms, count = other.ms + share * (timed.ms - other.ms), min(timed.count, other.count)
                 made.by_drafts[num_drafts.bit_length()] = TimedSteps(ms, 0, num_drafts, count)
         return made
@@ -122,9 +123,13 @@ class StepTimes:
     def __init__(self) -> None:
         self._by_rows: dict[int, RowTimes] = {}
 
+    def note(self, num_rows: int, num_drafts: int, took_ms: float) -> None:
+        """Takes in a step of rows of which no others need be known."""
+        about = _about(num_rows)
+        self._by_rows.setdefault(about, RowTimes(about)).note(num_drafts, took_ms)
+
     def of(self, num_rows: int) -> RowTimes:
-        low_bits = max(0, num_rows.bit_length() - 4)
-        about = num_rows >> low_bits << low_bits
+        about = _about(num_rows)
         found = self._by_rows.get(about)
         if found is None:
             found = self._by_rows[about] = self._make(about)
@@ -137,3 +142,8 @@ class StepTimes:
         if 2 * fewer < num_rows or not more or more > 2 * num_rows:
             return RowTimes(num_rows)
         return RowTimes.between(self._by_rows[fewer], self._by_rows[more], num_rows=num_rows)
+
+
+def _about(num_rows: int) -> int:
+    low_bits = max(0, num_rows.bit_length() - 4)
+    return num_rows >> low_bits << low_bits
