@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from openinfer_engine.testing import Golden, check_steps
+from openinfer_deepseek_v4.family import DeepseekV4Definition
+from openinfer_engine.testing import Golden, check_greedy_drafts, check_recorded_drafts, check_steps
 
 TOLERANCE = 1e-3
 
@@ -63,3 +64,11 @@ def test_recorded_logits_notice_a_config_that_is_slightly_off(
 ) -> None:
     logits = harness(model_dir, change=change).step({"0": golden.tokens("0")})["0"]
     assert golden.error("0", logits) > 10 * TOLERANCE
+
+
+def test_rows_with_drafts_give_the_recorded_log_probabilities(model_dir: Path) -> None:
+    check_recorded_drafts(DeepseekV4Definition(), model_dir, tolerance=TOLERANCE)
+
+
+def test_greedy_answers_over_drafts_are_the_likeliest_tokens(model_dir: Path) -> None:
+    check_greedy_drafts(DeepseekV4Definition(), model_dir, tolerance=TOLERANCE)

@@ -25,10 +25,13 @@ from openinfer_engine.testing import (
     RoundedOps,
     answered_logprobs,
     check_drafts,
+    check_greedy_drafts,
+    check_recorded_drafts,
     computed_logprobs,
     prompt_differences,
     random_requests,
     random_weights,
+    record_golden,
     run_at_once,
 )
 from openinfer_qwen3.family import Qwen3, Qwen3Moe
@@ -171,6 +174,21 @@ def test_every_sampling_field_runs_beside_plain_rows(model_dir: Path) -> None:
     assert sum(said[i] == alone[i] for i in alone) >= len(alone) - 1
     assert len(together[103].logprobs) == len(together[103].token_ids)
     assert 4 not in said[101]
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_rows_with_drafts_are_close_to_the_cpu_in_float32(model_dir: Path, capture: bool) -> None:
+    """Products and attention of rows of up to eight tokens, in default mode; replayed where tokens alone are asked."""
+    if chooses_experts(model_dir):
+        pytest.skip("rounding turns near ties of routers: the largest difference says nothing")
+    definition = definition_of(model_dir)
+    options = {"device": DeviceKind.CUDA, "block_size_tokens": 16, "cuda_graph": capture}
+    record_golden(definition, model_dir, (140, 60, 9))
+    try:
+        check_recorded_drafts(definition, model_dir, tolerance=BF16_LOGPROB, **options)
+        check_greedy_drafts(definition, model_dir, tolerance=2 * BF16_LOGPROB, **options)  # of two logits
+    except Refused as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.mark.parametrize("capture", [True, False])

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from openinfer_engine.testing import Golden, RecordedModel
+from openinfer_engine.testing import Golden, RecordedModel, check_greedy_drafts, check_recorded_drafts
+from openinfer_qwen35.family import Qwen35Definition
 
 TOLERANCE = 1e-3
 
@@ -90,3 +91,11 @@ def test_recorded_logits_notice_a_config_that_is_slightly_off(
     fixtures: Path, harness: Any, name: str, change: dict[str, Any]
 ) -> None:
     RecordedModel(make=harness, model_dir=fixtures / name, tolerance=TOLERANCE).check_notices(change)
+
+
+def test_rows_with_drafts_give_the_recorded_log_probabilities(model_dir: Path) -> None:
+    check_recorded_drafts(Qwen35Definition(), model_dir, tolerance=TOLERANCE)
+
+
+def test_greedy_answers_over_drafts_are_the_likeliest_tokens(model_dir: Path) -> None:
+    check_greedy_drafts(Qwen35Definition(), model_dir, tolerance=TOLERANCE)

@@ -12,7 +12,7 @@ from openinfer_engine.testing.drafted_steps import DraftedAnswer, DraftedSizes, 
 from openinfer_engine.testing.drafters import DraftKind, ScriptedDrafter, scripted_drafter, with_drafter
 from openinfer_engine.testing.drafts import check_drafts, check_drafts_in_traffic, drafted_requests
 from openinfer_engine.testing.family import FamilyHarness, check_family, check_steps, step_at_random
-from openinfer_engine.testing.golden import Golden
+from openinfer_engine.testing.golden import Golden, record_golden
 from openinfer_engine.testing.launched import ask_launched, check_launched
 from openinfer_engine.testing.model_drafters import (
     DraftedContext,
@@ -27,6 +27,7 @@ from openinfer_engine.testing.quantised_family import check_quantised
 from openinfer_engine.testing.random_weights import bf16_exact, random_weights
 from openinfer_engine.testing.rank_hosts import check_rank_host
 from openinfer_engine.testing.recorded import RecordedModel
+from openinfer_engine.testing.recorded_drafts import check_greedy_drafts, check_recorded_drafts
 from openinfer_engine.testing.rounding import (
     Distance,
     QueriesOneOff,
@@ -61,10 +62,12 @@ __all__ = [
     "check_drafts",
     "check_drafts_in_traffic",
     "check_family",
+    "check_greedy_drafts",
     "check_launched",
     "check_model_drafter",
     "check_quantised",
     "check_rank_host",
+    "check_recorded_drafts",
     "check_steps",
     "computed_logprobs",
     "drafted_requests",
@@ -72,6 +75,7 @@ __all__ = [
     "prompt_differences",
     "random_requests",
     "random_weights",
+    "record_golden",
     "run_alone",
     "run_at_once",
     "run_together",

@@ -5,6 +5,7 @@ drives a runner by `DraftedSteps`, with all that a request may ask of its sampli
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from openinfer_engine.launch import build_loop
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.testing.answers import Answer, run_alone, run_together
-from openinfer_engine.testing.drafted_steps import DraftedAnswer, DraftedSizes, DraftedSteps
+from openinfer_engine.testing.drafted_steps import AllowedTokens, DraftedAnswer, DraftedSizes, DraftedSteps
 from openinfer_engine.testing.drafters import DraftKind, scripted_drafter, with_drafter
 from openinfer_engine.tracing.trace import NoTrace
 from openinfer_engine.weights.loading import load_workers
@@ -193,9 +194,15 @@ def _check_run(
     assert steps.num_empty > 0, f"{name}: no step was without rows"
 
 
-def _run(
-    engine_plan: EnginePlan, requests: Sequence[GenerateRequest], *, seed: int, outputs: Mapping[int, Sequence[int]]
+def run_drafted_steps(
+    engine_plan: EnginePlan,
+    requests: Sequence[GenerateRequest],
+    *,
+    seed: int,
+    outputs: Mapping[int, Sequence[int]],
+    allowed: AllowedTokens,
 ) -> tuple[dict[int, DraftedAnswer], DraftedSteps]:
+    """Answers of an engine's workers, without its scheduler, and the steps that they took."""
     options, limits = engine_plan.options, engine_plan.worker_limits
     size = options.tensor_parallel_size
     communicators: Sequence[Communicator] = [SoloCommunicator()] if size == 1 else LocalGroup(size).communicators
@@ -213,12 +220,19 @@ def _run(
         seed=seed,
         max_drafts=0 if engine_plan.drafter is None else engine_plan.drafter.max_drafts,
         outputs=outputs,
-        allowed=lambda request, output: every_third_token_masked(request, output, num_token_ids=limits.num_token_ids),
+        allowed=allowed,
     )
     try:
         return steps.run(requests), steps
     finally:
         runner.close()
+
+
+def _run(
+    engine_plan: EnginePlan, requests: Sequence[GenerateRequest], *, seed: int, outputs: Mapping[int, Sequence[int]]
+) -> tuple[dict[int, DraftedAnswer], DraftedSteps]:
+    allowed = partial(every_third_token_masked, num_token_ids=engine_plan.worker_limits.num_token_ids)
+    return run_drafted_steps(engine_plan, requests, seed=seed, outputs=outputs, allowed=allowed)
 
 
 def _check_varied(answers: Mapping[int, DraftedAnswer]) -> None:

@@ -1,14 +1,33 @@
 """Logits that a reference recorded for a model of a few layers, and how far others are from them."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from openinfer_engine.testing.family import Logits
+from openinfer_engine.model import ModelDefinition
+from openinfer_engine.testing.family import FamilyHarness, Logits
 
 FILE = "logits.npz"
 _NUM_SEQUENCES = 3
+
+
+def record_golden(definition: ModelDefinition[Any], model_dir: Path, lengths: Sequence[int]) -> None:
+    """Writes what a `Golden` reads, of tokens at random, by the family's own model in float32 on a CPU.
+
+    For models that no reference has recorded, such as those of other devices' tests: the family's gates hold that model
+    against one that was.
+    """
+    harness, rng = FamilyHarness(definition, model_dir, num_blocks=400), np.random.default_rng(5)
+    num_token_ids = definition.limits(harness.config).vocab_size
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, length in zip(map(str, range(_NUM_SEQUENCES)), lengths, strict=True):
+        token_ids = rng.integers(0, num_token_ids, length)
+        arrays[f"token_ids_{name}"], arrays[f"positions_{name}"] = token_ids, np.arange(length)
+        arrays[f"logits_{name}"] = harness.step({name: token_ids.tolist()})[name]
+    np.savez(model_dir / FILE, **arrays)  # pyright: ignore[reportArgumentType] - no array is named allow_pickle
 
 
 class Golden:
