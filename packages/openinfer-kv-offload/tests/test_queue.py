@@ -93,6 +93,38 @@ def test_more_transfers_than_may_wait_end_busy(make_queue):
     assert [ended(first), ended(second)] == [TransferState.COMPLETED] * 2
 
 
+def test_a_long_load_is_queued_whole_while_saves_are_as_many_as_may_wait(make_queue):
+    queue, failures = make_queue(num_threads=1, max_queued=1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang(transfer):
+        begun.set()
+        go_on.wait(30)
+        transfer.complete_blocks()
+
+    first = submit(queue, hang)
+    begun.wait(30)
+    save = submit(queue, lambda transfer: transfer.complete_blocks())
+    loads = [submit(queue, lambda transfer: transfer.complete_blocks(), urgency=Urgency.LOAD) for _ in range(300)]
+    refused = submit(queue, lambda transfer: transfer.complete_blocks())
+    assert refused.failure is TierFailure.BUSY
+    go_on.set()
+    assert {ended(each) for each in (first, save, *loads)} == {TransferState.COMPLETED}
+    assert failures()[TierFailure.BUSY] == 1
+    assert ended(submit(queue, lambda transfer: transfer.complete_blocks())) is TransferState.COMPLETED
+
+
+def test_more_loads_than_may_wait_end_busy(make_queue):
+    queue, _ = make_queue(num_threads=1, max_queued_loads=2)
+    begun, go_on = threading.Event(), threading.Event()
+    first = submit(queue, lambda transfer: (begun.set(), go_on.wait(30), transfer.complete_blocks()))
+    begun.wait(30)
+    loads = [submit(queue, lambda transfer: transfer.complete_blocks(), urgency=Urgency.LOAD) for _ in range(3)]
+    assert [each.failure for each in loads] == [None, None, TierFailure.BUSY]
+    go_on.set()
+    assert [ended(each) for each in (first, *loads)] == [TransferState.COMPLETED] * 3 + [TransferState.PARTIAL]
+
+
 def test_a_bug_in_a_tier_is_logged_counted_and_not_fatal(make_queue, caplog):
     queue, failures = make_queue()
     with caplog.at_level(logging.ERROR):

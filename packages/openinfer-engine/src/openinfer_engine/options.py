@@ -135,7 +135,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     that share a tier, and for replicas whose equal blocks a router is to know by one hash. By default a disk tier keeps
     one beside its blocks."""
     kv_load_timeout_ms: int = 1000
-    """Milliseconds after which the rest of a prefix that comes from KV tiers is computed instead."""
+    """Milliseconds after which the rest of a prefix that comes from KV tiers is computed instead, for each 2,048 blocks
+    of it that are begun."""
     kv_transfer: str | None = None
     """Name of the tier of --kv-tier that other engines read, or write: valkey, s3 or disk. Requests may then leave the
     KV of their prompt there for another engine, and begin on what another one has left, as kv_transfer_params say; see

@@ -41,6 +41,8 @@ logger = logging.getLogger("openinfer.engine")
 # Blocks of one transfer: enough for its cost to vanish, few enough for several threads of a tier to share a prompt.
 CHUNK_BLOCKS = 32
 _CHUNK_BYTES, _MOST_CHUNK_BLOCKS = 160 << 20, 128
+TIMEOUT_BLOCKS = 2048
+"""A load has its timeout once for each so many blocks: what is long to load is longer to compute."""
 _FINISH_S, _CLOSE_S = 2.0, 10.0  # when an engine ends: for copies to complete, and to stop
 
 
@@ -57,7 +59,7 @@ class PoolTierPort:
         blocks: the pool's, by block id.
         states: the chunks of each slot of recurrent states; none for a model without.
         shares: of the other ranks, which do the same with theirs; closed by `close`.
-        load_timeout_s: after which what has not completed is computed instead.
+        load_timeout_s: after which what has not completed is computed instead, for each `TIMEOUT_BLOCKS` begun.
         chunk_blocks: that one transfer moves; a load is several, side by side.
         save_timeout_s: after which a save is given up.
         before_close: called when nothing touches the blocks any more, before the tier is closed.
@@ -141,11 +143,12 @@ class PoolTierPort:
         chunks: list[Transfer] = []
         hits, found.hits = found.hits, []  # `load` takes each over: closing what was found must not close them again
         digests = [digest for hit in hits for digest in hit.digests]
+        timeout_s = self._load_timeout_s * -(-len(digests) // TIMEOUT_BLOCKS)
         try:
             place = 0
             for hit in hits:
                 into = self._memory(places[place : place + len(hit.digests)])
-                chunks.append(self._tier.load(hit, into, timeout_s=self._load_timeout_s))
+                chunks.append(self._tier.load(hit, into, timeout_s=timeout_s))
                 place += len(into)
         except Exception as error:  # noqa: BLE001 -- the fault boundary, as above
             self._break("load", error)

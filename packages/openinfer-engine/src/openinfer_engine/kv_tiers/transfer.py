@@ -19,9 +19,8 @@ class ChunkedTransfer:
 
     def is_over(self) -> bool:
         still_open = [chunk for chunk in self._open if chunk.poll() is TransferState.PENDING]
-        if len(still_open) < len(self._open) and still_open and self._is_partial():
-            for chunk in still_open:  # after a gap they are of no use
-                chunk.cancel()
+        if still_open and len(still_open) < len(self._open):
+            self._cancel_after_gap()
         self._open = still_open
         return not still_open
 
@@ -42,8 +41,15 @@ class ChunkedTransfer:
         if self._open:
             self._open[0].wait(timeout_s)
 
-    def _is_partial(self) -> bool:
-        return any(chunk.poll() in (TransferState.PARTIAL, TransferState.CANCELLED) for chunk in self._chunks)
+    def _cancel_after_gap(self) -> None:
+        """What comes after a chunk that has ended without all its blocks is of no use; what comes before it is."""
+        has_gap = False
+        for chunk in self._chunks:
+            state = chunk.poll()
+            if state is not TransferState.PENDING:
+                has_gap |= state is not TransferState.COMPLETED
+            elif has_gap:
+                chunk.cancel()
 
 
 class RankedTransfer:

@@ -33,7 +33,10 @@ class QueueOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_threads: int = msgspec.field(default_factory=lambda: min(8, max(2, (os.cpu_count() or 1) // 2)))
     """Threads of its own; by default half of the machine's processors, 2 to 8."""
     max_queued: int = 256
-    """Transfers that wait; one more ends partial at once (`BUSY`)."""
+    """Saves that wait; one more ends partial at once (`BUSY`)."""
+    max_queued_loads: int = 16_384
+    """Loads that wait; one more ends partial at once (`BUSY`). Each has its places already, so there may be many: a
+    session of 142,000 tokens comes in 70 to 280 transfers."""
     breaker_failures: int = 5
     """In a row, after which the tier is left alone."""
     breaker_cooldown_s: float = 10.0
@@ -68,7 +71,8 @@ class TransferQueue:
         )
         self._jobs: queue.PriorityQueue[tuple[Urgency, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()  # keeps the order of jobs of one urgency, which are not compared
-        self._max_queued = options.max_queued
+        self._most = {Urgency.LOAD: options.max_queued_loads, Urgency.SAVE: options.max_queued}
+        self._queued = dict.fromkeys(self._most, 0)  # under the lock
         self._open: dict[BlockTransfer, None] = {}  # in order of submission, which is that of their ends in `close`
         self._lock = threading.Lock()
         self._is_closed = False
@@ -155,8 +159,10 @@ class TransferQueue:
         return TierFailure.CLOSED if self._is_closed else self._health.refusal(is_save=is_save)
 
     def _enqueue(self, task: Callable[[], None], urgency: Urgency) -> TierFailure | None:
-        if self._jobs.qsize() >= self._max_queued:
-            return TierFailure.BUSY
+        with self._lock:
+            if self._queued[urgency] >= self._most[urgency]:
+                return TierFailure.BUSY
+            self._queued[urgency] += 1
         self._put(urgency, task)
         return None
 
@@ -166,12 +172,18 @@ class TransferQueue:
     def _drain(self) -> None:
         """After the end of all transfers: what is queued only gives back what it holds."""
         with contextlib.suppress(queue.Empty):
-            while (task := self._jobs.get_nowait()[2]) is not None:
+            while (task := self._taken(*self._jobs.get_nowait())) is not None:
                 task()
 
     def _run(self) -> None:
-        while (task := self._jobs.get()[2]) is not None:
+        while (task := self._taken(*self._jobs.get())) is not None:
             task()
+
+    def _taken(self, urgency: Urgency, _: int, task: Callable[[], None] | None) -> Callable[[], None] | None:
+        if task is not None:
+            with self._lock:
+                self._queued[urgency] -= 1
+        return task
 
     def _carry_out(
         self, job: Callable[[BlockTransfer], None], transfer: BlockTransfer, release: Callable[[], None]
