@@ -1,4 +1,4 @@
-"""Loads of long prefixes, which are many transfers of one tier: how long they may take, and what a gap in them costs."""
+"""Loads of long prefixes, which are many transfers of a tier: how long they may take, and what a gap in them costs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

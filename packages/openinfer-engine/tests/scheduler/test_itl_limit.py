@@ -107,6 +107,39 @@ def test_steps_of_prompts_alone_are_no_longer_than_a_newcomer_may_wait() -> None
     assert pace.budget_tokens(4096, decode_rows=0) == LONE_TOKENS
 
 
+@pytest.mark.parametrize("knows_decode_rows", [True, False])
+def test_what_a_step_takes_without_tokens_does_not_make_tokens_dearer(*, knows_decode_rows: bool) -> None:
+    """Steps of two tenants' prompts: each is as short as the one before made it."""
+    pace, now_s, step_ms, token_ms = ItlLimiter(None), 0.0, 6.5, 0.041
+    steps = [(1, 0)] * 10 if knows_decode_rows else []
+    steps += [(0, 8192)]
+
+    def play(decode_rows: int, tokens: int) -> float:
+        took_s = (step_ms + tokens * token_ms) * 1e-3
+        step = make_step(planned_s=now_s, decode_rows=decode_rows, prompt_tokens=tokens)
+        pace.note(step, applied_s=now_s + took_s)
+        return now_s + took_s
+
+    for decode_rows, tokens in steps:
+        now_s = play(decode_rows, tokens)
+    now_s = play(0, FIRST_TOKENS)
+    budgets: list[int] = []
+    for _ in range(300):
+        budgets.append(pace.budget_tokens(8192, decode_rows=0, others_ms=OTHERS_MS))
+        now_s = play(0, budgets[-1])
+    assert min(budgets) > 0.9 * OTHERS_MS / token_ms
+    assert max(budgets) < 1.1 * OTHERS_MS / token_ms
+
+
+def test_two_steps_that_say_nothing_of_the_time_without_tokens_change_nothing() -> None:
+    pace, now_s = ItlLimiter(None), 0.0
+    for tokens, took_ms in ((100, 10.0), (150, 10.5), (400, 9.0)):
+        step = make_step(planned_s=now_s, decode_rows=0, prompt_tokens=tokens)
+        now_s += took_ms * 1e-3
+        pace.note(step, applied_s=now_s)
+    assert pace.budget_tokens(8192, decode_rows=0, others_ms=OTHERS_MS) < OTHERS_MS / (0.9 * 10.0 / 150)
+
+
 def test_flood_of_prompts_leaves_another_tenants_rows_their_pace() -> None:
     config = SchedulerConfig(
         num_blocks=4096, block_size_tokens=4, max_num_seqs=64, max_step_tokens=2048, max_model_tokens=4096
