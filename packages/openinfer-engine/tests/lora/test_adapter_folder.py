@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from openinfer_core import InvalidCheckpoint, Refused
-from openinfer_engine.lora.adapter_folder import MAX_HEADER_BYTES, AdaptedModule, module_key, read_adapter
+from openinfer_engine.lora.adapter_folder import (
+    MAX_HEADER_BYTES,
+    AdaptedModule,
+    LowRank,
+    module_key,
+    read_adapter,
+)
 
 MODULES = {f"layers.{layer}.self_attn.{name}_proj": AdaptedModule(24, 16) for layer in range(2) for name in "qv"}
 PREFIX = "base_model.model.model.layers.0.self_attn"
@@ -45,16 +51,35 @@ def write(folder: Path, tensors: Mapping[str, Any], *, header: str | None = None
     return folder
 
 
-def read(folder: Path, max_rank: int = 16) -> Any:
-    return read_adapter(folder, modules=MODULES, max_rank=max_rank)
+def read(folder: Path, max_rank: int = 16, **given: Any) -> Any:
+    return read_adapter(folder, modules=MODULES, max_rank=max_rank, **given)
+
+
+class Taken:
+    """Keeps what is read: copies, since the memory is used again."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, LowRank] = {}
+        self.factors: dict[tuple[str, str], Any] = {}
+
+    def begin(self, modules: Mapping[str, LowRank]) -> None:
+        self.modules |= modules
+
+    def take(self, module: str, factor: str, values: Any) -> None:
+        assert (module, factor) not in self.factors
+        self.factors[module, factor] = values.copy()
 
 
 def test_factors_are_found_under_every_wrappers_names(tmp_path: Path) -> None:
     for wrapper in ("base_model.model.model.", "base_model.model.model.language_model.", "base_model.model.", "model."):
         name = f"{wrapper}layers.1.self_attn.v_proj"
-        adapter = read(write(tmp_path / "adapter", pair(name)))
-        assert list(adapter.pairs) == ["layers.1.self_attn.v_proj"]
-        assert adapter.pairs["layers.1.self_attn.v_proj"].scale == 2
+        taken = Taken()
+        read(write(tmp_path / "adapter", pair(name)), target=taken)
+        assert taken.modules == {"layers.1.self_attn.v_proj": (4, 2.0)}
+        for (module, factor), values in taken.factors.items():
+            assert module == "layers.1.self_attn.v_proj"
+            np.testing.assert_array_equal(values, pair(name)[f"{name}.lora_{factor}.weight"])
+        assert len(taken.factors) == 2
     assert module_key("model.visual.layers.1.q_proj") is None
     assert module_key("lm_head") is None
 
@@ -76,6 +101,42 @@ def test_digest_is_of_what_is_computed(tmp_path: Path) -> None:
     # alpha 8 by the root of rank 4 is alpha 16 by the rank: the same mathematics
     same = read(write(tmp_path / "same", pair(), use_rslora=True))
     assert same.digest == read(others["alpha"]).digest
+
+
+def mixed_dtypes() -> dict[str, Any]:
+    shapes = {
+        f"{name}_proj.lora_{factor}": shape for name in "qv" for factor, shape in (("A", (4, 16)), ("B", (24, 4)))
+    }
+    dtypes = (np.float32, np.float16, np.uint16, np.uint16)
+    return {
+        f"{PREFIX}.{name}.weight": np.arange(np.prod(shape), dtype=dtype).reshape(shape)
+        for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
+    }
+
+
+def test_digest_stays_what_it_was(tmp_path: Path) -> None:
+    """KV in tiers is found by it after a restart, and by other releases."""
+    assert read(write(tmp_path / "adapter", mixed_dtypes())).digest.hex() == "3c93ad7f797dcdf955acb66c8b761d67"
+
+
+def test_what_is_given_is_what_the_file_has_however_many_threads_read_it(tmp_path: Path) -> None:
+    modules = {f"layers.{layer}.mlp.up_proj": AdaptedModule(300 + layer, 1000 - layer) for layer in range(40)}
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"base_model.model.model.{module}.lora_{factor}.weight": rng.normal(size=shape).astype(np.float32)
+        for module, each in modules.items()
+        for factor, shape in (("B", (each.rows, 12)), ("A", (12, each.columns)))
+    }
+    folder, digests = write(tmp_path / "adapter", tensors, r=12), set[bytes]()
+    for num_threads in (1, 3, 40):
+        taken = Taken()
+        adapter = read_adapter(folder, modules=modules, max_rank=16, target=taken, num_threads=num_threads)
+        digests.add(adapter.digest)
+        assert taken.modules == dict.fromkeys(modules, (12, 8 / 12))
+        assert len(taken.factors) == len(tensors)
+        for (module, factor), values in taken.factors.items():
+            np.testing.assert_array_equal(values, tensors[f"base_model.model.model.{module}.lora_{factor}.weight"])
+    assert len(digests) == 1
 
 
 def test_large_factors_are_hashed_in_pieces_to_the_last_byte(tmp_path: Path) -> None:

@@ -1,18 +1,19 @@
 """Slots of adapters: what they take, and what is in them, also where the B's of all slots lie next to each other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from openinfer_core.errors import ContractViolation
-from openinfer_engine.lora.adapter_folder import Adapter, LowRankPair
-from openinfer_engine.lora.arena import AdapterArena, arena_bytes, piece_of
+from openinfer_engine.lora.adapter_folder import LowRank
+from openinfer_engine.lora.arena import AdapterArena, AdapterShare, arena_bytes, piece_of
 from openinfer_engine.model import Shard
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.weights.adapter_columns import MOST_COLUMNS, adapter_columns, most_columns
+from openinfer_kernels.weights.bfloat16 import rounded_bits
 
 PREFIX = "model.layers.0.self_attn"
 MATRICES: list[tuple[Any, Shard]] = [
@@ -39,6 +40,22 @@ class FusingOps(CpuOps):
 
     def host_weights(self, num_values: int) -> Any:
         return np.full(num_values, np.nan, np.float32)
+
+
+class LowRankPair(NamedTuple):
+    a: Any
+    b: Any
+    scale: float
+
+
+def share_of(arena: AdapterArena, pairs: Mapping[str, LowRankPair]) -> AdapterShare:
+    """In memory that had something else, as it has in an engine."""
+    writer = arena.begin_share()
+    writer.begin({name: LowRank(len(pair.a), pair.scale) for name, pair in pairs.items()})
+    for name, pair in pairs.items():
+        writer.take(name, "B", pair.b)
+        writer.take(name, "A", pair.a)
+    return writer.share()
 
 
 def loaded(ops: Any, *, num_slots: int, max_rank: int, size: int = 1, may_fuse: bool = True) -> AdapterArena:
@@ -82,9 +99,7 @@ def test_what_an_adapter_leaves_out_is_zero_also_where_another_one_was(may_fuse:
         )
         for name, rows, columns in (("q", 128, 64), ("v", 64, 64), ("o", 64, 128))
     }
-    first = Adapter(digest=b"1", rank=5, pairs=pairs)
-    second = Adapter(digest=b"2", rank=5, pairs={name: pair for name, pair in pairs.items() if "v_proj" in name})
-    arena.place(1, arena.share_of(first))
+    arena.place(1, share_of(arena, pairs))
     (qv, o) = arena.products
     v = pairs["layers.0.self_attn.v_proj"]
     np.testing.assert_allclose(qv.a[1, 1, :5], v.a)
@@ -94,7 +109,7 @@ def test_what_an_adapter_leaves_out_is_zero_also_where_another_one_was(may_fuse:
     assert (qv.columns is not None) == may_fuse
     if qv.columns is not None:
         np.testing.assert_array_equal(qv.columns[:, 8:16], qv.b[1])
-    arena.place(1, arena.share_of(second))
+    arena.place(1, share_of(arena, {name: pair for name, pair in pairs.items() if "v_proj" in name}))
     np.testing.assert_allclose(qv.b[1, 128:, :5], 2 * v.b)
     assert not any(each.any() for each in (qv.a[1, 0], qv.b[1, :128], o.a[1], o.b[1]))
 
@@ -106,7 +121,7 @@ def test_what_lies_in_a_slot_is_copied_back_and_placed_again(may_fuse: bool) -> 
     pair = LowRankPair(
         a=rng.normal(size=(5, 64)).astype(np.float32), b=rng.normal(size=(64, 5)).astype(np.float32), scale=2.0
     )
-    arena.place(2, arena.share_of(Adapter(digest=b"1", rank=5, pairs={"layers.0.self_attn.v_proj": pair})))
+    arena.place(2, share_of(arena, {"layers.0.self_attn.v_proj": pair}))
     kept, before = arena.share_in(2), [(each.a.copy(), each.b.copy()) for each in arena.products]
     for each in arena.products:
         each.a[:], each.b[:] = 0, 0
@@ -115,6 +130,53 @@ def test_what_lies_in_a_slot_is_copied_back_and_placed_again(may_fuse: bool) -> 
         np.testing.assert_array_equal(each.a, a)
         np.testing.assert_array_equal(each.b, b)
     assert arena.products[0].a.any()
+
+
+class HalfOps(FusingOps):
+    """Slots of BF16, as their bits."""
+
+    def zeros(self, shape: Any, dtype: Any = np.uint16) -> Any:
+        return np.zeros(shape, dtype)
+
+    def host_weights(self, num_values: int) -> Any:
+        return np.full(num_values, 0x7FC0, np.uint16)
+
+
+def _bits(values: Any) -> Any:
+    return rounded_bits(np.asarray(values, np.float32))
+
+
+def _values(bits: Any) -> Any:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.mark.parametrize("num_scales", [1, 40])
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32, np.float16])
+@pytest.mark.parametrize("rank", [8, 5])
+def test_slots_of_bf16_have_a_as_it_is_and_b_times_its_scale_rounded_once(
+    rank: int, dtype: type, num_scales: int
+) -> None:
+    rng = np.random.default_rng(0)
+    matrices: list[Any] = [SimpleNamespace(name=f"model.layers.{i}.mlp.up_proj", shape=(24, 16)) for i in range(40)]
+    arena = AdapterArena(ops=HalfOps(), num_slots=1, max_rank=8)
+    for i, matrix in enumerate(matrices):
+        arena.add(np.zeros(i + 1), [piece_of(matrix, Shard.COLUMN_PARALLEL, rank=1, size=2)])
+
+    def made(shape: tuple[int, int]) -> Any:
+        values = rng.normal(size=shape).astype(np.float32)
+        return _bits(values) if dtype is np.uint16 else values.astype(dtype)
+
+    pairs = {
+        f"layers.{i}.mlp.up_proj": LowRankPair(made((rank, 16)), made((24, rank)), 0.3 + i % num_scales)
+        for i in range(40)
+    }
+    for factors, pair in zip(share_of(arena, pairs).factors, pairs.values(), strict=True):
+        assert factors is not None
+        a, b = ((_values(each) if dtype is np.uint16 else each.astype(np.float32)) for each in (pair.a, pair.b))
+        np.testing.assert_array_equal(factors[0][0, :rank], _bits(a))
+        np.testing.assert_array_equal(factors[1][:, :rank], _bits(b[12:] * np.float32(pair.scale)))
+        assert not factors[0][0, rank:].any()
+        assert not factors[1][:, rank:].any()
 
 
 def test_model_that_is_read_again_keeps_its_slots_and_lets_go_of_the_old_weights() -> None:
@@ -157,14 +219,14 @@ class CountingOps(CpuOps):
         return super().host_weights(num_values)
 
 
-def adapter_of(*names: str) -> Adapter:
+def pairs_of(*names: str) -> Mapping[str, LowRankPair]:
     shapes = {matrix.name.removeprefix(f"{PREFIX}."): matrix.shape for matrix, _ in MATRICES}
     pairs: dict[str, LowRankPair] = {}
     for name in names:
         rows, columns = shapes[f"{name}_proj"]
         a, b = np.full((8, columns), 2.0), np.full((rows, 8), 3.0)
         pairs[f"layers.0.self_attn.{name}_proj"] = LowRankPair(a=a, b=b, scale=1.0)
-    return Adapter(digest=b"", rank=8, pairs=pairs)
+    return pairs
 
 
 def test_memory_that_was_taken_ahead_is_the_next_adapters_if_it_is_as_large() -> None:
@@ -173,10 +235,10 @@ def test_memory_that_was_taken_ahead_is_the_next_adapters_if_it_is_as_large() ->
     arena.prepare()
     arena.prepare()
     (whole,) = ops.taken
-    assert arena.share_of(adapter_of("o")).num_bytes == ops.taken[-1] * 4 < whole * 4
-    first = arena.share_of(adapter_of("q", "v", "o"))
+    assert share_of(arena, pairs_of("o")).num_bytes == ops.taken[-1] * 4 < whole * 4
+    first = share_of(arena, pairs_of("q", "v", "o"))
     assert ops.taken == [whole, ops.taken[1]], "it was there"
-    second = arena.share_of(adapter_of("q", "v", "o"))
+    second = share_of(arena, pairs_of("q", "v", "o"))
     assert ops.taken[2:] == [whole]
     pairs = zip(first.factors, second.factors, strict=True)
     assert not any(np.shares_memory(one[0], other[0]) for one, other in pairs if one and other)

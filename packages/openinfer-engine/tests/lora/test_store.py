@@ -4,7 +4,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from openinfer_core import InvalidCheckpoint, Refused
@@ -12,7 +11,7 @@ from openinfer_core.control import LoadAdapter, LoadStep
 from openinfer_core.process.wire import ENDED
 from openinfer_core.scheduling import AdapterLoad
 from openinfer_engine.lora.adapter_config import CONFIG_FILE
-from openinfer_engine.lora.adapter_folder import WEIGHTS_FILE, Adapter, LowRankPair
+from openinfer_engine.lora.adapter_folder import WEIGHTS_FILE, Adapter
 from openinfer_engine.lora.store import AdapterStore
 
 SIZE = 100
@@ -32,8 +31,7 @@ class Rank:
         if not folder.exists():
             raise InvalidCheckpoint(f"{folder} is not there")
         content = (folder / WEIGHTS_FILE).read_bytes().ljust(16, b".")
-        pair = LowRankPair(a=np.zeros((1, 1)), b=np.zeros((1, 1)), scale=1.0)
-        return Adapter(digest=content, rank=1, pairs={"x": pair})
+        return Adapter(digest=content, rank=1)
 
     def hold(self, adapter: Adapter, folder: Path | None = None) -> int:
         del folder

@@ -13,19 +13,19 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from openinfer_core import InvalidCheckpoint, Refused
-from openinfer_engine.lora.adapter_config import AdapterConfig, read_adapter_config
+from openinfer_engine.lora.adapter_config import read_adapter_config
 from openinfer_engine.lora.adapter_tensors import (
     READ_DTYPES,
     NotFiniteError,
-    ReadTensors,
+    TakeTensor,
     hashed,
     read_exactly,
     read_tensors,
 )
-from openinfer_engine.weights.safetensors_file import TensorInfo, read_header
+from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES, TensorInfo, read_header
 from openinfer_kernels import HostArray
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -35,13 +35,15 @@ _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _PEFT_PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _LAYER = re.compile(r"(?P<wrapper>(?:model\.|language_model\.)*)(?P<module>layers\.[0-9]+\..+)")
-_BOTH: tuple[Literal["A", "B"], ...] = ("A", "B")
 _OTHER_MATHEMATICS = {
     "lora_magnitude_vector": "DoRA is not served; merge the adapter into the checkpoint",
     "lora_embedding_": "adapters of embeddings are not served",
     "lora_B.bias": "biases of adapters are not served",
     ".base_layer.": "adapters of expert tensors are not served",
 }
+
+
+Factor: TypeAlias = Literal["A", "B"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +54,36 @@ class AdaptedModule:
     columns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRankPair:
-    """What an adapter adds to one matrix: `scale * b @ a`."""
+class LowRank(NamedTuple):
+    """What an adapter says of one matrix: it adds `scale * B @ A`."""
 
-    a: HostArray
-    """`[r, in]` as it is stored: float32, float16, or BF16 as its bits in uint16."""
-    b: HostArray
-    """`[out, r]`"""
+    rank: int
     scale: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """An adapter in host memory, checked."""
+    """An adapter that was read, and checked."""
 
     digest: bytes
     """Of what it computes: modules, ranks, scales and tensors; not of its name or its folder."""
     rank: int
     """The largest of its modules."""
-    pairs: Mapping[str, LowRankPair]
-    """By module, as `module_key` names it."""
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(pair.a.nbytes + pair.b.nbytes for pair in self.pairs.values())
+
+class TakesFactors(Protocol):
+    """Where factors go while an adapter is read. What was taken of one that turns out to be refused is of no use."""
+
+    def begin(self, modules: Mapping[str, LowRank]) -> None:
+        """What comes, by module; shapes and ranks were checked."""
+        ...
+
+    def take(self, module: str, factor: Factor, values: HostArray) -> None:
+        """A `[r, in]` or B `[out, r]`: float32, float16, or BF16 as its bits in uint16; finite, of any alignment.
+
+        In memory that is used again after the call. Called from several threads, once for each factor.
+        """
+        ...
 
 
 def module_key(name: str) -> str | None:
@@ -88,13 +95,22 @@ def module_key(name: str) -> str | None:
     return None if found is None else found["module"]
 
 
-def read_adapter(folder: Path, *, modules: Mapping[str, AdaptedModule], max_rank: int) -> Adapter:
+def read_adapter(
+    folder: Path,
+    *,
+    modules: Mapping[str, AdaptedModule],
+    max_rank: int,
+    target: TakesFactors | None = None,
+    num_threads: int | None = None,
+) -> Adapter:
     """An adapter of a folder.
 
     Args:
         folder: in PEFT's layout.
         modules: what can be adapted, by `module_key`.
         max_rank: that a module of the adapter may have.
+        target: gets its factors; without one they are checked alone.
+        num_threads: that read it; by default as many as there are processors, 16 at most.
 
     Raises:
         InvalidCheckpoint: a file is missing or malformed, a tensor has not its module's shape, or is not finite.
@@ -112,13 +128,27 @@ def read_adapter(folder: Path, *, modules: Mapping[str, AdaptedModule], max_rank
         found = _factors(tensors, modules, path)
         for key, factors in found.items():
             _check(tensors, factors, modules[key], path, rank=config.rank_of(factors.module), max_rank=max_rank)
+        says = {
+            key: LowRank(config.rank_of(factors.module), config.scale_of(factors.module))
+            for key, factors in sorted(found.items())
+        }
+        take = _taking(found, says, target)
         try:
-            read = read_tensors(descriptor, path, tensors, data_start=data_start)
+            digests = read_tensors(descriptor, path, tensors, data_start=data_start, take=take, num_threads=num_threads)
         except NotFiniteError as name:
             raise InvalidCheckpoint(f"{path}: {_shown(str(name))} has values that are not finite") from None
-    pairs = {key: _pair(read, factors, config) for key, factors in sorted(found.items())}
-    digest = _digest(pairs, found, read)
-    return Adapter(digest=digest, rank=max(pair.a.shape[0] for pair in pairs.values()), pairs=pairs)
+    digest = _digest(says, found, tensors, digests)
+    return Adapter(digest=digest, rank=max(each.rank for each in says.values()))
+
+
+def _taking(found: "Mapping[str, _Factors]", says: Mapping[str, LowRank], target: TakesFactors | None) -> TakeTensor:
+    if target is None:
+        return lambda name, values: None
+    target.begin(says)
+    places: dict[str, tuple[str, Factor]] = {}
+    for key, factors in found.items():
+        places |= {name: (key, factor) for factor, name in factors.names.items()}
+    return lambda name, values: target.take(*places[name], values)
 
 
 def _weights_path(folder: Path) -> Path:
@@ -154,7 +184,7 @@ class _Factors:
     """Names of the two tensors of a module, and the module as the file names it."""
 
     module: str
-    names: dict[Literal["A", "B"], str]
+    names: dict[Factor, str]
 
 
 def _factors(
@@ -175,7 +205,7 @@ def _factors(
             kinds = ", ".join(sorted({each.rpartition(".")[2] for each in modules}))
             raise Refused(f"{path}: {_shown(module)} cannot be adapted; modules that can be: {kinds}")
         factors = found.setdefault(key, _Factors(module, {}))
-        factor: Literal["A", "B"] = "A" if match["factor"] == "A" else "B"
+        factor: Factor = "A" if match["factor"] == "A" else "B"
         if factor in factors.names:
             raise InvalidCheckpoint(f"{path}: {_shown(factors.names[factor])} and {_shown(name)} are the same module's")
         factors.names[factor] = name
@@ -195,7 +225,7 @@ def _check(
             f"{path}: {_shown(factors.module)} has rank {rank}; this engine was started for at most {max_rank} "
             "(--max-lora-rank)"
         )
-    shapes: dict[Literal["A", "B"], tuple[int, int]] = {"A": (rank, module.columns), "B": (module.rows, rank)}
+    shapes: dict[Factor, tuple[int, int]] = {"A": (rank, module.columns), "B": (module.rows, rank)}
     for factor, shape in shapes.items():
         name = factors.names[factor]
         info = tensors[name]
@@ -208,18 +238,20 @@ def _check(
             )
 
 
-def _pair(read: ReadTensors, factors: _Factors, config: AdapterConfig) -> LowRankPair:
-    a, b = (read.arrays[factors.names[factor]] for factor in _BOTH)
-    return LowRankPair(a=a, b=b, scale=config.scale_of(factors.module))
-
-
-def _digest(pairs: Mapping[str, LowRankPair], found: Mapping[str, _Factors], read: ReadTensors) -> bytes:
+def _digest(
+    says: Mapping[str, LowRank],
+    found: Mapping[str, _Factors],
+    tensors: Mapping[str, TensorInfo],
+    digests: Mapping[str, bytes],
+) -> bytes:
     """Of what is computed, in the order of modules, whatever the file's is."""
     parts: list[bytes] = []
-    for key, pair in pairs.items():
-        shapes = f"{pair.a.dtype.str} {pair.a.shape} {pair.b.dtype.str} {pair.b.shape}"
-        parts.append(hashed(f"{key}\0{pair.scale.hex()}\0{shapes}".encode()))
-        parts += (read.digests[found[key].names[factor]] for factor in _BOTH)
+    for key, each in says.items():
+        names = found[key].names
+        a, b = tensors[names["A"]], tensors[names["B"]]
+        shapes = f"{NUMPY_DTYPES[a.dtype].str} {a.shape} {NUMPY_DTYPES[b.dtype].str} {b.shape}"
+        parts.append(hashed(f"{key}\0{each.scale.hex()}\0{shapes}".encode()))
+        parts += (digests[names["A"]], digests[names["B"]])
     return hashed(b"".join(parts))
 
 

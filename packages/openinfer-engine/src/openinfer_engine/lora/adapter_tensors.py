@@ -1,16 +1,16 @@
-"""Reading the factors of an adapter in one pass: threads read a part of the file, look at its numbers, and hash it.
+"""Reading the factors of an adapter in one pass: threads read some tensors, look at their numbers, hash and give them.
 
-What a part has is in the processor's cache by then: hashing takes most of the time, and each byte comes from memory
-once. The file is read, not mapped, and what was looked at and hashed is what is used: a file that is changed meanwhile
-cannot harm.
+What a thread has read is in the processor's cache by then, in memory that it uses again for the next tensors: hashing
+takes most of the time, each byte comes from the file once, and no copy of the file is made. The file is read, not
+mapped, and what was looked at and hashed is what is given: a file that is changed meanwhile cannot harm.
 """
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -42,24 +42,16 @@ def hashed(data: bytes | memoryview) -> bytes:
     return found.digest()[:DIGEST_BYTES]
 
 
-class ReadTensors(NamedTuple):
-    """Tensors of a file, by name."""
-
-    arrays: Mapping[str, HostArray]
-    """As they are stored; BF16 as its bits in uint16."""
-    digests: Mapping[str, bytes]
-    """Of all pieces of each, one after the other."""
+TakeTensor: TypeAlias = Callable[[str, HostArray], None]
+"""A tensor by its name, as it is stored; BF16 as its bits in uint16. In memory that is used again after the call."""
 
 
 class NotFiniteError(Exception):
     """A tensor has numbers that are not finite; its name."""
 
 
-class _Piece(NamedTuple):
-    name: str
-    dtype: "np.dtype[Any]"
-    begin: int
-    end: int
+_Task: TypeAlias = Sequence[tuple[str, TensorInfo]]
+"""Tensors that follow each other in the file."""
 
 
 def read_exactly(descriptor: int, begin: int, end: int, path: Path) -> bytes:
@@ -69,52 +61,74 @@ def read_exactly(descriptor: int, begin: int, end: int, path: Path) -> bytes:
     return bytes(memory)
 
 
-def read_tensors(descriptor: int, path: Path, tensors: Mapping[str, TensorInfo], *, data_start: int) -> ReadTensors:
-    """Reads all tensors of a file, which cover its data.
+def read_tensors(
+    descriptor: int,
+    path: Path,
+    tensors: Mapping[str, TensorInfo],
+    *,
+    data_start: int,
+    take: TakeTensor,
+    num_threads: int | None = None,
+) -> Mapping[str, bytes]:
+    """Reads all tensors of a file, which cover its data, and gives each to `take`, called from several threads.
+
+    `num_threads` is `adapter_threads` unless it is given.
+
+    Returns:
+        By name, the digests of all pieces of a tensor, one after the other.
 
     Raises:
         InvalidCheckpoint: the file became shorter.
         NotFiniteError: of the first such tensor in the file's order.
     """
     ordered = sorted(tensors.items(), key=lambda each: each[1].data_offsets)
-    num_bytes = ordered[-1][1].data_offsets[1] if ordered else 0
-    memory: Any = np.empty(num_bytes, np.uint8)  # a buffer, which typing knows from 3.12 on
-    data = memoryview(memory)
+    num_threads = num_threads or adapter_threads()
+    tasks = list(_tasks(ordered, num_threads))
+    most = max((_num_bytes(task) for task in tasks), default=0)
+    spare: list[HostArray] = []
 
-    def take(pieces: Sequence[_Piece]) -> list[bytes]:
-        begin, end = pieces[0].begin, pieces[-1].end
-        _read_into(descriptor, data[begin:end], data_start + begin, path)
-        _require_finite(memory, pieces)
-        return [hashed(data[each.begin : each.end]) for each in pieces]
+    def run(task: _Task) -> list[bytes]:
+        memory: Any = spare.pop() if spare else np.empty(most, np.uint8)
+        begin = task[0][1].data_offsets[0]
+        data = memoryview(memory)[: _num_bytes(task)]  # a buffer, which typing knows from 3.12 on
+        _read_into(descriptor, data, data_start + begin, path)
+        arrays = [_array(memory, info, begin) for _, info in task]
+        _require_finite(memory[: len(data)], task, arrays)
+        found = [_hashed_pieces(data[info.data_offsets[0] - begin : info.data_offsets[1] - begin]) for _, info in task]
+        for (name, _), array in zip(task, arrays, strict=True):
+            take(name, array)
+        spare.append(memory)
+        return found
 
-    digests: dict[str, list[bytes]] = {name: [] for name in tensors}
-    with ThreadPoolExecutor(adapter_threads(), thread_name_prefix="openinfer-adapter-read") as pool:
-        tasks = [(pieces, pool.submit(take, pieces)) for pieces in _tasks(_pieces(ordered), num_bytes)]
-        arrays = {name: _array(data, info) for name, info in ordered}  # meanwhile
-        for pieces, found in tasks:
-            for piece, digest in zip(pieces, found.result(), strict=True):
-                digests[piece.name].append(digest)
-    return ReadTensors(arrays, {name: b"".join(found) for name, found in digests.items()})
-
-
-def _pieces(ordered: Iterable[tuple[str, TensorInfo]]) -> Iterable[_Piece]:
-    for name, info in ordered:
-        begin, end = info.data_offsets
-        for place in range(begin, end, PIECE_BYTES):
-            yield _Piece(name, NUMPY_DTYPES[info.dtype], place, min(place + PIECE_BYTES, end))
+    digests: dict[str, bytes] = {}
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="openinfer-adapter-read") as pool:
+        for task, found in zip(tasks, pool.map(run, tasks), strict=True):
+            digests.update(zip((name for name, _ in task), found, strict=True))
+    return digests
 
 
-def _tasks(pieces: Iterable[_Piece], num_bytes: int) -> Iterable[Sequence[_Piece]]:
+def _tasks(ordered: Iterable[tuple[str, TensorInfo]], num_threads: int) -> Iterable[_Task]:
     """A few for each thread: an adapter of a small rank has hundreds of tensors that are hashed in no time."""
-    least = max(_LEAST_TASK_BYTES, num_bytes // (_TASKS_OF_THREAD * adapter_threads()))
-    task: list[_Piece] = []
-    for piece in pieces:
-        task.append(piece)
-        if piece.end - task[0].begin >= least:
+    ordered = list(ordered)
+    least = max(_LEAST_TASK_BYTES, _num_bytes(ordered) // (_TASKS_OF_THREAD * num_threads))
+    task: list[tuple[str, TensorInfo]] = []
+    for each in ordered:
+        task.append(each)
+        if _num_bytes(task) >= least:
             yield task
             task = []
     if task:
         yield task
+
+
+def _num_bytes(task: _Task) -> int:
+    return task[-1][1].data_offsets[1] - task[0][1].data_offsets[0] if task else 0
+
+
+def _hashed_pieces(data: memoryview) -> bytes:
+    if len(data) <= PIECE_BYTES:
+        return hashed(data) if data else b""
+    return b"".join(hashed(data[place : place + PIECE_BYTES]) for place in range(0, len(data), PIECE_BYTES))
 
 
 def _read_into(descriptor: int, memory: memoryview, place: int, path: Path) -> None:
@@ -126,13 +140,13 @@ def _read_into(descriptor: int, memory: memoryview, place: int, path: Path) -> N
         done += count
 
 
-def _require_finite(memory: HostArray, pieces: Sequence[_Piece]) -> None:
-    dtype = pieces[0].dtype
-    if all(each.dtype == dtype for each in pieces) and _is_finite(memory[pieces[0].begin : pieces[-1].end], dtype):
+def _require_finite(memory: HostArray, task: _Task, arrays: Sequence[HostArray]) -> None:
+    dtype = arrays[0].dtype
+    if all(each.dtype == dtype for each in arrays) and _is_finite(memory, dtype):
         return
-    for piece in pieces:
-        if not _is_finite(memory[piece.begin : piece.end], piece.dtype):
-            raise NotFiniteError(piece.name)
+    for (name, _), array in zip(task, arrays, strict=True):
+        if not _is_finite(array, array.dtype):
+            raise NotFiniteError(name)
 
 
 def _is_finite(data: HostArray, dtype: "np.dtype[Any]") -> bool:
@@ -142,7 +156,7 @@ def _is_finite(data: HostArray, dtype: "np.dtype[Any]") -> bool:
     return bool(data.view(f"i{size}").max() < infinite and data.view(f"u{size}").max() < infinite + sign)
 
 
-def _array(data: memoryview, info: TensorInfo) -> HostArray:
-    """Of what is read while this is made: a view, also where it is not aligned to its dtype."""
-    begin, end = info.data_offsets
-    return np.frombuffer(data.toreadonly()[begin:end], NUMPY_DTYPES[info.dtype]).reshape(info.shape)
+def _array(memory: HostArray, info: TensorInfo, begin: int) -> HostArray:
+    """A view, also where it is not aligned to its dtype."""
+    first, last = (each - begin for each in info.data_offsets)
+    return memory[first:last].view(NUMPY_DTYPES[info.dtype]).reshape(info.shape)

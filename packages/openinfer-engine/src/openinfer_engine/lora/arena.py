@@ -1,7 +1,7 @@
 """`AdapterArena`: the adapter slots of one rank, for every product of the model that adapters change.
 
     WeightLoader.linear(q, k, v) ─► add(weight, pieces) ─► a [slots, P, r, in], b [slots, out, r]
-    share_of(adapter)            ─► a rank's share of an adapter, in host memory, as a slot has it
+    begin_share() ─► take(factors) ─► a rank's share of an adapter, in host memory, as a slot has it
     place(slot, share)           ─► copied into the slot; what the adapter leaves out of it is zero
     share_in(slot)               ─► copied back, for a sleep that takes the slots' memory
 
@@ -14,7 +14,6 @@ again has its products' slots there.
 import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,17 +21,19 @@ from typing import Any
 import numpy as np
 
 from openinfer_core.errors import ContractViolation
-from openinfer_engine.lora.adapter_folder import AdaptedModule, Adapter, LowRankPair, module_key
-from openinfer_engine.lora.adapter_tensors import adapter_threads
+from openinfer_engine.lora.adapter_folder import AdaptedModule, Factor, LowRank, module_key
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.quantised import StoredMatrix
 from openinfer_kernels import Array, HostArray, LinearWeight, Ops, QuantisedWeight, WeightPart
 from openinfer_kernels.adapted import AdaptedWeights, AdapterWeights
 from openinfer_kernels.weights.adapter_columns import most_columns
-from openinfer_kernels.weights.bfloat16 import rounded_bits, times_power_of_two
+from openinfer_kernels.weights.bfloat16 import rounded_bits, scaled_bits
 
 RANK_MULTIPLE = 8
 """Ranks of slots are multiples of this: 16 bytes in BF16, which kernels load at once."""
+_BF16_BYTES = 2
+_MOST_TABLES = 8
+"""Of scales that differ; nearly all adapters have one."""
 
 
 def padded_rank(rank: int) -> int:
@@ -126,24 +127,6 @@ class _Product:
         """A and B as a slot has them, in memory of `num_slot_values`."""
         num_a = math.prod(self.weights.a.shape[1:])
         return memory[:num_a].reshape(self.weights.a.shape[1:]), memory[num_a:].reshape(self.weights.b.shape[1:])
-
-    def filled(self, memory: HostArray, pairs: Mapping[str, LowRankPair]) -> tuple[HostArray, HostArray]:
-        """A and B as a slot has them, in memory of `num_slot_values`; zeros where the adapter has nothing."""
-        a, b = self.factors_in(memory)
-        for index, (key, piece) in enumerate(zip(self.keys, self.pieces, strict=True)):
-            begin, end = self.weights.starts[index : index + 2]
-            pair = pairs.get(key)
-            rank = 0 if pair is None else len(pair.a)
-            a[index, rank:] = 0
-            b[begin:end, rank:] = 0
-            if pair is None:
-                continue
-            _write(pair.a[:, piece.columns], a[index, :rank])
-            for rows in piece.rows:
-                end = begin + rows.stop - rows.start
-                _write(pair.b[rows], b[begin:end, :rank], scale=pair.scale)
-                begin = end
-        return a, b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,21 +243,9 @@ class AdapterArena:
                 f"the family's adapted_matrices are not those that it loads by WeightLoader.linear: {differing}"
             )
 
-    def share_of(self, adapter: Adapter) -> AdapterShare:
-        """This rank's share; called from any thread."""
-        sizes = [
-            0 if adapter.pairs.keys().isdisjoint(product.keys) else product.num_slot_values
-            for product in self._products
-        ]
-        memory = self._host_memory(sum(sizes))
-        ends = np.cumsum(sizes).tolist()
-
-        def filled(index: int) -> tuple[HostArray, HostArray] | None:
-            begin = ends[index] - sizes[index]
-            return self._products[index].filled(memory[begin : ends[index]], adapter.pairs) if sizes[index] else None
-
-        with ThreadPoolExecutor(adapter_threads(), thread_name_prefix="openinfer-adapter-share") as pool:
-            return AdapterShare(factors=tuple(pool.map(filled, range(len(sizes)))))
+    def begin_share(self) -> "ShareWriter":
+        """Of an adapter that is going to be read, this rank's share; from any thread."""
+        return ShareWriter(self._products, take_memory=self._host_memory)
 
     def prepare(self) -> None:
         """Takes host memory for another adapter, of all products; from any thread.
@@ -315,16 +286,81 @@ class AdapterArena:
             self._ops.copy_weights(b, product.weights.b[slot])
 
 
-def _write(stored: HostArray, target: HostArray, *, scale: float = 1.0) -> None:
-    """`target` is of the compute dtype."""
-    if scale == 1.0 and stored.dtype == np.uint16 and target.dtype.itemsize == stored.dtype.itemsize:
-        target.view(np.uint16)[...] = stored  # BF16's bits
-    elif target.dtype.itemsize == np.dtype(np.uint16).itemsize:  # BF16, without the slower casts of its own package
-        if stored.dtype != np.uint16 or not times_power_of_two(stored, scale, target.view(np.uint16)):
-            target.view(np.uint16)[...] = rounded_bits(_scaled(stored, scale))
-    else:
-        # The scale becomes part of B before it is rounded to the compute dtype: one rounding, and none per step.
+class ShareWriter:
+    """Implements `TakesFactors`: lays out one rank's share of an adapter while the adapter is read."""
+
+    def __init__(self, products: Sequence[_Product], *, take_memory: Callable[[int], HostArray]) -> None:
+        self._products = products
+        self._take_memory = take_memory
+        self._factors: list[tuple[HostArray, HostArray] | None] = []
+        self._modules: Mapping[str, LowRank] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        self._scaled_bits: Mapping[float, HostArray] = {}
+
+    def begin(self, modules: Mapping[str, LowRank]) -> None:
+        sizes = [0 if modules.keys().isdisjoint(each.keys) else each.num_slot_values for each in self._products]
+        memory = self._take_memory(sum(sizes))
+        ends = np.cumsum(sizes).tolist()
+        self._modules = modules
+        self._factors = [
+            product.factors_in(memory[end - size : end]) if size else None
+            for product, end, size in zip(self._products, ends, sizes, strict=True)
+        ]
+        for number, product in enumerate(self._products):
+            for index, key in enumerate(product.keys):
+                self._places[key] = number, index
+                self._clear(number, index, rank=modules[key].rank if key in modules else 0)
+        if memory.dtype.itemsize == _BF16_BYTES:
+            scales = {each.scale for each in modules.values()} - {1.0}
+            self._scaled_bits = {scale: scaled_bits(scale) for scale in sorted(scales)[:_MOST_TABLES]}
+
+    def take(self, module: str, factor: Factor, values: HostArray) -> None:
+        number, index = self._places[module]
+        piece, (a, b) = self._products[number].pieces[index], self._of(number)
+        rank, scale = self._modules[module]
+        if factor == "A":
+            _write(values[:, piece.columns], a[index, :rank])
+            return
+        begin = self._products[number].weights.starts[index]
+        for rows in piece.rows:
+            end = begin + rows.stop - rows.start
+            # The scale becomes part of B before it is rounded to the compute dtype: one rounding, and none per step.
+            _write(values[rows], b[begin:end, :rank], scale=scale, scaled=self._scaled_bits.get(scale))
+            begin = end
+
+    def share(self) -> "AdapterShare":
+        """When all factors were taken."""
+        return AdapterShare(factors=tuple(self._factors))
+
+    def _clear(self, number: int, index: int, *, rank: int) -> None:
+        """What an adapter of this rank leaves out."""
+        factors, starts = self._factors[number], self._products[number].weights.starts
+        if factors is None or rank == factors[0].shape[1]:
+            return
+        a, b = factors
+        a[index, rank:] = 0
+        b[starts[index] : starts[index + 1], rank:] = 0
+
+    def _of(self, number: int) -> tuple[HostArray, HostArray]:
+        factors = self._factors[number]
+        if factors is None:
+            raise ContractViolation(f"a factor of product {number} was not announced")
+        return factors
+
+
+def _write(stored: HostArray, target: HostArray, *, scale: float = 1.0, scaled: HostArray | None = None) -> None:
+    """`target` is of the compute dtype; `scaled` has BF16's bits times the scale."""
+    if target.dtype.itemsize != _BF16_BYTES:
         target[...] = _scaled(stored, scale)
+    elif stored.dtype != np.uint16:  # without the slower casts of BF16's own package
+        target.view(np.uint16)[...] = rounded_bits(_scaled(stored, scale))
+    elif scale == 1.0:
+        target.view(np.uint16)[...] = stored
+    elif scaled is None:
+        target.view(np.uint16)[...] = rounded_bits(_scaled(stored, scale))
+    else:
+        # One call for many numbers: threads that read an adapter wait for the interpreter after each.
+        np.take(scaled, stored, out=target.view(np.uint16), mode="clip")
 
 
 def _scaled(stored: HostArray, scale: float) -> HostArray:

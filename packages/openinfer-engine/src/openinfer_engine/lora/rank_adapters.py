@@ -1,6 +1,6 @@
 """`RankAdapters`: the adapters that one rank holds, in host memory and in its slots.
 
-hold(adapter) ─► host memory ─► place(slot, digest) ─► the slot, in the order of the steps
+read(folder) ─► hold(adapter) ─► host memory ─► place(slot, digest) ─► the slot, in the order of the steps
 
 Asleep, an engine gives the memory of the slots back. What was in them is placed again at the wake: from host memory,
 or, if it is held there no more (an adapter that was unloaded, whose requests go on), from a copy that `save_slots`
@@ -18,6 +18,13 @@ from openinfer_core.scheduling import AdapterLoad
 from openinfer_engine.lora.adapter_folder import AdaptedModule, Adapter, read_adapter
 from openinfer_engine.lora.arena import AdapterArena, AdapterShare
 from openinfer_kernels import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadAdapter(Adapter):
+    """An adapter, and what the rank that read it needs of it."""
+
+    share: AdapterShare
 
 
 @dataclass(slots=True)
@@ -38,16 +45,17 @@ class RankAdapters:
         self._placed: dict[int, bytes] = {}  # what lies in each slot
         self._saved: dict[int, AdapterShare] | None = None  # asleep
 
-    def read(self, folder: Path) -> Adapter:
+    def read(self, folder: Path) -> ReadAdapter:
         """Raises as `read_adapter`."""
-        return read_adapter(folder, modules=self._modules, max_rank=self._max_rank)
+        writer = self.arena.begin_share()
+        adapter = read_adapter(folder, modules=self._modules, max_rank=self._max_rank, target=writer)
+        return ReadAdapter(digest=adapter.digest, rank=adapter.rank, share=writer.share())
 
-    def hold(self, adapter: Adapter) -> int:
-        """Keeps this rank's share in host memory, until `drop` was called as often; returns its bytes."""
-        share = self.arena.share_of(adapter)
+    def hold(self, adapter: ReadAdapter) -> int:
+        """Keeps what this rank has read in host memory, until `drop` was called as often; returns its bytes."""
         with self._lock:
-            self._held.setdefault(adapter.digest, _Held(share)).count += 1
-        return share.num_bytes
+            self._held.setdefault(adapter.digest, _Held(adapter.share)).count += 1
+        return adapter.share.num_bytes
 
     def prepare(self) -> None:
         """Takes host memory for the next adapter, which takes as long as reading one; from any thread."""

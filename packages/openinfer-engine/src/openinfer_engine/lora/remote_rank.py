@@ -18,14 +18,13 @@ AdapterOrder: TypeAlias = HoldAdapter | DropAdapter
 
 
 class LocalRank:
-    """Implements `OtherRank` for a rank that is a thread of this process."""
+    """Implements `OtherRank` for a rank that is a thread of this process: it reads the folder, too, for its share."""
 
     def __init__(self, adapters: RankAdapters) -> None:
         self._adapters = adapters
 
     def hold(self, adapter: Adapter, folder: Path) -> int:
-        del folder
-        return self._adapters.hold(adapter)
+        return self._adapters.hold_again(folder, adapter.digest)
 
     def drop(self, digest: bytes) -> None:
         self._adapters.drop(digest)
