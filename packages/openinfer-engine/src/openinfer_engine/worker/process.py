@@ -3,9 +3,10 @@
     python -m openinfer_engine.worker.process                         orders from standard input, answers on its output
     python -m openinfer_engine.worker.process --link FD [--model DIR] both through a socket that it inherits
 
-Whatever it prints goes to standard error. When its orders end without a `Leave`, or nothing comes for too long, the
-engine is gone, and so is the process, whatever it was waiting for; on Linux also if it cannot notice, because it is
-stopped and what started it has ended. As the engine process does, it ignores SIGINT and SIGTERM.
+Whatever it prints goes to standard error, and at SIGUSR1 where each of its threads is. When its orders end without a
+`Leave`, or nothing comes for too long, the engine is gone, and so is the process, whatever it was waiting for; on Linux
+also if it cannot notice, because it is stopped and what started it has ended. As the engine process does, it ignores
+SIGINT and SIGTERM.
 """
 
 import argparse
@@ -77,6 +78,8 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--model", type=Path)
     arguments = parser.parse_args(argv)
     faulthandler.enable()
+    if sys.platform != "win32":
+        faulthandler.register(signal.SIGUSR1)  # of a rank that waits for another one there is nothing else to see
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent()
