@@ -6,7 +6,8 @@
 MODEL is a folder with a config.json. The adapter has all projections, its file is BF16 and in the page cache, its scale
 is no power of two. `stages` are one thread's, of all bytes; `interpreter_s` is a load of as many tensors of few bytes
 each; then whole loads by threads, with the engine's switch interval: alone (`quiet`), and next to a thread that keeps
-the interpreter as a step loop does that never waits (`busy`), the worst there is. Each part is printed as it ends. What
+the interpreter as a step loop does that never waits (`busy`), the worst there is. `waits` are switches of threads that
+had to wait, of one load: for the interpreter, mostly. Each part is printed as it ends. What
 a slot has is written to memory that is used again, as an engine takes it ahead; with --pinned to CUDA's, whose making
 is timed.
 """
@@ -15,6 +16,7 @@ import argparse
 import hashlib
 import json
 import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -150,6 +152,24 @@ def busy_interpreter(*, is_busy: bool) -> Iterator[None]:
         thread.join()
 
 
+def loads(adapter: Adapter, num_threads: int, repeats: int, *, is_busy: bool) -> dict[str, Any]:
+    found: list[float] = []
+    with busy_interpreter(is_busy=is_busy):
+        before, cpu_s = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            adapter.load(num_threads)
+            found.append(time.perf_counter() - begin)
+        after, cpu_s = resource.getrusage(resource.RUSAGE_SELF), time.process_time() - cpu_s
+    row: dict[str, Any] = {"threads": num_threads, "next_to": "busy" if is_busy else "quiet"}
+    row |= {"load_s": statistics.median(found), "least_s": min(found), "cpu_s": cpu_s / repeats}
+    row |= {
+        "waits": (after.ru_nvcsw - before.ru_nvcsw) // repeats,
+        "faults": (after.ru_minflt - before.ru_minflt) // repeats,
+    }
+    return {**row, "gb_per_s": adapter.num_bytes / row["load_s"] / 1e9}
+
+
 def narrow_model(model: Path, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), **NARROW}))
     return folder
@@ -178,10 +198,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         record["loads"] = []
         for num_threads in given.threads:
             for is_busy in (False, True):
-                with busy_interpreter(is_busy=is_busy):
-                    load_s = seconds(lambda num=num_threads: adapter.load(num), given.repeats)
-                row = {"threads": num_threads, "next_to": "busy" if is_busy else "quiet", "load_s": load_s}
-                record["loads"].append({**row, "gb_per_s": adapter.num_bytes / load_s / 1e9})
+                record["loads"].append(loads(adapter, num_threads, given.repeats, is_busy=is_busy))
                 shown(record["loads"][-1])
     return record
 
