@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from openinfer_server.limits.owned_cache import OwnedCache
+from openinfer_core.owned_cache import OwnedCache
 
 logger = logging.getLogger("openinfer.server")
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from openinfer_server.limits.owned_cache import OwnedCache
+from openinfer_core.owned_cache import OwnedCache
 from openinfer_server.text.marked_text import MarkedText
 
 MIN_SEGMENT_CHARACTERS = 1024
