@@ -1,5 +1,6 @@
 """The engine's side of its links: each client gets its own events, and one that misbehaves loses only its link."""
 
+import asyncio
 import os
 import resource
 import socket
@@ -29,6 +30,7 @@ from openinfer_core.process.accepting import ACCEPT_PAUSE_S
 from openinfer_core.process.engine_process import LinkKind, listening
 from openinfer_core.process.host import LoopRunner
 from openinfer_core.process.links import HELLO_DEADLINE_S, MAX_HELLO_BYTES, LinkServer
+from openinfer_core.process.remote import EngineAccess, join_engine
 from openinfer_core.process.wire import (
     MAX_FRAME_BYTES,
     Abort,
@@ -39,12 +41,14 @@ from openinfer_core.process.wire import (
     Hello,
     Stats,
     Submit,
+    SubmitAlike,
     ToClient,
     ToEngine,
     Welcome,
     encode_frame,
     to_client_decoder,
 )
+from openinfer_core.sampling import Grammar, GrammarKind
 from openinfer_core.simulated import SimulatedLoop, SimulatedOptions, simulated_token
 
 TOKEN = "the right token"
@@ -108,11 +112,13 @@ class Client:
 class Server:
     """A simulated engine behind a link server."""
 
-    def __init__(self, listener: socket.socket, options: SimulatedOptions) -> None:
+    def __init__(
+        self, listener: socket.socket, options: SimulatedOptions, *, loop: SimulatedLoop | None = None
+    ) -> None:
         self.options = options
         self.now_s = 0.0
         self.listener = listener
-        self.host = LoopRunner(SimulatedLoop(options))
+        self.host = LoopRunner(loop or SimulatedLoop(options))
         self.links = LinkServer(
             listener,
             token=TOKEN,
@@ -174,6 +180,53 @@ def test_client_with_the_token_is_served(server: Server, make_request: MakeReque
         events = client.read_until(lambda events: ends(events) == 1)
     assert token_ids(events) == [simulated_token(request, i, server.options) for i in range(3)]
     assert events[-1] == Finished(RequestId(1), FinishReason.LENGTH, 3, 3, 0)
+
+
+class GrammarsSeen(SimulatedLoop):
+    """Notes the grammars of requests."""
+
+    def __init__(self, options: SimulatedOptions) -> None:
+        super().__init__(options)
+        self.grammars: list[Grammar | None] = []
+
+    def submit(self, request: GenerateRequest) -> list[TokenEvent]:
+        self.grammars.append(request.sampling.grammar)
+        plain = msgspec.structs.replace(request.sampling, grammar=None)
+        return super().submit(msgspec.structs.replace(request, sampling=plain))
+
+
+def test_grammar_of_many_outputs_reaches_the_engine_with_each_and_is_there_once(make_request: MakeRequest) -> None:
+    regex, lark = (Grammar(kind=kind, text="a" * 100_000) for kind in (GrammarKind.REGEX, GrammarKind.LARK))
+    sent = [*16 * [regex], None, regex, lark, regex, None]
+    options = SimulatedOptions()
+    loop = GrammarsSeen(options)
+
+    async def submit_all(access: EngineAccess) -> None:
+        handle, ended = join_engine(access), 0
+        for number, grammar in enumerate(sent):
+            request = make_request(number, max_tokens=1)
+            sampling = msgspec.structs.replace(request.sampling, grammar=grammar)
+            handle.submit(msgspec.structs.replace(request, sampling=sampling))
+        async for events in handle.events():
+            ended += ends(events)
+            if ended == len(sent):
+                break
+        await handle.close()
+
+    with listening(LinkKind.UNIX) as (listener, address), Server(listener, options, loop=loop):
+        asyncio.run(submit_all(EngineAccess(address=address, token=TOKEN)))
+    assert loop.grammars == sent
+    assert len({id(grammar) for grammar in loop.grammars[:18] if grammar is not None}) == 1
+
+
+def test_client_that_refers_to_a_grammar_that_it_never_sent_is_dropped(
+    server: Server, make_request: MakeRequest
+) -> None:
+    with server.client().greet() as bad, server.client().greet() as good:
+        bad.send(SubmitAlike(make_request(1)))
+        assert bad.receive() is None
+        good.send(Submit(make_request(1)))
+        assert ends(good.read_until(lambda events: ends(events) == 1)) == 1
 
 
 def test_two_clients_with_the_same_ids_each_get_their_own_events(server: Server, make_request: MakeRequest) -> None:

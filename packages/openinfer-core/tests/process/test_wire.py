@@ -30,13 +30,17 @@ from openinfer_core.process.wire import (
     StartRefusal,
     Stats,
     Submit,
+    SubmitAlike,
     ToClient,
     ToEngine,
     Welcome,
     encode_frame,
+    submission,
+    submitted,
     to_client_decoder,
     to_engine_decoder,
 )
+from openinfer_core.sampling import Grammar, GrammarKind
 
 REQUEST = GenerateRequest(request_id=RequestId(5), prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=4))
 INFO = EngineInfo(
@@ -66,13 +70,16 @@ MAPS: dict[bytes, ToEngine | ToClient] = {
     b"\x92\xa6submit\x83\xaarequest_id\x05\xb0prompt_token_ids\x92\x01\x02\xa8sampling\x81\xaamax_tokens\x04": Submit(
         REQUEST
     ),
+    b"\x92\xacsubmit_alike\x83\xaarequest_id\x05\xb0prompt_token_ids\x92\x01\x02\xa8sampling\x81\xaamax_tokens\x04": (
+        SubmitAlike(REQUEST)
+    ),
     b"\x92\xa5stats\x81\xa7running\x01": Stats(EngineStats(running=1)),
     b"\x92\xa7welcome\x8a\xa5model\xa1m\xa6family\xa1f\xb0max_model_tokens@\xadnum_token_ids\n\xadeos_token_ids\x91\t"
     b"\xb1block_size_tokens\x10\xaanum_blocks\x04\xacmax_num_seqs\x02\xabmax_waiting\x08\xabcomposition\x80": Welcome(
         INFO
     ),
 }
-TO_ENGINE = (Hello("secret"), Submit(REQUEST), Abort(RequestId(5)), AskStats(), Close())
+TO_ENGINE = (Hello("secret"), Submit(REQUEST), SubmitAlike(REQUEST), Abort(RequestId(5)), AskStats(), Close())
 TO_CLIENT = (Welcome(INFO), StartRefusal("no"), EVENTS, Stats(EngineStats(step_age_s=0.5)))
 
 
@@ -146,3 +153,34 @@ def test_frame_buffer_refuses_an_oversized_frame_from_its_length_alone() -> None
 def test_encode_frame_refuses_what_no_peer_would_take() -> None:
     with pytest.raises(ContractViolation, match="exceeds the limit"):
         encode_frame(StartRefusal("x" * MAX_FRAME_BYTES))
+
+
+def with_grammar(grammar: Grammar | None) -> GenerateRequest:
+    return msgspec.structs.replace(REQUEST, sampling=msgspec.structs.replace(REQUEST.sampling, grammar=grammar))
+
+
+def test_grammar_of_many_outputs_is_sent_once() -> None:
+    grammar = Grammar(kind=GrammarKind.REGEX, text="a" * 100_000)
+    first, second = (submission(with_grammar(grammar), last=last) for last in (None, grammar))
+    assert len(encode_frame(first)) > 100_000
+    assert len(encode_frame(second)) < 1000
+    known = submitted(first, last=None).sampling.grammar
+    assert submitted(second, last=known) == with_grammar(grammar)
+    assert submitted(second, last=known).sampling.grammar is known
+
+
+@pytest.mark.parametrize("last", [None, Grammar(kind=GrammarKind.REGEX, text="b")])
+def test_another_grammar_or_none_is_sent_as_it_is(last: Grammar | None) -> None:
+    for grammar in (None, Grammar(kind=GrammarKind.REGEX, text="a"), Grammar(kind=GrammarKind.LARK, text="b")):
+        request = with_grammar(grammar)
+        message = submission(request, last=last)
+        assert message == Submit(request)
+        assert submitted(message, last=last) == request
+
+
+def test_request_that_refers_to_no_grammar_is_a_broken_protocol() -> None:
+    grammar = Grammar(kind=GrammarKind.REGEX, text="a")
+    with pytest.raises(ContractViolation, match="there is none before it"):
+        submitted(SubmitAlike(REQUEST), last=None)
+    with pytest.raises(ContractViolation, match="it has its own"):
+        submitted(SubmitAlike(with_grammar(grammar)), last=grammar)

@@ -38,12 +38,16 @@ from openinfer_core.process.wire import (
     Hello,
     Stats,
     Submit,
+    SubmitAlike,
     ToClient,
     ToEngine,
     Welcome,
     encode_frame,
+    submitted,
     to_engine_decoder,
 )
+from openinfer_core.request import GenerateRequest
+from openinfer_core.sampling import Grammar
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -67,6 +71,7 @@ class Link:
         self.accepted_s = accepted_s
         self.welcome = False
         self.lost = False
+        self.grammar: Grammar | None = None  # of the last request that had one
         self._max_buffered_bytes = max_buffered_bytes
         self._unsent = bytearray()
         self._lock = threading.Lock()
@@ -264,8 +269,8 @@ class LinkServer:
     def _obey(self, link: Link, message: ToEngine) -> None:
         if not link.welcome:
             self._greet(link, message)
-        elif isinstance(message, Submit):
-            self._submit(link, message)
+        elif isinstance(message, Submit | SubmitAlike):
+            self._submit(link, submitted(message, last=link.grammar))
         elif isinstance(message, Abort):
             inner_id = self._routes.find(link, message.request_id)
             if inner_id is not None:
@@ -290,12 +295,12 @@ class LinkServer:
         link.welcome = True
         self._send(link, self._welcome)
 
-    def _submit(self, link: Link, message: Submit) -> None:
-        request = message.request
+    def _submit(self, link: Link, request: GenerateRequest) -> None:
+        link.grammar = request.sampling.grammar or link.grammar
         inner_id = self._routes.add(link, request.request_id)
         if inner_id != request.request_id:
-            message = Submit(msgspec.structs.replace(request, request_id=inner_id))
-        self._host.post(message)
+            request = msgspec.structs.replace(request, request_id=inner_id)
+        self._host.post(Submit(request))
 
     def _send(self, link: Link, message: ToClient) -> None:
         if link.send(message):

@@ -30,14 +30,15 @@ from openinfer_core.process.wire import (
     Hello,
     StartRefusal,
     Stats,
-    Submit,
     ToClient,
     Welcome,
     encode_frame,
     raise_refusal,
+    submission,
     to_client_decoder,
 )
 from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.sampling import Grammar
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -188,6 +189,7 @@ class RemoteEngine:
         self._transport: asyncio.Transport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._early = bytearray()
+        self._grammar: Grammar | None = None  # of the last request that had one, as the engine's side has it
         self._stats: deque[asyncio.Future[EngineStats]] = deque()
         self._controls: dict[int, asyncio.Future[str | None]] = {}
         self._control_numbers = itertools.count()
@@ -208,9 +210,10 @@ class RemoteEngine:
         return self._access
 
     def submit(self, request: GenerateRequest) -> None:
-        frame = encode_frame(Submit(request))
+        frame = encode_frame(submission(request, last=self._grammar))
         self._mailbox.open(request.request_id)
         self._send(frame)
+        self._grammar = request.sampling.grammar or self._grammar
 
     def abort(self, request_id: RequestId) -> None:
         if request_id in self._mailbox:

@@ -1,7 +1,7 @@
 """The wire between a frontend process and an engine process: length-prefixed msgspec frames, no pickle.
 
     connect ─► Hello ─► Welcome | StartRefusal       (client ► engine, engine ► client)
-    Submit | Abort | AskStats | Control | Close  ─►  requests, any time
+    Submit | SubmitAlike | Abort | AskStats | Control | Close  ─►  requests, any time
     ◄─ Events (one per step) | Stats | Controlled    answers
     ◄─ Ended                                         the last frame, where there is a reason to tell
 
@@ -20,6 +20,7 @@ from openinfer_core.engine import EngineInfo, EngineStats
 from openinfer_core.errors import ContractViolation, EngineClosed, Refused
 from openinfer_core.events import TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.sampling import Grammar
 
 ENDED = "the engine has ended"  # the refusal of a command that came too late
 
@@ -47,6 +48,15 @@ class StartRefusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     """A request; ids are the link's own."""
+
+    request: GenerateRequest
+
+
+class SubmitAlike(msgspec.Struct, frozen=True, array_like=True, tag="submit_alike"):
+    """A request without its grammar, which is that of the link's last request that had one.
+
+    So the outputs of one request (`n`) bring a grammar of 237,000 characters once, not 16 times.
+    """
 
     request: GenerateRequest
 
@@ -98,6 +108,30 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     reason: str
 
 
+def submission(request: GenerateRequest, *, last: Grammar | None) -> Submit | SubmitAlike:
+    """How a request is sent on a link whose last request with a grammar had `last`."""
+    if last is None or request.sampling.grammar is not last:
+        return Submit(request)
+    return SubmitAlike(_with_grammar(request, None))
+
+
+def submitted(message: Submit | SubmitAlike, *, last: Grammar | None) -> GenerateRequest:
+    """The request that `submission` was given.
+
+    Raises:
+        ContractViolation: it leaves its grammar out, and the link has had none.
+    """
+    if isinstance(message, Submit):
+        return message.request
+    if last is None or message.request.sampling.grammar is not None:
+        raise ContractViolation("a request leaves out its grammar, and there is none before it, or it has its own")
+    return _with_grammar(message.request, last)
+
+
+def _with_grammar(request: GenerateRequest, grammar: Grammar | None) -> GenerateRequest:
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
+
+
 def raise_refusal(refusal: str | None) -> None:
     """What `EngineHandle.control` raises for the answer to a command."""
     if refusal == ENDED:
@@ -106,7 +140,7 @@ def raise_refusal(refusal: str | None) -> None:
         raise Refused(refusal)
 
 
-ToEngine: TypeAlias = Hello | Submit | Abort | AskStats | Control | Close
+ToEngine: TypeAlias = Hello | Submit | SubmitAlike | Abort | AskStats | Control | Close
 ToClient: TypeAlias = Welcome | StartRefusal | Events | Stats | Controlled | Ended
 
 _encoder = msgspec.msgpack.Encoder()
