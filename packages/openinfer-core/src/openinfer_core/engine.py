@@ -130,6 +130,12 @@ class GrammarStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Rows that steps went without, because their mask was not computed yet."""
     masks_pending: int = 0
     """Masks that are to be computed at this moment."""
+    kept_owners: int = 0
+    """Tenants that grammars are kept for."""
+    evicted: int = 0
+    """Grammars, and refusals, that made room for others."""
+    renewed: int = 0
+    """Times that a grammar's lexer was made anew, because outputs had made it grow to its bound."""
 
 
 class AdapterStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

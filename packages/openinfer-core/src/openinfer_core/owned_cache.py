@@ -34,6 +34,11 @@ class OwnedCache(Generic[K, V]):
     def __len__(self) -> int:
         return sum(map(len, self._entries.values()))
 
+    @property
+    def num_owners(self) -> int:
+        """Those that have entries."""
+        return len(self._entries)
+
     def held_bytes(self, owner: str) -> int:
         return self._held.get(owner, 0)
 
@@ -50,8 +55,11 @@ class OwnedCache(Generic[K, V]):
                 if key in entries:
                     entries.move_to_end(key)
 
-    def put(self, owner: str, key: K, value: V) -> None:
-        """Keeps an entry, if it is no larger than the whole cache; one of the same key is there already and stays."""
+    def put(self, owner: str, key: K, value: V) -> list[K]:
+        """Keeps an entry, if it is no larger than the whole cache; one of the same key is there already and stays.
+
+        Returns the keys of what made room, the new one may be among them.
+        """
         size = self._size_of(value)
         entries = self._entries.setdefault(owner, OrderedDict())
         if key not in entries and size <= self.max_bytes:
@@ -59,8 +67,10 @@ class OwnedCache(Generic[K, V]):
             self.num_bytes += size
             self._note(owner, self._held.get(owner, 0) + size)
         self._forget_empty(owner)
+        evicted: list[K] = []
         while self.num_bytes > self.max_bytes:
-            self._evict_one()
+            evicted.append(self._evict_one())
+        return evicted
 
     def drop(self, owner: str, key: K) -> None:
         """Gives up an owner's entry, if it is here."""
@@ -78,16 +88,17 @@ class OwnedCache(Generic[K, V]):
         self._largest.clear()
         self.num_bytes = 0
 
-    def _evict_one(self) -> None:
+    def _evict_one(self) -> K:
         while True:
             level, owner = heappop(self._largest)
             if self._held.get(owner) == -level:
                 break
-        _, value = self._entries[owner].popitem(last=False)
+        key, value = self._entries[owner].popitem(last=False)
         size = self._size_of(value)
         self.num_bytes -= size
         self._note(owner, -level - size)
         self._forget_empty(owner)
+        return key
 
     def _note(self, owner: str, held: int) -> None:
         self._held[owner] = held

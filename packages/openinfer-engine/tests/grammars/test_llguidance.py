@@ -21,6 +21,7 @@ from openinfer_core.grammars import MaskWords, TokenMatcher, Vocabulary, mask_wo
 from openinfer_core.sampling import Grammar, GrammarKind, Preamble
 from openinfer_engine.grammars import guard_process
 from openinfer_engine.grammars.choice import choose_grammar_compiler, make_grammar_compiler, no_grammars_because
+from openinfer_engine.grammars.compiled import CompiledGrammar
 from openinfer_engine.grammars.compiler import LlguidanceCompiler
 from openinfer_engine.grammars.guard import GrammarGuard
 from openinfer_engine.grammars.matcher import LlguidanceMatcher
@@ -358,7 +359,11 @@ def _matcher_with_clock(clock: Callable[[], float]) -> TokenMatcher:
     request = regex("a*")
     assert request.sampling.grammar is not None
     tokenizer = LLTokenizer(str(MODEL_DIR / "tokenizer.json"), n_vocab=NUM_IDS)
-    own = LLMatcher(tokenizer, LLMatcher.grammar_from_regex("a*"))
+
+    def make() -> LLMatcher:
+        return LLMatcher(tokenizer, LLMatcher.grammar_from_regex("a*"))
+
+    own = CompiledGrammar(make(), make, on_renewed=lambda: None)
     return LlguidanceMatcher(own, b"", request.sampling.grammar, request.sampling, eos_token_ids=(END,), clock=clock)
 
 

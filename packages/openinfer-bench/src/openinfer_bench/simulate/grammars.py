@@ -45,7 +45,7 @@ class SimulatedCompiler:
         if grammar is None:
             raise ValueError("a request without a grammar was given to the compiler")
         key = hashlib.blake2b(msgspec.json.encode(grammar), digest_size=16).digest()
-        known = self._kept.get(key)
+        known = self._kept.get(key, request.tenant)
         if known is None:
             return self._queue.submit(request.tenant, lambda: self._compile(key, grammar, request))
         future: Future[TokenMatcher] = Future()
@@ -56,10 +56,10 @@ class SimulatedCompiler:
         return future
 
     def _compile(self, key: bytes, grammar: Grammar, request: GenerateRequest) -> TokenMatcher:
-        known = self._kept.get(key)
+        known = self._kept.get(key, request.tenant)
         if known is None:
             known = self._first(grammar)
-            self._kept.put(key, grammar, known)
+            self._kept.put(key, grammar, known, owner=request.tenant)
         if isinstance(known, InvalidRequest):
             raise known
         return self._matcher(known, request)

@@ -1,14 +1,13 @@
 """`LlguidanceCompiler`: makes matchers in a worker thread and keeps those of recent grammars."""
 
-import hashlib
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property
 
-import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from openinfer_core import GenerateRequest, Grammar, InvalidRequest, Preamble, Refused
@@ -16,6 +15,8 @@ from openinfer_core.engine import GrammarStats
 from openinfer_core.fair_queue import FairQueue
 from openinfer_core.grammars import TokenMatcher, Vocabulary, mask_words
 from openinfer_core.tokenizer_files import read_tokenizer
+from openinfer_engine.grammars.compiled import CompiledGrammar
+from openinfer_engine.grammars.digests import GrammarDigests
 from openinfer_engine.grammars.guard import LIMITS, GrammarGuard, refused
 from openinfer_engine.grammars.kept import KeptGrammars
 from openinfer_engine.grammars.matcher import LlguidanceMatcher
@@ -49,7 +50,10 @@ class LlguidanceCompiler:
             raise Refused(f"{vocabulary.model_dir} has no tokenizer, which grammars need")
         self._vocabulary = vocabulary
         self._guard = guard or GrammarGuard()
-        self._kept = KeptGrammars[LLMatcher](clock=clock)
+        self._kept = KeptGrammars[CompiledGrammar](clock=clock)
+        self._digests = GrammarDigests()
+        self._counting = threading.Lock()
+        self._num_renewed = 0
         self._queue = FairQueue("openinfer-grammars")
         self._queue.submit("", self._read_tokenizer)
 
@@ -58,8 +62,8 @@ class LlguidanceCompiler:
         if grammar is None or not request.sampling.stop_token_ids:
             why = "there is none" if grammar is None else "no stop token can end its output; give stop_token_ids"
             return _done(lambda: _raise(InvalidRequest(f"the grammar cannot be used: {why}", field="grammar")))
-        key = hashlib.blake2b(msgspec.json.encode(grammar), digest_size=16).digest()
-        known = self._kept.get(key)
+        key = self._digests.of(grammar)
+        known = self._kept.get(key, request.tenant)
         if known is not None:
             return _done(lambda: self._matcher(known, key, request))
         return self._queue.submit(request.tenant, lambda: self._compile(key, grammar, request))
@@ -70,6 +74,9 @@ class LlguidanceCompiler:
             kept=len(self._kept),
             kept_bytes=self._kept.num_bytes,
             max_kept_bytes=self._kept.max_bytes,
+            kept_owners=self._kept.num_owners,
+            evicted=self._kept.num_evicted,
+            renewed=self._num_renewed,
             waiting=self._queue.num_waiting,
             compile_s=self._queue.used_s,
             guard_faults=self._guard.num_faults,
@@ -81,28 +88,36 @@ class LlguidanceCompiler:
         self._queue.join()
 
     def _compile(self, key: bytes, grammar: Grammar, request: GenerateRequest) -> TokenMatcher:
-        known = self._kept.get(key)
+        known = self._kept.get(key, request.tenant)
         if known is None:
             try:
                 known = self._first(grammar)
             except InvalidRequest as refusal:
                 known = refusal
-            self._kept.put(key, grammar, known)
+            self._kept.put(key, grammar, known, owner=request.tenant)
         return self._matcher(known, key, request)
 
-    def _first(self, grammar: Grammar) -> LLMatcher:
-        """A matcher that has made its first mask, which is the dearest of many grammars."""
+    def _first(self, grammar: Grammar) -> CompiledGrammar:
+        """What has made its first mask, which is the dearest of many grammars."""
         tokenizer = self._tokenizer
         checked = self._guard.check(grammar, head_of(grammar.preamble, tokenizer))
-        matcher = LLMatcher(tokenizer, checked, log_level=0, limits=LLParserLimits(**LIMITS, verbose_errors=False))
+
+        def make() -> LLMatcher:
+            return LLMatcher(tokenizer, checked, log_level=0, limits=LLParserLimits(**LIMITS, verbose_errors=False))
+
+        matcher = make()
         mask = b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
             raise refused(grammar, matcher.get_error())
         if not any(mask):
             raise refused(grammar, "no output of this model's tokens matches it")
-        return matcher
+        return CompiledGrammar(matcher, make, on_renewed=self._note_renewed)
 
-    def _matcher(self, known: "LLMatcher | InvalidRequest", key: bytes, request: GenerateRequest) -> TokenMatcher:
+    def _note_renewed(self) -> None:
+        with self._counting:  # any thread that computes masks
+            self._num_renewed += 1
+
+    def _matcher(self, known: "CompiledGrammar | InvalidRequest", key: bytes, request: GenerateRequest) -> TokenMatcher:
         grammar = request.sampling.grammar
         if isinstance(known, InvalidRequest) or grammar is None:
             raise InvalidRequest(str(known), field="grammar")
