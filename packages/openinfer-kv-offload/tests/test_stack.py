@@ -247,7 +247,7 @@ def test_write_behind_does_not_hand_down_what_is_corrupt_or_gone():
     assert worker.flush(30)
     assert stored(lower) == 2
     assert host.counters()[0].corrupt_blocks == 1
-    worker.close(1.0)
+    assert worker.close(1.0, 30.0)
     host.close()
     lower.close()
 

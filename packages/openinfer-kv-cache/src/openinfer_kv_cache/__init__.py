@@ -39,6 +39,7 @@ from openinfer_kv_cache.spec import (
     attention_group,
 )
 from openinfer_kv_cache.state_slots import CopyKind, StateSlotCopy, StateSlotPool, StateSlotStatus
+from openinfer_kv_cache.tiers.closing import close_tier
 from openinfer_kv_cache.tiers.contract import (
     EvictingTier,
     KvTier,
@@ -76,6 +77,7 @@ from openinfer_kv_cache.tiers.traits import (
     TellingTier,
     TierListener,
     TierMedium,
+    TimedTier,
 )
 from openinfer_kv_cache.tiers.transfers import KvTransfers
 
@@ -155,11 +157,13 @@ __all__ = [
     "TierSettingCheck",
     "TierTransfer",
     "TieredScheduler",
+    "TimedTier",
     "Transfer",
     "TransferState",
     "attention_group",
     "begin_table_load",
     "check_same_layout",
+    "close_tier",
     "table_digest",
     "table_digests",
 ]

@@ -33,7 +33,9 @@ from openinfer_kv_cache import (
     TierHit,
     TierTransfer,
     Transfer,
+    close_tier,
 )
+from openinfer_kv_cache.tiers.closing import BackgroundCall
 from openinfer_kv_cache.tiers.traits import BlockMemory
 
 logger = logging.getLogger("openinfer.engine")
@@ -43,7 +45,11 @@ CHUNK_BLOCKS = 32
 _CHUNK_BYTES, _MOST_CHUNK_BLOCKS = 160 << 20, 128
 TIMEOUT_BLOCKS = 2048
 """A load has its timeout once for each so many blocks: what is long to load is longer to compute."""
-_FINISH_S, _CLOSE_S = 2.0, 10.0  # when an engine ends: for copies to complete, and to stop
+CLOSE_S = 4.0
+"""What the end of a port may take in all. Ranks in processes of their own close theirs after it, in as long, and the
+engine's process has 10 s before it is killed."""
+_TOLD_PART = 0.8  # of what is left of it, what the tiers are told
+_FINISH_S = 1.0  # of it, for copies to complete, and as long again for them to stop
 
 
 def chunk_blocks_for(block_bytes: int) -> int:
@@ -234,24 +240,32 @@ class PoolTierPort:
     def close(self) -> None:
         """Lets transfers complete, not for long, then ends them; closes the tiers once no copy touches the pool.
 
-        Idempotent.
+        All of that takes `CLOSE_S` at most: what has not ended then is left behind in its threads. Idempotent.
         """
+        until_s = self.clock() + CLOSE_S
         self._wait_for_all(_FINISH_S)
         for transfer in self._transfers:
             transfer.cancel()
-        self._wait_for_all(_CLOSE_S)
+        self._wait_for_all(_FINISH_S)
         if self._transfers:
             logger.warning("KV tiers: %d transfers hang in their medium and are left behind", len(self._transfers))
         self._transfers.clear()
         # Between the last copy and the end of the tier: memory is unlocked while it is still there, and once.
         before_close, self._before_close = self._before_close, lambda: None
         before_close()
+        left_s = until_s - self.clock()
+        closings = [BackgroundCall(share.close, name="kv-tiers-close") for share in self._shares]
+        # Also a tier that is told its time, in a thread: a plug-in may hang in spite of it.
+        told_s = left_s * _TOLD_PART
+        closings.append(BackgroundCall(lambda: self._close_tier(told_s), name="kv-tiers-close"))
+        if not all(closing.wait(until_s - self.clock()) for closing in closings):
+            logger.warning("KV tiers: not all of them could be closed in %.1f s; they end with the process", left_s)
+
+    def _close_tier(self, timeout_s: float) -> None:
         try:
-            self._tier.close()
+            close_tier(self._tier, timeout_s)
         except Exception as error:  # noqa: BLE001 -- the fault boundary, as above: what the engine closes next is closed
             self._break("close", error)
-        for share in self._shares:
-            share.close()
 
     def _wait_for_all(self, timeout_s: float) -> None:
         until_s = self.clock() + timeout_s

@@ -208,7 +208,12 @@ class KvTier(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what is pending as partial (`CLOSED`), and gives everything back; closing again does nothing."""
+        """Ends what is pending as partial (`CLOSED`), and gives everything back; closing again does nothing.
+
+        It may come from another thread than the calls before it. An engine that ends waits a few seconds for it, and
+        ends then without it: a tier that may take longer is a `TimedTier`, which is told the time, and no tier keeps
+        what a save has completed only until here.
+        """
         ...
 
 

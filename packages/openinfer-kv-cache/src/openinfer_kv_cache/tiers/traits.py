@@ -141,6 +141,22 @@ class SharedTier(KvTier, Protocol):
         ...
 
 
+@runtime_checkable
+class TimedTier(KvTier, Protocol):
+    """A tier that can be told how long its end may take: the end of an engine has a deadline."""
+
+    def close_within(self, timeout_s: float) -> bool:
+        """Does what `close` does, and returns after about so long, whatever its medium does.
+
+        Whatever a save has completed is kept as if it had been closed in time. A thread that hangs in the medium is
+        left behind: what it uses is closed after it, and it touches no block of the caller any more.
+
+        Returns:
+            Whether all of it has ended.
+        """
+        ...
+
+
 class TierMedium(StrEnum):
     """Where a tier keeps its blocks, in the words of KV events."""
 

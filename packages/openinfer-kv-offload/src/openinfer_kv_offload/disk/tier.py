@@ -137,12 +137,6 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
         if not self.accepts_saves and not all(digest in self._index for digest in digests):
             self.refresh()
 
-    def close(self) -> None:
-        if self._queue.close():
-            with self._lock:
-                self._index.close()
-        self._watch.close()
-
     def copy_block(self, digest: Digest, into: memoryview) -> bool:
         with self._lock:
             held = self._index.hold_prefix([digest])
@@ -166,6 +160,12 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
         if self.accepts_saves or len(held) < len(digests):
             self._look_soon()
         return held
+
+    def _close_medium(self) -> None:
+        # The lock on the folder, too: whatever hangs may still append, which no other writer must meet.
+        with self._lock:
+            self._index.close()
+        self._watch.close()
 
     def _condition(self) -> TierCondition:
         return TierCondition.LOST if self._watch.is_lost else super()._condition()

@@ -73,9 +73,6 @@ class HostTier(QueuedTier[Stored, ArenaIndex]):
     def pinnable_memory(self) -> Sequence[memoryview]:
         return [self._arena.view(0, self._arena.num_bytes)]
 
-    def close(self) -> None:
-        self._queue.close()
-
     def demote_to(self, sink: Callable[[Digest, memoryview], None]) -> None:
         self._sink = sink
 

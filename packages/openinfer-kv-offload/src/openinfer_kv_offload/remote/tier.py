@@ -128,13 +128,11 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
         with self._lock:
             self._index.add(found)
 
-    def close(self) -> None:
-        has_stopped = self._queue.close()
-        self._connections.shutdown(wait=False, cancel_futures=True)  # one that hangs ends with its own time limit
-        if has_stopped:  # else a thread that hangs still uses the connections
-            self._objects.close()
-
     # The threads' side.
+
+    def _close_medium(self) -> None:
+        self._connections.shutdown(wait=False, cancel_futures=True)  # one that hangs ends with its own time limit
+        self._objects.close()
 
     def _hold(self, digests: Sequence[Digest]) -> list[KnownObject]:
         held = super()._hold(digests)

@@ -26,17 +26,22 @@ from openinfer_kv_cache import (
     TierListener,
     Transfer,
     check_same_layout,
+    close_tier,
 )
+from openinfer_kv_cache.tiers.closing import BackgroundCall
 from openinfer_kv_cache.tiers.traits import BlockMemory
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.host.arena import Arena
 from openinfer_kv_offload.stack.transfer import StackTransfer
 from openinfer_kv_offload.stack.write_behind import WriteBehindWorker
+from openinfer_kv_offload.transfer.queue import CLOSE_S
 
 _log = logging.getLogger(__name__)
 _PREFETCH_PART = 4
 """One block in so many of the first tier's may be brought up for requests that wait: the others are in use, or idle and
 may be wanted sooner."""
+_FLUSH_PART = 2
+"""Of the time that an end may take, one part in so many is for handing blocks down; the rest is for threads to stop."""
 
 
 class WriteMode(StrEnum):
@@ -66,7 +71,8 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     demotion_timeout_s: float = 10.0
     """How long an eviction waits for the tier below, before its block is lost; and `close`, for write-behind."""
     flush_on_close: bool = False
-    """Whether `close` first hands down all that only the upper tiers have; that may take long."""
+    """Whether `close` first hands down all that only the upper tiers have; that may take long. `close_within` hands
+    down what it can in half of its time: an engine that ends has a few seconds."""
     shared_in: str | None = None
     """Name of a tier that others read, for which `completed_blocks` of a save speaks, instead of for the best of them:
     what an engine that hands its KV to others waits for. Saves go to all tiers at once then (`write=through`)."""
@@ -243,12 +249,34 @@ class TierStack:
         """Closes the tiers; what only the upper ones have is lost unless `flush` came first, or `flush_on_close`."""
         if self._options.flush_on_close:
             self.flush()
-        if self._worker is not None:
-            # What has not been handed down yet has so long for it; the tiers that it goes to are open until then.
-            self._worker.close(self._options.demotion_timeout_s)
+        flush_s = 0.0 if self._worker is None else self._options.demotion_timeout_s
+        self._close(flush_s, flush_s + CLOSE_S * (1 + len(self._tiers)))
+
+    def close_within(self, timeout_s: float) -> bool:
+        until_s, flush_s = time.monotonic() + timeout_s, timeout_s / _FLUSH_PART
+        if self._options.flush_on_close:
+            flushing = BackgroundCall(self.flush, name=f"kv-tier-{self.name}-flush")
+            if not flushing.wait(flush_s):
+                _log.warning("%s: not all KV blocks were handed down in %.1f s", self.name, flush_s)
+            flush_s = 0.0
+        return self._close(min(flush_s, self._options.demotion_timeout_s), until_s - time.monotonic())
+
+    def _close(self, flush_s: float, timeout_s: float) -> bool:
+        until_s = time.monotonic() + timeout_s
+        # What has not been handed down yet has `flush_s` for it; the tiers that it goes to are open until then.
+        num_left = 1 + len(self._tiers)
+        have_ended = self._worker is None or self._worker.close(flush_s, flush_s + (timeout_s - flush_s) / num_left)
+        error: Exception | None = None
         # Upper tiers first: what they evict until their threads have stopped goes to a lower one that is open.
         for tier in self._tiers:
-            tier.close()
+            num_left -= 1
+            try:
+                have_ended &= close_tier(tier, max(0.0, until_s - time.monotonic()) / num_left)
+            except Exception as raised:  # noqa: BLE001 -- raised when the tiers below it are closed, too
+                error = error or raised
+        if error is not None:
+            raise error
+        return have_ended
 
     def _find_shared(self, name: str | None) -> KvTier | None:
         if name is None:

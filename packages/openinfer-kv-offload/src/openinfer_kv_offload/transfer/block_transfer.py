@@ -37,6 +37,7 @@ class BlockTransfer:
         self._on_end = on_end
         self._state = TransferState.PENDING
         self._is_cancelled = False
+        self._is_closed = False
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
@@ -92,13 +93,24 @@ class BlockTransfer:
             if self._state is TransferState.PENDING:
                 self._end(TransferState.PARTIAL if failure else TransferState.COMPLETED, failure)
 
+    def close(self, timeout_s: float) -> None:
+        """Ends it as partial (`CLOSED`); if a copy lasts longer than that it is pending until the copy has ended."""
+        self._is_closed = True
+        if self._lock.acquire(timeout=max(0.0, timeout_s)):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
     def _settle(self) -> None:
-        """Under the lock: ends a transfer that was cancelled or whose deadline has passed."""
+        """Under the lock: ends a transfer that was cancelled or closed, or whose deadline has passed."""
         # All blocks are there: neither a late deadline nor a cancellation makes them partial.
         if self._state is not TransferState.PENDING or self.completed_blocks == self.num_blocks > 0:
             return
         if self._is_cancelled:
             self._end(TransferState.CANCELLED, None)
+        elif self._is_closed:
+            self._end(TransferState.PARTIAL, TierFailure.CLOSED)
         elif self._deadline_s is not None and self._clock() >= self._deadline_s:
             self._end(TransferState.PARTIAL, TierFailure.DEADLINE)
 

@@ -20,7 +20,8 @@ from openinfer_kv_offload.transfer.failures import classify
 from openinfer_kv_offload.transfer.health import TierHealth
 
 _log = logging.getLogger(__name__)
-_JOIN_S = 5.0
+CLOSE_S = 5.0
+"""What the end of a queue may take, unless it is told another time."""
 
 
 class QueueOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,6 +77,8 @@ class TransferQueue:
         self._open: dict[BlockTransfer, None] = {}  # in order of submission, which is that of their ends in `close`
         self._lock = threading.Lock()
         self._is_closed = False
+        self._after: Callable[[], None] = lambda: None
+        self._num_running = options.num_threads
         self._threads = [
             # Daemons: a medium that hangs must not keep the process from ending (`close`).
             threading.Thread(target=self._run, name=f"kv-tier-{name}-{index}", daemon=True)
@@ -132,25 +135,31 @@ class TransferQueue:
         guarded = lambda: None if self._is_closed else self._guard(task)  # noqa: E731
         return not self._is_closed and self._enqueue(guarded, Urgency.SAVE) is None
 
-    def close(self) -> bool:
+    def close(self, timeout_s: float = CLOSE_S, *, after: Callable[[], None] = lambda: None) -> bool:
         """Ends what is pending, lets copies on their way finish, and stops the threads.
+
+        Args:
+            timeout_s: what all of it may take.
+            after: closes what the threads use; called once, by the last of them.
 
         Returns:
             Whether all have stopped; one that hangs in its medium is left behind, and may still use it.
         """
+        until_s = time.monotonic() + timeout_s
         with self._lock:
-            if self._is_closed:
-                return not any(thread.is_alive() for thread in self._threads)
-            self._is_closed = True
-            pending = list(self._open)
+            is_first, self._is_closed = not self._is_closed, True
+            pending = list(self._open) if is_first else []
+            if is_first:
+                self._after = after
         # Outside the lock: an end takes the transfer's lock first and this one then (`_on_end`).
         for transfer in pending:
-            transfer.end(TierFailure.CLOSED)
-        self._drain()
-        for _ in self._threads:  # the least urgent: whatever is still queued goes first
-            self._put(Urgency.STOP, None)
+            transfer.close(until_s - time.monotonic())
+        if is_first:
+            self._drain()
+            for _ in self._threads:  # the least urgent: whatever is still queued goes first
+                self._put(Urgency.STOP, None)
         for thread in self._threads:
-            thread.join(_JOIN_S)
+            thread.join(max(0.0, until_s - time.monotonic()))
             if thread.is_alive():
                 _log.warning("tier %s: thread %s hangs in its medium and is left behind", self._name, thread.name)
         return not any(thread.is_alive() for thread in self._threads)
@@ -178,6 +187,11 @@ class TransferQueue:
     def _run(self) -> None:
         while (task := self._taken(*self._jobs.get())) is not None:
             task()
+        with self._lock:
+            self._num_running -= 1
+            is_last = not self._num_running
+        if is_last:
+            self._guard(self._after)
 
     def _taken(self, urgency: Urgency, _: int, task: Callable[[], None] | None) -> Callable[[], None] | None:
         if task is not None:

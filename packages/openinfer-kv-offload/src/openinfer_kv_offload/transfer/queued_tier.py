@@ -21,7 +21,7 @@ from openinfer_kv_cache.tiers.traits import BlockMemory
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
 from openinfer_kv_offload.transfer.counters import TierTotals
 from openinfer_kv_offload.transfer.memory import check_blocks
-from openinfer_kv_offload.transfer.queue import QueueOptions, TransferQueue, Urgency
+from openinfer_kv_offload.transfer.queue import CLOSE_S, QueueOptions, TransferQueue, Urgency
 from openinfer_kv_offload.transfer.telling import IndexListener, ToldOf
 
 
@@ -155,6 +155,12 @@ class QueuedTier(ABC, Generic[HeldBlock, Index]):
     def counters(self) -> tuple[TierCounters, ...]:
         return (self._counters.snapshot(stored_blocks=len(self._index), condition=self._condition()),)
 
+    def close(self) -> None:
+        self.close_within(CLOSE_S)
+
+    def close_within(self, timeout_s: float) -> bool:
+        return self._queue.close(timeout_s, after=self._close_medium)
+
     def check_integrity(self) -> None:
         with self._lock:
             self._index.check_integrity()
@@ -168,6 +174,9 @@ class QueuedTier(ABC, Generic[HeldBlock, Index]):
     @abstractmethod
     def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[BlockMemory]) -> None:
         """Stores those blocks that are not there yet, and completes all one after the other."""
+
+    def _close_medium(self) -> None:
+        """Closes what the threads have used, in the last of them."""
 
     def _condition(self) -> TierCondition:
         return self._queue.condition
