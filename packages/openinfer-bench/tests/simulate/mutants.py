@@ -600,3 +600,27 @@ def record_of_another_block(world: World) -> None:
 
     segment.SegmentFile.read = beside  # type: ignore[method-assign]
     BlockChecksum.is_intact = lambda self, *what: True  # type: ignore[method-assign]
+
+
+@mutant
+def tiers_end_in_their_own_time(world: World) -> None:
+    """The end of an engine waits for its tiers, and write-behind for each of its threads, however slow a disk is."""
+    from openinfer_kv_cache.tiers.closing import BackgroundCall
+    from openinfer_kv_offload.stack.write_behind import WriteBehindWorker
+
+    def waited_for(self: BackgroundCall, timeout_s: float) -> bool:
+        self._thread.join()
+        return True
+
+    def one_by_one(self: WriteBehindWorker, flush_s: float, timeout_s: float) -> bool:
+        self.flush(self._timeout_s)
+        with self._changed:
+            self._is_closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(self._timeout_s)
+        return True
+
+    BackgroundCall.wait = waited_for  # type: ignore[method-assign]
+    WriteBehindWorker.close = one_by_one  # type: ignore[method-assign]

@@ -44,15 +44,17 @@ def test_a_seed_is_a_run_where_processes_die() -> None:
 
 # Runs that failed once: their seeds, what goes wrong in them, and what was mended.
 KEPT = {
-    "a worker starts while the engine has no memory": (0, ["no memory", "worker death"], 0.03),
-    "links stall while a server drains": (0, ["link stall", "restart"], 0.04),
+    "a worker starts while the engine has no memory": (0, ["no memory", "worker death"], 0.03, 600.0),
+    "links stall while a server drains": (0, ["link stall", "restart"], 0.04, 600.0),
+    "links stall for long, and meanwhile again for less": (0, ["link stall"], 0.02, 1800.0),
 }
 
 
 @pytest.mark.parametrize("what", KEPT)
 def test_a_run_that_failed_once_is_clean(what: str) -> None:
-    seed, kinds, hours = KEPT[what]
-    code, output = simulate(seed, {"hours": hours, "wave_s": 8.0, "faults_per_hour": 600.0, "kinds": kinds})
+    seed, kinds, hours, faults_per_hour = KEPT[what]
+    options = {"hours": hours, "wave_s": 8.0, "faults_per_hour": faults_per_hour, "kinds": kinds}
+    code, output = simulate(seed, options)
     assert code == 0, output
 
 

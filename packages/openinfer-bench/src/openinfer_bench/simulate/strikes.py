@@ -129,7 +129,8 @@ class Strikes:
     def _stall_links(self) -> None:
         until_s = self._run.world.now_s + self._run.draw.choice((0.2, 1.0, 5.0))
         if self._run.life is not None:  # also one that drains, whose links stall like others
-            self._run.life.stalled_until_s = until_s
+            # one that is shorter than what is left of another ends nothing
+            self._run.life.stalled_until_s = max(self._run.life.stalled_until_s, until_s)
         for link in self._links():
             link.stall(until_s)
 
