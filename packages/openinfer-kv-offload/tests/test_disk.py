@@ -54,6 +54,23 @@ def test_a_second_writer_is_refused_until_the_first_closes(open_disk):
     open_disk()
 
 
+def test_a_thread_that_hangs_keeps_the_folder_until_it_has_ended(open_disk):
+    faults = FaultInjector()
+    tier = open_disk(wrap_medium=faults.wrap)
+    save(tier, chain(1, 2))
+    gate = faults.hold_next_read()
+    transfer = tier.load(tier.find(chain(1, 2)), empty(2, LAYOUT))
+    gate.wait_entered()
+    assert not tier.close_within(0.0)
+    assert transfer.poll() is TransferState.PARTIAL
+    assert transfer.failure is TierFailure.CLOSED
+    with pytest.raises(StoreError, match="another process writes"):
+        open_disk()
+    gate.release()
+    assert tier.close_within(30.0)
+    assert load(open_disk(), chain(1, 2)) == 2
+
+
 def test_readers_see_what_the_writer_adds_and_may_not_write(open_disk):
     writer = open_disk()
     save(writer, chain(1, 3))

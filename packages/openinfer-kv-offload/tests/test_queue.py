@@ -159,6 +159,30 @@ def test_close_ends_what_waits_and_gives_back_what_it_holds(make_queue):
     assert failures()[TierFailure.CLOSED] == 2
 
 
+def test_what_hangs_in_a_copy_is_left_behind_and_ends_with_it(make_queue):
+    queue, failures = make_queue(num_threads=1)
+    begun, go_on = threading.Event(), threading.Event()
+    closed = []
+
+    def hang(transfer):
+        with transfer.touching():
+            begun.set()
+            go_on.wait(30)
+        transfer.complete_blocks()
+
+    transfer = submit(queue, hang)
+    begun.wait(30)
+    waiting = submit(queue, hang)
+    assert not queue.close(0.0, after=lambda: closed.append("files"))
+    assert (transfer.poll(), closed) == (TransferState.PENDING, [])  # its copy goes on
+    assert ended(waiting) is TransferState.PARTIAL
+    go_on.set()
+    assert queue.close(30.0)
+    assert ended(transfer) is TransferState.PARTIAL
+    assert failures()[TierFailure.CLOSED] == 2
+    assert closed == ["files"]
+
+
 @pytest.mark.parametrize("field", QueueOptions.__struct_fields__)
 def test_options_out_of_range_are_refused(field):
     with pytest.raises(TierConfigError, match=f"{field} is 0"):

@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 
 from openinfer_kv_cache import KvTierError, LayoutMismatchError, TierFailure, TransferState
@@ -272,6 +274,79 @@ def test_write_behind_needs_a_first_tier_that_can_be_copied_from(tmp_path):
         TierStack(tiers, StackOptions(write=WriteMode.BEHIND))
     for tier in tiers:
         tier.close()
+
+
+class PendingSave:
+    """Goes on until it is cancelled."""
+
+    num_blocks, completed_blocks, failure = 1, 0, None
+
+    def __init__(self):
+        self.cancelled = threading.Event()
+
+    def cancel(self):
+        self.cancelled.set()
+
+    def wait(self, timeout_s=None):
+        assert self.cancelled.wait(30)
+
+
+class SlowTier:
+    """A tier below whose saves take for ever."""
+
+    name, layout, accepts_saves = "slow", LAYOUT, True
+
+    def __init__(self):
+        self.saves = []
+        self.begun = threading.Event()
+
+    def save(self, digests, blocks, *, timeout_s=None):
+        self.saves.append(PendingSave())
+        self.begun.set()
+        return self.saves[-1]
+
+
+def test_write_behind_that_is_closed_gives_up_what_is_under_way_and_asks_for_no_more():
+    host = HostTier(LAYOUT, HostTierOptions(capacity_bytes=64 * 3904))
+    slow = SlowTier()
+    worker = WriteBehindWorker(host, [slow, slow], timeout_s=1e6, num_threads=1)
+    save(host, chain(1, 40))
+    worker.enqueue(chain(1, 40))
+    assert slow.begun.wait(30)
+    assert worker.close(0.0, 30.0)
+    assert len(slow.saves) == 1
+    host.close()
+
+
+class ClosedLate:
+    """A tier of a plug-in whose `close` waits until the test has looked."""
+
+    def __init__(self, tier):
+        self._tier = tier
+        self.may_end = threading.Event()
+        self.has_ended = threading.Event()
+
+    def __getattr__(self, name):
+        if name == "close_within":
+            raise AttributeError(name)
+        return getattr(self._tier, name)
+
+    def close(self):
+        assert self.may_end.wait(30)
+        self._tier.close()
+        self.has_ended.set()
+
+
+def test_a_stack_ends_without_a_tier_that_is_told_no_time_and_closes_those_below():
+    tiers = [HostTier(LAYOUT, HostTierOptions(capacity_bytes=4 * 3904), name=name) for name in ("first", "second")]
+    late = ClosedLate(tiers[0])
+    stack = TierStack([late, tiers[1]])
+    assert not stack.close_within(0.0)
+    assert tiers[1].close_within(30.0)
+    assert ended(tiers[1].save(chain(1, 1), filled(chain(1, 1), LAYOUT))) is TransferState.PARTIAL
+    assert not late.has_ended.is_set()
+    late.may_end.set()
+    assert late.has_ended.wait(30)
 
 
 class RaisingTier:
