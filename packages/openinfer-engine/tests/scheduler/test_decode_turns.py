@@ -1,6 +1,9 @@
 """Decode rows of one tenant next to another's, by what steps took; seconds are the test's."""
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import pytest
@@ -11,8 +14,10 @@ from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_engine.scheduler import TokenBudgetScheduler
 from openinfer_engine.scheduler.company import ALONE_MS, ALONE_TOKENS, COMPANY_S
-from openinfer_engine.scheduler.decode_turns import LEAST_ROWS, ROWS_MS, TURN_STEPS
+from openinfer_engine.scheduler.decode_turns import LEAST_ROWS, ROWS_MS, TURN_STEPS, DecodeTurns
 from openinfer_engine.scheduler.itl_limit import OTHERS_MS
+from openinfer_engine.scheduler.run_queue import RunQueue
+from openinfer_engine.scheduler.sequence import Sequence
 
 BASE_MS = 3.0
 MAX_TOKENS = 3000
@@ -127,15 +132,33 @@ def test_few_rows_go_on_however_dear_they_are() -> None:
         assert sum(each > 0 for each in timed.tokens_of("many", tokens)) >= LEAST_ROWS
 
 
-def test_a_prompt_of_one_tenant_takes_no_rows_of_another_out_of_a_step() -> None:
-    timed = Timed(row_ms=0.25, token_ms=0.3)
-    timed.add("calm", 32)
+def next_to_a_prompt() -> tuple[Timed, list[float], Counter[RequestId]]:
+    """40 rows of one tenant, and a long prompt of another."""
+    timed = Timed(row_ms=0.5, token_ms=0.3)
+    timed.add("calm", 40)
     timed.steps(40)
     timed.add("loud", 1, prompt_tokens=2000, max_tokens=1)
-    took_ms, tokens = timed.steps(60)
+    return timed, *timed.steps(60)
+
+
+def test_a_prompt_of_one_tenant_takes_no_rows_of_another_out_of_a_step() -> None:
+    timed, took_ms, tokens = next_to_a_prompt()
     assert set(timed.tokens_of("calm", tokens)) == {60}
-    assert max(took_ms) > BASE_MS + 32 * 0.25 + 4.0  # the prompt went on meanwhile
+    assert max(took_ms) > BASE_MS + 40 * 0.5 + 4.0  # the prompt went on meanwhile
     assert timed.scheduler.stats().share_rows_sat_out == 0
+
+
+def test_where_prompts_count_as_rows_of_others_rows_would_sit_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test before this one would see of the scheduler as it was."""
+    sitting_out = DecodeTurns.sitting_out
+
+    def with_prompts(self: DecodeTurns, ready: Iterable[Sequence], decoding: Counter[str]) -> frozenset[Sequence]:
+        return sitting_out(self, ready, decoding + Counter(loud=1))
+
+    monkeypatch.setattr(DecodeTurns, "sitting_out", with_prompts)
+    timed, _, tokens = next_to_a_prompt()
+    assert min(timed.tokens_of("calm", tokens)) < 50
+    assert timed.scheduler.stats().share_rows_sat_out > 100
 
 
 def test_where_most_rows_fit_none_sits_out_two_steps_one_after_the_other() -> None:
@@ -152,8 +175,8 @@ def test_where_most_rows_fit_none_sits_out_two_steps_one_after_the_other() -> No
     assert timed.scheduler.stats().share_rows_sat_out > 100
 
 
-def test_newcomers_do_not_wait_for_the_prompt_of_a_tenant_that_would_be_next() -> None:
-    """Its next prompt is the next to run, and waits for the budget that the one under way takes."""
+def newcomers_next_to_a_flood() -> tuple[Timed, int]:
+    """A flood of prompts, and the most steps that a request of another tenant waits for its first token."""
     timed = Timed(row_ms=0.25, token_ms=0.3, num_slots=64, num_blocks=2**12)
     timed.add("calm", 24, max_tokens=24)
     timed.steps(10)
@@ -169,8 +192,24 @@ def test_newcomers_do_not_wait_for_the_prompt_of_a_tenant_that_would_be_next() -
         if timed.scheduler.stats().running < 25 and len(waits) < 4:
             timed.add("calm", 1, max_tokens=24)
             waits[max(timed.tenants)] = 0
+    return timed, longest
+
+
+def test_newcomers_do_not_wait_for_the_prompt_of_a_tenant_that_would_be_next() -> None:
+    """Its next prompt is the next to run, and waits for the budget that the one under way takes."""
+    timed, longest = newcomers_next_to_a_flood()
     assert longest <= 6
     assert timed.scheduler.stats().prompt_tokens > 600 * 8  # and the flood's go on
+
+
+def test_where_none_is_put_off_newcomers_would_wait_for_another_tenants_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test before this one would see of the scheduler as it was."""
+
+    def without(self: RunQueue, tenants: AbstractSet[str]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(RunQueue, "putting_off", without)
+    assert newcomers_next_to_a_flood()[1] > 20
 
 
 def test_all_rows_come_back_when_the_other_tenant_has_ended() -> None:
