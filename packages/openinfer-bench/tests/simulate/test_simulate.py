@@ -46,6 +46,7 @@ def test_a_seed_is_a_run_where_processes_die() -> None:
 KEPT = {
     "a worker starts while the engine has no memory": (0, ["no memory", "worker death"], 0.03, 600.0),
     "links stall while a server drains": (0, ["link stall", "restart"], 0.04, 600.0),
+    "a disk is slow while a server ends": (1, ["restart", "slow disk"], 0.1, 600.0),
     "links stall for long, and meanwhile again for less": (0, ["link stall"], 0.02, 1800.0),
 }
 
@@ -119,6 +120,17 @@ def test_a_mistake_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_mistake_that_one_kind_of_fault_shows_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, said = FOUND_UNDER_ONE_FAULT[mutant]
     check_found(monkeypatch, said, mutant=mutant, kinds=[kind])
+
+
+def test_tiers_that_end_in_their_own_time_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_found(
+        monkeypatch,
+        "simulated.engine ended by itself, with -9",
+        mutant="tiers_end_in_their_own_time",
+        seed=1,
+        hours=0.1,
+        kinds=["restart", "slow disk"],
+    )
 
 
 def test_attacks_alone_hold_up_no_other_tenant() -> None:
