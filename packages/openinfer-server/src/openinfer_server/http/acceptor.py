@@ -95,8 +95,9 @@ class Acceptor:
             self._pause.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
-        for task in self._connecting:
-            task.cancel()
+        if self._context is not None:
+            for task in self._connecting:
+                task.cancel()
 
     async def wait_closed(self) -> None:
         """As an asyncio server has it."""
@@ -130,7 +131,10 @@ class Acceptor:
         if self._table.num_live > self._table.capacity:
             self._table.evict()
         task = self._loop.create_task(self._connect(connection, slot, make_protocol), name="openinfer-connection")
-        slot.abort = task.cancel
+        if self._context is not None:
+            # A handshake may take long. Without one a connection has its transport two turns later, and is not
+            # cancelled in between: uvloop would close it without a word to its protocol, whose request may have begun.
+            slot.abort = task.cancel
         self._connecting.add(task)
         task.add_done_callback(lambda task: self._has_connected(task, connection))
 
@@ -151,6 +155,8 @@ class Acceptor:
             connection.close()
             return
         slot.abort = transport.abort
+        if slot.is_told_to_end or self._is_closed:
+            transport.abort()
 
     def _rest(self, error: OSError) -> None:
         """Descriptors are short although the table has room: other files of this process or of the system have them."""

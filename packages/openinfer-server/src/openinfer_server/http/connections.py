@@ -45,6 +45,11 @@ class Slot:
         self.owner = owner
         self.abort: Callable[[], object] = _nothing
 
+    @property
+    def is_told_to_end(self) -> bool:
+        """It made room for a newcomer."""
+        return self._table.is_closing(self)
+
     def asks(self) -> None:
         """It has a request."""
         self._table.asks(self)
@@ -88,6 +93,9 @@ class ConnectionTable:
     @property
     def num_waiting(self) -> int:
         return self._num_waiting
+
+    def is_closing(self, slot: Slot) -> bool:
+        return slot in self._closing
 
     def enter(self, owner: str) -> Slot:
         slot = Slot(self, owner)
