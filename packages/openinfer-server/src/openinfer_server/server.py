@@ -220,8 +220,11 @@ async def serve_app(
     """
     stopping = stop or asyncio.Event()
     url = _url(listener, options)
-    budget = DescriptorBudget.of_this_process(options)
-    num_connections = budget.connections(options.max_connections)
+    takes_large = listener.family == socket.AF_UNIX
+    budget = DescriptorBudget.of_this_process(options, takes_large=takes_large)
+    # The first worker has refused what it has no room for; one for large requests has less, and takes what it can.
+    possible = budget.connections_at_most if takes_large else budget.connections
+    num_connections = possible(options.max_connections)
     budgets = app.service.budgets
     budgets.bound_connections(num_connections)
     config = _config(app, options, protocol or bounded_protocol(options, hand_over))

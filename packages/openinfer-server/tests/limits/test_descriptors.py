@@ -30,7 +30,20 @@ def test_more_than_there_is_room_for_is_refused_with_the_numbers():
 
 def test_own_files_are_those_open_now_and_some_more():
     own = DescriptorBudget.of_this_process(ServerOptions(workers=3)).own
-    assert own == max(64, open_descriptors() + 32) + 6
+    assert own == max(64, open_descriptors() + 48) + 6
+
+
+def test_process_for_large_requests_has_room_for_the_links_of_each_front():
+    options = ServerOptions(workers=2)
+    own = DescriptorBudget.of_this_process(options).own
+    assert DescriptorBudget.of_this_process(options, takes_large=True).own == own + 80
+
+
+def test_process_with_less_room_than_was_asked_for_may_take_what_there_is():
+    budget = DescriptorBudget(limit=256, own=104)
+    assert budget.connections_at_most(160) == 120
+    assert budget.connections_at_most(100) == 100
+    assert budget.connections_at_most(None) == 120
 
 
 def test_soft_limit_becomes_the_hard_one():

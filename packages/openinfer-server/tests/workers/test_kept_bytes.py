@@ -31,7 +31,9 @@ def kept():
 
 
 def handing_of(server, kept, read=b"POST / "):
-    return Handing(server, [read], kept, owner="", is_waited_for=True)
+    handing = Handing(server, [read], owner="", is_kept=kept is not None, is_waited_for=True)
+    handing.kept = kept
+    return handing
 
 
 def send(ends, data):

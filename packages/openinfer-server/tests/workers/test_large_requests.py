@@ -19,7 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from openinfer_core.process.descriptors import open_descriptors
 from openinfer_server.http.handover import Handed, HandOver
+from openinfer_server.limits.descriptors import MAX_WAITED_FOR
 from openinfer_server.limits.suspects import SUSPECTED_S, Suspects
 from openinfer_server.testing import DEADLINE_S, wait_until
 from openinfer_server.workers.group import LARGE_PAUSE_S, can_share_ports
@@ -161,7 +163,7 @@ def test_large_requests_have_a_process_that_the_first_of_them_starts(start, even
     assert server.ask(body=small())[:2] == (200, False)
     assert server.workers() == []
     first = server.ask(body=large(seed=1))
-    assert first[:2] == (200, False)  # by the process that there is
+    assert first[:2] == (200, True)  # it waited for the process, and was not answered by the one that there was
     worker = server.wait_for_large()
     assert worker.nice() > psutil.Process(server.process.pid).nice()
     counted = success(server)
@@ -408,17 +410,82 @@ def handing_over(address, paths=(), **arguments):
     )
 
 
-def test_where_no_one_listens_the_process_is_wanted_and_nothing_handed_over(tmp_path):
+def test_process_that_does_not_come_is_wanted_once_and_waited_for_once(tmp_path):
+    asyncio.run(wait_for_none(tmp_path / "large"))
+
+
+async def wait_for_none(path):
     wanted = []
-    hand_over = handing_over(tmp_path / "large", want=lambda: wanted.append(1))
-
-    async def begin():
-        with socket.socket() as connection:
-            return hand_over.begin(connection, [b"POST"], "")
-
-    assert asyncio.run(begin()) is None
+    hand_over = handing_over(path, want=lambda: wanted.append(1), first_start_s=0.0)
+    with connected() as connection:
+        for _ in range(2):
+            handing = hand_over.begin(connection, [b"POST ", b"/"], "")
+            assert await hand_over.finish(handing) == (Handed.GIVEN_BACK, b"POST /")
+            hand_over.release(handing)
     assert wanted == [1]
     assert hand_over.num_handed_over == 0
+
+
+def test_so_many_wait_for_the_first_start_and_what_comes_then_is_answered_here(tmp_path):
+    asyncio.run(wait_for_the_first(tmp_path / "large"))
+
+
+async def wait_for_the_first(path):
+    hand_over = handing_over(path, first_start_s=PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(connected()) for _ in range(MAX_WAITED_FOR + 1)]
+            handings = [hand_over.begin(each, [b"POST"], "") for each in connections]
+            assert handings.pop() is None
+            finishing = [asyncio.create_task(hand_over.finish(each)) for each in handings]
+            async with OtherProcesses(path):
+                assert {await each for each in finishing} == {(Handed.LET_GO, b"")}
+            for each in handings:
+                hand_over.release(each)
+
+
+def test_many_large_requests_in_one_turn_take_no_descriptors_before_their_turn(tmp_path):
+    asyncio.run(begin_many(tmp_path / "large"))
+
+
+async def begin_many(path):
+    hand_over = handing_over(path)
+    async with asyncio.timeout(PATIENCE_S), OtherProcesses(path, at_once=1):
+        with contextlib.ExitStack() as stack:
+            first, *connections = [stack.enter_context(connected()) for _ in range(4 * MAX_WAITED_FOR)]
+            handing = hand_over.begin(first, [b"POST"], "")
+            assert await hand_over.finish(handing) == (Handed.LET_GO, b"")
+            hand_over.release(handing)
+            before = open_descriptors()
+            handings = [hand_over.begin(each, [b"POST"], "") for each in connections]
+            assert open_descriptors() == before
+            told = await asyncio.gather(*map(hand_over.finish, handings))
+            assert set(told) == {(Handed.LET_GO, b"")}
+            assert hand_over.num_handed_over == len(connections) + 1
+            for each in handings:
+                hand_over.release(each)
+            assert open_descriptors() == before
+
+
+def test_front_without_descriptors_has_a_request_come_again(tmp_path):
+    asyncio.run(hand_over_without_descriptors(tmp_path / "large"))
+
+
+async def hand_over_without_descriptors(path):
+    hand_over = handing_over(path)
+    async with asyncio.timeout(PATIENCE_S), OtherProcesses(path, at_once=1):
+        with connected() as connection:
+            for expected in (Handed.LET_GO, Handed.LOST, Handed.LET_GO):
+                handing = hand_over.begin(connection, [b"POST"], "")
+                limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+                if expected is Handed.LOST:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+                try:
+                    told, _ = await hand_over.finish(handing)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                assert told is expected
+                hand_over.release(handing)
 
 
 def test_owner_is_the_tenant_or_the_address():
@@ -442,7 +509,7 @@ def test_an_owner_is_suspected_for_a_while_and_few_are_remembered():
 # Another process, as far as connections are handed to it: it ends by what one of them says, and answers others. The
 # first waits for two of them before it looks at what they say.
 OTHER_PROCESS = """
-import os, socket, sys
+import contextlib, os, socket, sys
 path, at_once = sys.argv[1], int(sys.argv[2])
 if os.path.exists(path):
     os.unlink(path)
@@ -463,7 +530,8 @@ while True:
     if any(b"poison" in said for _, said, _ in arrived):
         os._exit(1)
     for link, _, descriptors in arrived:
-        link.send(b"\1")
+        with contextlib.suppress(BrokenPipeError):  # of a front that does not wait to be told
+            link.send(b"\1")
         link.close()
         for each in descriptors:
             os.close(each)
@@ -473,12 +541,13 @@ while True:
 class OtherProcesses:
     """Started anew whenever it has ended by itself. A context manager."""
 
-    def __init__(self, path):
+    def __init__(self, path, at_once=2):
         self.deaths = asyncio.Queue()
         self._path = path
+        self._at_once = at_once
 
     async def __aenter__(self):
-        self._process = await self._start(2)
+        self._process = await self._start(self._at_once)
         self._watching = asyncio.create_task(self._watch())
         await self._process.stdout.readline()
         return self

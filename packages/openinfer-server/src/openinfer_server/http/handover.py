@@ -1,10 +1,13 @@
 """Large requests are answered by another process of the server, which the connection itself is handed to.
 
-    front: a large request's head is complete ──► connects, sends the descriptor and all bytes that it has read
+    front: a large request's head is complete: nothing is read any more
+                     │   the other process was never there: up to MAX_WAITED_FOR requests wait for its first start,
+                     │   FIRST_START_S at most; what comes beyond, or after that, is answered in this process
+                     ├──► connects, sends the descriptor and all bytes that it has read, MAX_SENDING at a time
                      │                                   │ Unix socket in a private folder
     other process:   │                          receives both, goes on as if it had accepted the connection
                      │                                   │ first byte of a response, or the connection's end: BEGUN
-    front:           ├── is told, and closes its own copy of the descriptor
+    front:           ├── is told, and closes its own copy of the descriptor; if many wait so, without being told
                      ├── BACK: what is asked for is kept in this process: it answers, with all that was read
                      └── the other process dies before: once more by the one that takes its place, then 503
 
@@ -23,6 +26,7 @@ them nor the state of a record that is half read to another.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -30,25 +34,30 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
+from openinfer_core.process.accepting import EXHAUSTED
 from openinfer_server.http.acceptor import Acceptor, MakeProtocol
 from openinfer_server.http.connections import ConnectionTable
+from openinfer_server.limits.descriptors import MAX_KEPT, MAX_SENDING, MAX_WAITED_FOR
 from openinfer_server.limits.shared_budget import owner_of
 from openinfer_server.limits.suspects import Suspects
 from openinfer_server.workers.kept_bytes import KEPT_BYTES, Connected, KeptBytes, num_read
 
 logger = logging.getLogger("openinfer.server")
 
-MAX_WAITED_FOR = 16  # handed-over requests whose first byte is waited for: each takes a descriptor more
-MAX_KEPT = 8  # of these, requests whose bytes are kept: each takes one more, and `KEPT_BYTES` at most
 _BEGUN = b"\1"
 _BACK = b"\2"
-_ALONE, _WITH_KEPT = b"\0", b"\3"  # the byte that a connection's descriptor comes with, and that of what is kept
+# The byte that a connection's descriptor comes with, and that of what is kept, and of a connection whose front does not
+# wait to be told.
+_ALONE, _WITH_KEPT, _UNWAITED = b"\0", b"\3", b"\4"
+_DESCRIPTORS = {_ALONE: 1, _WITH_KEPT: 2, _UNWAITED: 1}
 MAX_FRAMING_BYTES = 2**17  # of a head and of what follows its request
 ALONE_S = 2.0  # for which a request that is repeated has the other process for itself: what ends that does so soon
 _MAX_TRIES = 2  # processes that one request may end
 _RECEIVE_S = 5.0  # in which the front sends what it has read
 _MAX_READ_BYTES = 4 * 2**20 + KEPT_BYTES  # what that can be: a read of the event loop's, the head, what was kept
 _CHUNK_BYTES = 2**16
+FIRST_START_S = 20.0  # for which large requests wait for the other process to be there for the first time
+_SHORT = EXHAUSTED | {errno.ETOOMANYREFS}  # of descriptors, also of those on their way through sockets
 _REPLACED_S = 60.0  # in which another process takes the place of one that died
 _LOOK_EVERY_S = 0.05
 _MOST_SAME = 40
@@ -64,46 +73,63 @@ class Handed(Enum):
     LOST = "the other process has died"
 
 
+class _Found(Enum):
+    """What came of a connection's first try to reach the other process."""
+
+    THERE = "it has the connection"
+    ABSENT = "it is not there, and not waited for any longer"
+    DEAD = "it has died, or cannot take any more: as if it had died with this one"
+
+
 class Handing:
-    """One connection on its way to the other process, which has its descriptor already.
+    """One connection on its way to the other process, of which nothing is read here any more.
 
     Args:
         connection: of which the front has a descriptor of its own.
         owner: whose request it is: the tenant, or the client's address without one.
         read: what was read of it since its request began.
-        kept: what the other process reads of it; None where that is not kept.
+        is_kept: whether what the other process reads of it is kept.
         is_waited_for: whether the front waits for what the other process does with it.
 
     Attributes:
+        kept: what the other process reads of it, once it has the connection.
         link: to the other process.
         pid: of that process; 0 before there is a link.
         num_tries: processes that it was given to.
-        num_same: how often that process was found again, which has lost the link.
+        num_same: how often that process was found again, which has lost the link, or took no more, or descriptors were
+            short.
     """
 
     def __init__(
         self,
         connection: Connected,
         read: Sequence[bytes],
-        kept: KeptBytes | None,
         *,
         owner: str,
+        is_kept: bool,
         is_waited_for: bool,
     ) -> None:
         self.connection = connection
         self.owner = owner
         self.read = read
-        self.kept = kept
+        self.is_kept = is_kept
         self.is_waited_for = is_waited_for
+        self.kept: KeptBytes | None = None
         self.link: socket.socket | None = None
         self.pid = self.num_same = self.num_tries = 0
-        self._num_read_before = None if kept is None else num_read(connection)
+        self._num_read_before = num_read(connection) if is_kept else None
+
+    def keep(self) -> KeptBytes | None:
+        """Where what is read from now on is kept, if it is; raises `OSError` without descriptors or memory."""
+        if self.is_kept and self.kept is None:
+            self.kept = KeptBytes.create()
+        return self.kept
 
     def all_read(self) -> bytes | None:
         """All bytes of the connection since its request began; None if some are not known."""
-        if self.kept is None or self._num_read_before is None:
+        if not self.is_kept or self._num_read_before is None:
             return None
-        kept = self.kept.all()
+        kept = b"" if self.kept is None else self.kept.all()
         is_whole = num_read(self.connection) == self._num_read_before + len(kept)
         return b"".join((*self.read, kept)) if is_whole else None
 
@@ -122,8 +148,9 @@ class HandOver:
         paths: of routes that any process may answer, percent-encoded.
         returning: of routes some of whose requests the other process gives back.
         least_bytes: of a large body.
-        want: called where the other process is not there; it may be on its way already.
+        want: called once, when the first large request comes.
         tenant_of: whose request it is by its headers; empty where that is not known.
+        first_start_s: for which large requests wait for the other process to be there for the first time.
 
     Attributes:
         num_handed_over: requests so far.
@@ -140,6 +167,7 @@ class HandOver:
         least_bytes: int,
         want: Callable[[], None],
         tenant_of: Callable[[Headers], str],
+        first_start_s: float = FIRST_START_S,
     ) -> None:
         self.num_handed_over = self.num_repeated = self.num_given_back = 0
         self._address = address
@@ -150,7 +178,10 @@ class HandOver:
         self._tenant_of = tenant_of
         self._num_waited_for = self._num_kept = 0
         self._suspects = Suspects()
+        self._first_start_s = first_start_s
+        self._wanted_s: float | None = None  # when the other process was asked for
         self._one_at_a_time = asyncio.Lock()
+        self._sending = asyncio.Semaphore(MAX_SENDING)
         self._num_lost = 0  # requests that wait to be repeated, or are being
         self._was_there = False
         self._gone_s: float | None = None  # when the other process, which was there, was first not found
@@ -182,25 +213,26 @@ class HandOver:
         return has_room and num_bytes + MAX_FRAMING_BYTES <= KEPT_BYTES
 
     def begin(self, connection: Connected, read: Sequence[bytes], owner: str) -> Handing | None:
-        """Hands a connection over, which is to be finished and released; None if the other process is not there.
+        """A large request, which is to be finished and released; None if it is to be answered here.
 
-        Where many are waited for, the other process is believed to answer this one. One that comes where another was
-        lost has no link yet.
+        No descriptor is opened yet: many requests may come in one turn of the event loop. Where many are waited for,
+        the other process is believed to answer this one, if it has ever been there.
         """
-        try:
-            kept = KeptBytes.create() if self._can_keep(0) else None
-        except OSError:  # no descriptor, or no memory
-            return None
         is_waited_for = self._num_waited_for < MAX_WAITED_FOR
-        handing = Handing(connection, read, kept, owner=owner, is_waited_for=is_waited_for)
-        if not (self._num_lost or self._reach(handing) or self._is_awaited()):
-            handing.close()
+        if self._wanted_s is None:
+            self._wanted_s = _now_s()
             self._want()
+        if not self._was_there and not is_waited_for:
             return None
-        self.num_handed_over += 1
+        handing = Handing(connection, read, owner=owner, is_kept=self._can_keep(0), is_waited_for=is_waited_for)
         self._num_waited_for += handing.is_waited_for
-        self._num_kept += kept is not None
+        self._num_kept += handing.is_kept
         return handing
+
+    def _is_coming(self) -> bool:
+        """Whether the other process may yet be there for the first time."""
+        is_new = not self._was_there and self._wanted_s is not None
+        return is_new and _now_s() - (self._wanted_s or 0.0) < self._first_start_s
 
     def _is_awaited(self) -> bool:
         """Whether the other process has died, and the next one is on its way."""
@@ -209,19 +241,25 @@ class HandOver:
     def release(self, handing: Handing) -> None:
         """Frees what one that was begun holds; once."""
         self._num_waited_for -= handing.is_waited_for
-        self._num_kept -= handing.kept is not None
+        self._num_kept -= handing.is_kept
         handing.close()
 
-    def _reach(self, handing: Handing) -> bool:
+    def _reach(self, handing: Handing, *, is_waited_for: bool = True) -> bool:
         """Whether the other process is there, and another than had it before; if so, it has the descriptors."""
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            kept = handing.keep()
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError:
+            handing.num_same += 1
+            return False
         link.setblocking(False)
-        kept = [] if handing.kept is None else [handing.kept.descriptor]
+        kinds = {True: _WITH_KEPT, False: _ALONE if is_waited_for else _UNWAITED}
         try:
             link.connect(self._address)
             pid = _peer(link)
             if pid != handing.pid:  # else it is dying, and its link was closed before its listening socket is
-                socket.send_fds(link, [_WITH_KEPT if kept else _ALONE], [handing.connection.fileno(), *kept])
+                further = [] if kept is None else [kept.descriptor]
+                socket.send_fds(link, [kinds[kept is not None]], [handing.connection.fileno(), *further])
                 handing.link, handing.pid = link, pid
                 handing.num_tries += 1
                 self._was_there, self._gone_s = True, None
@@ -229,18 +267,42 @@ class HandOver:
             handing.num_same += 1
         except BlockingIOError:  # it has more to accept than it can
             handing.num_same += 1
-        except OSError:  # not there yet, or not any more
-            if self._was_there and self._gone_s is None:
+        except OSError as error:
+            if error.errno in _SHORT:
+                handing.num_same += 1
+            elif self._was_there and self._gone_s is None:  # not there any more
                 self._gone_s = _now_s()
         link.close()
         return False
 
-    async def finish(self, handing: Handing) -> tuple[Handed, bytes]:
-        """Sends what was read; what came of it, and if it was given back, all bytes since its request began.
+    async def _find(self, handing: Handing) -> _Found:
+        """Gives a connection to the other process for the first time."""
+        while not self._num_lost:
+            if self._reach(handing, is_waited_for=handing.is_waited_for):
+                self.num_handed_over += 1
+                return _Found.THERE
+            if self._is_awaited() or handing.num_same > _MOST_SAME:
+                break
+            if not handing.num_same and not self._is_coming():
+                return _Found.ABSENT
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return _Found.DEAD
 
-        A request whose process dies before it begins to answer is handed to the next one, once.
+    async def finish(self, handing: Handing) -> tuple[Handed, bytes]:
+        """Hands it over with what was read; what came of it, and if it was given back, all bytes since it began.
+
+        A request whose process dies before it begins to answer is handed to the next one, once. One that found no
+        process where none was for long is given back, too.
         """
-        told = await _told(handing.link, handing.read, is_waited_for=handing.is_waited_for)
+        async with self._sending:
+            found = await self._find(handing)
+            if found is _Found.ABSENT:
+                return Handed.GIVEN_BACK, b"".join(handing.read)
+            is_sent = found is _Found.THERE and await _is_sent(handing.link, handing.read)
+            if is_sent and not handing.is_waited_for:
+                handing.close()
+                return Handed.LET_GO, b""
+        told = await _told(handing.link) if is_sent else Handed.LOST
         if told is Handed.LOST:
             self._num_lost += 1
             try:
@@ -263,7 +325,7 @@ class HandOver:
                 self.num_repeated += handing.num_tries > 0
                 if not await self._reach_next(handing):
                     return told
-                telling = asyncio.create_task(_told(handing.link, [read], is_waited_for=True))
+                telling = asyncio.create_task(_sent_and_told(handing.link, [read]))
                 try:
                     await asyncio.wait((telling,), timeout=ALONE_S)
                 except asyncio.CancelledError:
@@ -295,27 +357,40 @@ def _peer(link: socket.socket) -> int:
     return _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
 
 
-async def _told(link: socket.socket | None, parts: Sequence[bytes], *, is_waited_for: bool) -> Handed:
-    """Sends what was read of a connection, and waits for what the other process does with it."""
+async def _is_sent(link: socket.socket | None, parts: Sequence[bytes]) -> bool:
+    """Sends what was read of a connection; whether the other process was there to take it."""
+    if link is None:
+        return False
+    try:
+        for part in parts:
+            await asyncio.get_running_loop().sock_sendall(link, part)
+        link.shutdown(socket.SHUT_WR)
+    except OSError:
+        return False
+    return True
+
+
+async def _told(link: socket.socket | None) -> Handed:
+    """Waits for what the other process does with a connection."""
     if link is None:
         return Handed.LOST
-    loop = asyncio.get_running_loop()
     with link:
         try:
-            for part in parts:
-                await loop.sock_sendall(link, part)
-            link.shutdown(socket.SHUT_WR)
-            told = await loop.sock_recv(link, 1) if is_waited_for else _BEGUN
+            told = await asyncio.get_running_loop().sock_recv(link, 1)
         except OSError:
             told = b""
     return {_BEGUN: Handed.LET_GO, _BACK: Handed.GIVEN_BACK}.get(told, Handed.LOST)
+
+
+async def _sent_and_told(link: socket.socket | None, parts: Sequence[bytes]) -> Handed:
+    return await _told(link) if await _is_sent(link, parts) else Handed.LOST
 
 
 class Arrival:
     """A connection that was handed over to this process.
 
     Args:
-        link: to the front that did.
+        link: to the front that did; None where that does not wait to be told.
         read: what it had read.
         kept: where what is read from now on is kept, until the front is told; None where it is not.
 
@@ -323,7 +398,7 @@ class Arrival:
         abandon: ends this process's part of the connection without a word to its client; set by its protocol.
     """
 
-    def __init__(self, link: socket.socket, read: bytes, kept: KeptBytes | None = None) -> None:
+    def __init__(self, link: socket.socket | None, read: bytes, kept: KeptBytes | None = None) -> None:
         self.read = read
         self.abandon: Callable[[], None] = _nothing
         self._link = link
@@ -350,8 +425,9 @@ class Arrival:
         if self._kept is not None:
             self._kept.close()
             self._kept = None
-        with contextlib.suppress(OSError), self._link:
-            self._link.send(what)
+        if self._link is not None:
+            with contextlib.suppress(OSError), self._link:
+                self._link.send(what)
 
 
 def _nothing() -> None:
@@ -389,28 +465,35 @@ class ArrivalAcceptor(Acceptor):
         """What breaks here is told by the end of the link."""
         try:
             async with asyncio.timeout(_RECEIVE_S):
-                connection, read, kept = await _received(link)
+                connection, read, kept, is_waited_for = await _received(link)
         except (OSError, TimeoutError, asyncio.CancelledError):
             link.close()
             return
+        if not is_waited_for:
+            link.close()
+        arrival = Arrival(link if is_waited_for else None, read, kept)
         try:
             address = connection.getpeername()
         except OSError:  # its client has left
             connection.close()
-            Arrival(link, b"", kept).begins()
+            arrival.begins()
             return
-        self._enter(connection, address, self._make_arrived(Arrival(link, read, kept)))
+        self._enter(connection, address, self._make_arrived(arrival))
 
 
 def _no_protocol(_: object) -> asyncio.Protocol:
     raise AssertionError("connections arrive with what is known of them")
 
 
-async def _received(link: socket.socket) -> tuple[socket.socket, bytes, KeptBytes | None]:
-    """A connection, what was read of it, and where the rest is kept; raises `OSError` if it does not come whole."""
+async def _received(link: socket.socket) -> tuple[socket.socket, bytes, KeptBytes | None, bool]:
+    """A connection, what was read of it, where the rest is kept, and whether its front waits to be told.
+
+    Raises:
+        OSError: it did not come whole.
+    """
     await _readable(link)
     data, descriptors, _, _ = socket.recv_fds(link, len(_ALONE), 2)
-    if len(descriptors) != {_ALONE: 1, _WITH_KEPT: 2}.get(data):  # fewer where this process may open no more
+    if len(descriptors) != _DESCRIPTORS.get(data):  # fewer where this process may open no more
         for descriptor in descriptors:
             os.close(descriptor)
         raise ConnectionResetError("no connection came")
@@ -427,7 +510,7 @@ async def _received(link: socket.socket) -> tuple[socket.socket, bytes, KeptByte
         if kept is not None:
             kept.close()
         raise
-    return connection, bytes(read), kept
+    return connection, bytes(read), kept, data != _UNWAITED
 
 
 async def _readable(link: socket.socket) -> None:
