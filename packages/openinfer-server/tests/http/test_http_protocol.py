@@ -3,15 +3,20 @@
 This is also the contract with uvicorn's minor version: an upgrade that calls our overrides at other times fails here.
 """
 
+import asyncio
 import contextlib
+import itertools
 import json
+import logging
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import uvloop
 
 from openinfer_server import ServerOptions
+from openinfer_server.http.protocol import bounded_protocol
 from openinfer_server.limits.descriptors import NEWCOMERS
 from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until
 
@@ -320,3 +325,50 @@ def test_one_write_carries_all_choices_of_a_wake_up(start, info, tokenizer):
         data = rest[int(length, 16) + 2 :]
     assert b"".join(chunks).count(b"data: {") == 4 * 17
     assert len(chunks) <= 4  # two steps of the engine, [DONE], and the empty last one
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_what_follows_a_refusal_is_read_with_pauses(model_dir, info, make_loop):
+    """A head of 10 MB takes no more of the event loop than one read in each pause."""
+    from openinfer_server.testing import ThreadedServer
+
+    options = ServerOptions(port=0, max_head_bytes=4096)
+    reads: list[tuple[float, int]] = []
+
+    class Watched(bounded_protocol(options)):
+        def data_received(self, data: bytes) -> None:
+            reads.append((self.loop.time(), len(data)))
+            super().data_received(data)
+
+    with ThreadedServer(ParrotLoop(info), model_dir, options, protocol=Watched, loop_factory=make_loop) as server:
+        with socket.create_connection(server.address, timeout=DEADLINE_S) as connection:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * 10_000_000)
+            with contextlib.suppress(ConnectionResetError):
+                assert status(read_response(connection)) == 431
+        assert status(talk(server, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", wait_for_close=False)) == 200
+    refused = next(number for number, _ in enumerate(reads) if sum(size for _, size in reads[: number + 1]) > 4096)
+    lasting = [time_s for time_s, size in reads[refused + 1 :] if size > 1000]
+    assert all(later - earlier >= 0.019 for earlier, later in itertools.pairwise(lasting))
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_connection_that_makes_room_with_half_a_body_leaves_no_error_in_the_log(model_dir, info, make_loop, caplog):
+    """Under uvloop its request waited for the rest, and was answered 408 over a transport that was closed."""
+    from openinfer_server.testing import ThreadedServer
+
+    options = ServerOptions(port=0, body_timeout_s=0.1)
+
+    class MakesRoom(bounded_protocol(options)):
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self.config.app.service.budgets.connections.evict()
+
+    with (
+        ThreadedServer(ParrotLoop(info), model_dir, options, protocol=MakesRoom, loop_factory=make_loop) as server,
+        socket.create_connection(server.address, timeout=DEADLINE_S) as connection,
+    ):
+        connection.sendall(request()[:-10])
+        assert read_all(connection) == b""
+    assert server.exit_code == 0
+    assert [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR] == []
