@@ -11,8 +11,10 @@ from dataclasses import replace
 import pytest
 
 from openinfer_bench import hostile
-from openinfer_bench.hostile.arms import FULL, Row, Size, failures, wait_until_quiet
+from openinfer_bench.hostile.arms import FULL, Row, ServerLog, Size, failures, wait_until_quiet
 from openinfer_bench.hostile.attacks import ATTACKS, HONEST, run_attack
+from openinfer_bench.hostile.connection import Connection
+from openinfer_bench.hostile.framing import forged_turn
 from openinfer_bench.hostile.guard_killer import GuardKiller, is_guard, works
 from openinfer_bench.hostile.lanes import in_lanes
 from openinfer_bench.hostile.victims import Seen
@@ -39,6 +41,7 @@ ROW = Row(
     idle_mib=200.0,
     peak_mib=1024.0,
     allowed_mib=1024.0,
+    log_kib=1024.0,
     outcomes={"200": 5, "429": 90},
     failures=[],
 )
@@ -61,6 +64,7 @@ def test_row_at_its_bounds_passes():
         ({"gaps_honest": 39_999}, "2000 requests, 39999 gaps in two arms"),
         ({"health_s": 1.1}, "health"),
         ({"peak_mib": 1025.0}, "memory"),
+        ({"log_kib": 1025.0}, "1025 KiB of log"),
         ({"outcomes": {"500": 1}}, "attackers got {'500': 1}"),
     ],
 )
@@ -122,6 +126,65 @@ def outcome_of_half_closed(answer: bytes) -> dict[str, int]:
             return await run_attack("half-closed", address, asyncio.sleep(60), count=1, concurrency=1)
 
     return dict(asyncio.run(attack()).outcomes)
+
+
+def outcome_of_forged_turn(ids: list[int]) -> str:
+    """Of a server that encodes chats so."""
+
+    async def attack() -> str:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n")
+            writer.write(json.dumps({"tokens": ids}).encode())
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            connection = Connection(reader, writer)
+            try:
+                return await forged_turn(connection)
+            finally:
+                await connection.close()
+
+    return asyncio.run(attack())
+
+
+def test_text_that_becomes_turns_is_not_foreseen():
+    assert outcome_of_forged_turn([2032, 5, 2033, 2032]) == "200"
+    assert outcome_of_forged_turn([2032, 5] * 51) == "forged"
+    assert "forged" not in ATTACKS["control-texts"].outcomes
+
+
+@pytest.mark.parametrize("name", ["two-lengths", "regexes", "many-choices"])
+def test_server_that_takes_what_12aa384_refused_fails(name: str):
+    """A planted fault, since that server withstood these three: one that answers whatever comes with 200."""
+
+    async def attack() -> dict[str, int]:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            address = Address(*server.sockets[0].getsockname())
+            return dict((await run_attack(name, address, asyncio.sleep(60), count=1, concurrency=1)).outcomes)
+
+    outcomes = asyncio.run(attack())
+    assert outcomes == {"200": 1}
+    row = replace(ROW, attack=name, outcomes=outcomes)
+    assert failures(row, FULL, has_ended=False) == ["attackers got {'200': 1}"]
+
+
+def test_log_of_a_server_is_measured_and_its_beginning_shown(tmp_path, capsys):
+    with ServerLog(tmp_path / "log") as log:
+        assert log.num_bytes == 0
+        log.file.write(b"a line\n" * 5000)
+        log.file.flush()
+        assert log.num_bytes == 35_000
+    told = capsys.readouterr().err
+    assert told.startswith("a line\n")
+    assert told.endswith("... 35000 bytes of log in all\n")
+    assert len(told) < 20_000
 
 
 @pytest.mark.parametrize(
@@ -201,6 +264,7 @@ def test_attack_is_measured_from_start_to_end(tmp_path, capsys, monkeypatch):
     assert set(row["outcomes"]) <= {"400", "429", "503"}
     assert row["gaps"] >= 6
     assert row["peak_mib"] > 0
+    assert 0 <= row["log_kib"] < 1024
     assert row["idle_mib"] < row["allowed_mib"] <= 1024
     assert "1 attacks" in capsys.readouterr().out
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -37,7 +38,11 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    flags: Sequence[str], *, command: Sequence[str] = OPENINFER, max_open_files: int | None = None
+    flags: Sequence[str],
+    *,
+    command: Sequence[str] = OPENINFER,
+    max_open_files: int | None = None,
+    log: IO[bytes] | None = None,
 ) -> Generator[Served]:
     """`openinfer serve FLAGS` on a free port; drained and ended at the end.
 
@@ -45,6 +50,7 @@ def served(
         flags: of `serve`.
         command: another installation's `openinfer`.
         max_open_files: what `ulimit -n` is for it.
+        log: takes its standard error; by default it is this process's.
 
     Raises:
         EngineClosed: it ended before it served; why stands in its log, on standard error.
@@ -55,7 +61,7 @@ def served(
         command = [*limited, *command, "serve", *flags]
         command += ["--host", "127.0.0.1", "--port", "0", "--start-report", str(report)]
         began_s = time.monotonic()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:  # noqa: S603
             try:
                 line = process.stdout.readline().strip() if process.stdout is not None else ""
                 if not (told := _ADDRESS.search(line)):

@@ -5,8 +5,8 @@ victims' requests are measured three times, A-B-A: B during the attack, A next t
 in flight as the attacker was admitted in a trial. A row fails if a victim's p99 of the time to first token, or of the
 gaps between tokens, is more than twice that of A and more than 20 ms more; if a victim is answered other than 200,
 which none in A was; if an arm has too few requests or gaps; if `/health` takes longer than a second; if memory exceeds
-what the server had when idle and its budgets, or 1 GiB; if an attacker gets what is not foreseen; or if the server
-ends.
+what the server had when idle and its budgets, or 1 GiB; if the server logs more than 1 MiB during the attack; if an
+attacker gets what is not foreseen; or if the server ends.
 
 With --processors each attack has processors of its own, and as many attacks are measured at a time as these allow.
 
@@ -36,14 +36,17 @@ from openinfer_core.provenance import provenance
 
 OPENINFER_CONTRACT = 1
 
-_WIDTHS = (14, 9, 17, 15, 9, 13, 0)
+_WIDTHS = (14, 9, 17, 15, 9, 13, 7, 0)
 
 
 def run(argv: Sequence[str]) -> int:
     """Measures and prints a table; `--json FILE` also writes it. Returns 1 if a row failed."""
     arguments = _parser().parse_args(argv)
     size, command = (QUICK if arguments.quick else FULL), shlex.split(arguments.server_command)
-    print(_line(("attack", "admitted", "TTFT p99 ms", "ITL p99 ms", "health", "MiB, at most", "verdict")), flush=True)
+    print(
+        _line(("attack", "admitted", "TTFT p99 ms", "ITL p99 ms", "health", "MiB, at most", "log KiB", "verdict")),
+        flush=True,
+    )
     rows: list[Row] = []
     begin_s = time.monotonic()
     for row in _rows(arguments.attack, size, command, arguments.processors):
@@ -86,6 +89,7 @@ def _cells(row: Row) -> str:
         f"{row.itl_p99_ms:.0f} ({row.itl_p99_honest_ms:.0f})",
         f"{row.health_s:.2f} s",
         f"{row.peak_mib:.0f} ({row.allowed_mib:.0f})",
+        f"{row.log_kib:.1f}",
         "; ".join(row.failures) or "passed",
     )
     return _line(cells)

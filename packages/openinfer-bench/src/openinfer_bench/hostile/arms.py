@@ -1,7 +1,9 @@
 """`measure`: one attack, its trial and its three arms before a server of its own."""
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +13,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from openinfer_bench.hostile.attacks import ATTACKS, HONEST, Counts
 from openinfer_bench.hostile.background import BackgroundThread
@@ -24,13 +28,15 @@ from openinfer_core.errors import EngineClosed, Refused
 RATIO, MORE_MS = 2.0, 20.0
 HEALTH_S = 1.0
 ALL_MIB = 1024.0
+LOG_KIB = 1024.0
 _OPEN_FILES = 256
 _KEYS = {"victim": "a-key-of-the-victims", "attacker": "a-key-of-the-attacker"}
 _KV_BLOCKS = 1024
 _OLD_BUDGETS_MIB = {"kv_cache": 64.0, "grammars": 256.0}  # of servers that have no metric of them, for this model
 _SAMPLE_EVERY_S = 0.5
 _QUIET = 0.1  # of a processor
-_MIB = 2**20
+_KIB, _MIB = 2**10, 2**20
+_SHOWN_BYTES = 2**14
 _BUDGET = re.compile(r'openinfer_budget_limit\{budget="\w*_bytes"\} (\S+)')
 _KV_CACHE = re.compile(r'openinfer_engine_memory_bytes\{purpose="kv_cache"\} (\S+)')
 _GRAMMARS = re.compile(r"^openinfer_grammar_bytes_limit (\S+)", re.MULTILINE)
@@ -90,23 +96,28 @@ class Row:
     idle_mib: float
     peak_mib: float
     allowed_mib: float
+    log_kib: float
+    """That the server logged during the attack, errors alone."""
     outcomes: dict[str, int]
     failures: list[str]
 
 
 async def measure(name: str, size: Size, command: Sequence[str]) -> Row:
     """Trial, A, B, A."""
-    with tempfile.TemporaryDirectory(prefix="openinfer-hostile-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="openinfer-hostile-"))
         flags = ["--model", "tiny", "--device", "cpu", "--num-blocks", str(_KV_BLOCKS)]
         flags += ["--api-keys-file", str(_write_keys(Path(folder)))]
         flags += _certificate(Path(folder)) if ATTACKS[name].before_tls else []
+        flags += ATTACKS[name].flags
         quiet = ("env", "OPENINFER_LOG_LEVEL=ERROR", *command)  # older servers have no flag for it
-        with served(flags, command=quiet, max_open_files=_OPEN_FILES) as server:
-            address = Address(server.host, server.port, ATTACKS[name].before_tls)
-            return await _measure(name, size, address, server.pid)
+        log = stack.enter_context(ServerLog(Path(folder) / "log"))
+        server = stack.enter_context(served(flags, command=quiet, max_open_files=_OPEN_FILES, log=log.file))
+        address = Address(server.host, server.port, ATTACKS[name].before_tls)
+        return await _measure(name, size, address, server.pid, log)
 
 
-async def _measure(name: str, size: Size, address: Address, pid: int) -> Row:
+async def _measure(name: str, size: Size, address: Address, pid: int, log: "ServerLog") -> Row:
     on_grammars = ATTACKS[name].on_grammars
 
     async def arm(attacker: str, concurrency: int) -> tuple[Seen, Counts]:
@@ -131,10 +142,23 @@ async def _measure(name: str, size: Size, address: Address, pid: int) -> Row:
         await asyncio.sleep(size.trial_s)
     admitted = trial.admitted
     first, _ = await arm(HONEST, round(admitted))
+    logged_before = log.num_bytes
     with PeakMemory(pid) as peak:
         during, counts = await arm(name, 0)
+    log_kib = (log.num_bytes - logged_before) / _KIB
     last, _ = await arm(HONEST, round(admitted))
-    return _row(name, admitted, (first, last), during, counts, size=size, idle_mib=idle_mib, peak=peak, address=address)
+    return _row(
+        name,
+        admitted,
+        (first, last),
+        during,
+        counts,
+        size=size,
+        idle_mib=idle_mib,
+        peak=peak,
+        log_kib=log_kib,
+        address=address,
+    )
 
 
 async def wait_until_quiet(processor_s: Callable[[], float], *, period_s: float = 0.5, most_s: float = 60.0) -> None:
@@ -167,6 +191,7 @@ def _row(
     size: Size,
     idle_mib: float,
     peak: "PeakMemory",
+    log_kib: float,
     address: Address,
 ) -> Row:
     attack = ATTACKS[name]
@@ -193,6 +218,7 @@ def _row(
         idle_mib=idle_mib,
         peak_mib=peak.mib,
         allowed_mib=min(ALL_MIB, idle_mib + _budgets_mib(address)),
+        log_kib=round(log_kib, 1),
         outcomes=dict(counts.outcomes),
         failures=[],
     )
@@ -214,6 +240,7 @@ def failures(row: Row, size: Size, *, has_ended: bool) -> list[str]:
         or row.gaps_honest < 2 * size.gaps,
         "health": row.health_s > HEALTH_S,
         "memory": row.peak_mib > row.allowed_mib,
+        f"{row.log_kib:.0f} KiB of log": row.log_kib > LOG_KIB,
         f"attackers got {unforeseen}": bool(unforeseen),
     }
     return [what for what, is_so in checks.items() if is_so]
@@ -241,6 +268,33 @@ def _attacking(name: str, address: Address, concurrency: int) -> Generator[Count
                 found = json.loads(told)
                 counts.outcomes.update(found["outcomes"])
                 counts.admitted_s, counts.took_s = found["admitted_s"], found["took_s"]
+
+
+class ServerLog:
+    """What a server logs, in a file. A context manager, which shows the first of it on standard error at its end.
+
+    Attributes:
+        file: takes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("w+b")
+
+    @property
+    def num_bytes(self) -> int:
+        """So far."""
+        return os.fstat(self.file.fileno()).st_size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self.file:
+            sys.stderr.write(os.pread(self.file.fileno(), _SHOWN_BYTES, 0).decode(errors="replace"))
+            if self.num_bytes > _SHOWN_BYTES:
+                sys.stderr.write(f"... {self.num_bytes} bytes of log in all\n")
 
 
 class PeakMemory(BackgroundThread):

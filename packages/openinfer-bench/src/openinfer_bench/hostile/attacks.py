@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 
 from openinfer_bench.hostile import bodies
-from openinfer_bench.hostile.connection import Attacker, Connection, Outcome, leaving, posting
+from openinfer_bench.hostile.connection import Attacker, Connection, Outcome, in_turns, leaving, posting
 from openinfer_bench.hostile.framing import (
+    forged_turn,
     half_closed,
     idle,
     long_head,
@@ -43,6 +44,7 @@ class Attack:
         before_tls: the server has a certificate; the attacker ends no handshake.
         kills_guard: the guard process of grammars is killed now and then, as the kernel does where memory is short.
         least_s: that its arm takes, where what it does adds up.
+        flags: further ones of the server.
     """
 
     attacker: Attacker
@@ -54,6 +56,7 @@ class Attack:
     before_tls: bool = False
     kills_guard: bool = False
     least_s: float = 0.0
+    flags: tuple[str, ...] = ()
 
 
 def _attack(
@@ -67,6 +70,7 @@ def _attack(
     before_tls: bool = False,
     kills_guard: bool = False,
     least_s: float = 0.0,
+    flags: tuple[str, ...] = (),
 ) -> Attack:
     return Attack(
         attacker=attacker,
@@ -78,6 +82,7 @@ def _attack(
         before_tls=before_tls,
         kills_guard=kills_guard,
         least_s=least_s,
+        flags=flags,
     )
 
 
@@ -90,6 +95,14 @@ _LONG = bodies.completion(max_tokens=1000, stream=True)
 
 ATTACKS: Mapping[str, Attack] = {
     "idle": _attack(idle, "closed 408 hang", "1,100 silent connections without a key", 1100, is_stranger=True),
+    "idle-asyncio": _attack(
+        idle,
+        "closed 408 hang",
+        "the same with asyncio's own event loop, which logs connections that it has no descriptor for",
+        1100,
+        is_stranger=True,
+        flags=("--event-loop", "asyncio"),
+    ),
     "unfinished-tls": _attack(
         unfinished_handshake, "closed 408 hang", "handshakes that never end", 400, is_stranger=True, before_tls=True
     ),
@@ -112,7 +125,10 @@ ATTACKS: Mapping[str, Attack] = {
         kills_guard=True,
     ),
     "regexes": _attack(
-        posting(bodies.exploding_regex), "400 429 503", "grammars that end the guard, beside plain streams"
+        posting(bodies.exploding_regex),
+        "400 429 503",
+        "grammars that end the guard, next to good ones",
+        on_grammars=True,
     ),
     "tokenize": _attack(posting(_TEXT_8_MB, "/tokenize"), _ANY, "9 texts of 8 MB to tokenize", 9),
     "long-texts": _attack(posting(_TEXT_1_MB, "/tokenize"), _ANY, "9 texts of 1 MB to tokenize", 9),
@@ -122,7 +138,10 @@ ATTACKS: Mapping[str, Attack] = {
     "texts": _attack(posting(bodies.text(68_000)), _ANY, "prompts of 68,000 characters", 16),
     "tools": _attack(posting(bodies.many_tools(), "/v1/chat/completions"), _ANY, "a megabyte of tools", 4),
     "control-texts": _attack(
-        posting(bodies.control_texts, "/v1/chat/completions"), _ANY, "a megabyte of control tokens in a chat", 4
+        in_turns(posting(bodies.control_texts, "/v1/chat/completions"), forged_turn),
+        _ANY,
+        "a megabyte of control tokens in a chat, and fewer that would forge turns",
+        4,
     ),
     "turns": _attack(posting(bodies.many_turns, "/v1/chat/completions"), _ANY, "a chat of 2,000 turns", 4),
     "id-prompts": _attack(posting(bodies.token_prompts), _ANY, "128 prompts of 2,000 ids in one body", 4),

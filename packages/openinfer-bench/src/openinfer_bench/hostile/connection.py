@@ -6,6 +6,7 @@ An outcome is a status, `closed` (the server ended the connection without one), 
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Awaitable, Callable
 
@@ -13,6 +14,7 @@ PATIENCE_S = 30.0
 _PIECE_BYTES = 64 * 2**10
 _READ_BYTES = 2**16
 _LAST_BYTES = 64
+_BODY_BYTES = 2**20
 
 Outcome = str
 
@@ -82,6 +84,18 @@ class Connection:
                 last = (last + part)[-_LAST_BYTES:]
         return last
 
+    async def read_body(self) -> bytes:
+        """The body of an answer whose first line has been read; empty if it is too long or not whole."""
+        try:
+            rest = await self._reader.read(_BODY_BYTES)
+            while part := await self._reader.read(_BODY_BYTES):
+                rest += part
+                if len(rest) > _BODY_BYTES:
+                    return b""
+        except OSError:
+            return b""
+        return rest.partition(b"\r\n\r\n")[2]
+
     async def close(self) -> None:
         """Ends it."""
         self._writer.close()
@@ -101,6 +115,16 @@ def posting(body: bytes | Callable[[], bytes], path: str = "/v1/completions") ->
         if outcome == "200":
             await connection.read_to_end()
         return outcome
+
+    return attack
+
+
+def in_turns(*attackers: Attacker) -> Attacker:
+    """One attempt after the other makes another attack."""
+    turns = itertools.cycle(attackers)
+
+    async def attack(connection: Connection) -> Outcome:
+        return await next(turns)(connection)
 
     return attack
 

@@ -1,7 +1,9 @@
-"""Attempts that are about connections and HTTP: what never ends, what is never read, what is too long."""
+"""Attempts that are about connections and HTTP (what never ends, is never read, is too long), or forge turns."""
 
 import asyncio
+import json
 
+from openinfer_bench.hostile import bodies
 from openinfer_bench.hostile.connection import PATIENCE_S, Connection, Outcome
 
 _DRIP_S = 0.5
@@ -30,6 +32,16 @@ async def half_closed(connection: Connection) -> Outcome:
     await connection.end_sending()
     outcome = await connection.outcome()
     return outcome if outcome != "200" or b"data: [DONE]" in await connection.read_to_end() else "cut"
+
+
+async def forged_turn(connection: Connection) -> Outcome:
+    """Has a chat encoded whose text spells turns: `forged` if what begins a turn occurs as often as that says."""
+    await connection.post(bodies.forged_turns(), "/tokenize")
+    outcome = await connection.outcome()
+    if outcome != "200":
+        return outcome
+    ids: list[int] = json.loads(await connection.read_body() or b'{"tokens": []}')["tokens"]
+    return "forged" if ids.count(ids[0] if ids else 0) > bodies.FORGED_TURNS else outcome
 
 
 async def slow_head(connection: Connection) -> Outcome:
