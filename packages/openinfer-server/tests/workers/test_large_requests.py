@@ -48,8 +48,9 @@ sys.exit(run(engine, Path(sys.argv[1]), server, on_ready=lambda url: print(url, 
 class Server:
     """A server of its own; `large` is the process that takes large requests."""
 
-    def __init__(self, model_dir, event_loop, num_workers=1):
-        command = [sys.executable, "-c", CHILD, str(model_dir), event_loop, str(num_workers)]
+    def __init__(self, model_dir, event_loop, num_workers=1, max_open_files=1024):
+        limited = ["sh", "-c", f'ulimit -n {max_open_files}; exec "$0" "$@"']
+        command = [*limited, sys.executable, "-c", CHILD, str(model_dir), event_loop, str(num_workers)]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `kill`
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
         self.host, port = self.process.stdout.readline().strip().removeprefix("http://").split(":")
@@ -88,7 +89,7 @@ class Server:
     def wait_for_large(self):
         wait_patiently(lambda: self.ask(body=large())[:2] == (200, True), "a process that takes large requests")
         worker = self.workers()[-1]
-        wait_patiently(lambda: not clients(worker), "it has closed the answered connection")
+        wait_patiently(lambda: not clients_of(worker), "it has closed the answered connection")
         return worker
 
     def end(self):
@@ -110,8 +111,8 @@ class Server:
 def start(model_dir):
     servers = []
 
-    def start(event_loop="asyncio", num_workers=1):
-        servers.append(Server(model_dir, event_loop, num_workers))
+    def start(event_loop="asyncio", num_workers=1, **limits):
+        servers.append(Server(model_dir, event_loop, num_workers, **limits))
         return servers[-1]
 
     yield start
@@ -335,6 +336,31 @@ def test_process_without_descriptors_makes_a_request_wait_for_another_time(start
     assert server.wait_for_large().pid == worker.pid
 
 
+@pytest.mark.parametrize("event_loop", ["asyncio", "uvloop"])
+def test_many_bodies_that_do_not_end_leave_each_process_descriptors(start, event_loop):
+    server = start(event_loop, max_open_files=256)
+    server.wait_for_large()
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection((server.host, server.port), timeout=PATIENCE_S))
+            for _ in range(150)
+        ]
+        for client in clients:
+            client.sendall(head(10_000) + b"{")
+        worker = server.workers()[-1]
+        wait_patiently(lambda: len(clients_of(worker)) > 60, "most are handed over")
+        for client in clients[-10:]:
+            assert server.ask("/health")[0] == 200
+            client.settimeout(0.0)
+            with contextlib.suppress(BlockingIOError):  # it waits for its body's end, which is not refused for its form
+                assert not client.recv(64).startswith(b"HTTP/1.1 400")
+    server.wait_for_large()
+    log = server.end()
+    assert "no descriptor" not in log
+    assert "Invalid HTTP" not in log
+    assert server.process.returncode == 0, log
+
+
 def limit_with_room_for_one(process):
     """A limit of open files: numbers of descriptors are below it, and one of them is free."""
     taken = {int(path.name) for path in Path(f"/proc/{process.pid}/fd").iterdir()}
@@ -346,7 +372,7 @@ def has_connection(process):
     return any(link.status == "ESTABLISHED" for link in process.net_connections("tcp"))
 
 
-def clients(process):
+def clients_of(process):
     """The connections of clients of which a process holds a descriptor, those that the client has left included."""
     return [link for link in process.net_connections("tcp") if link.status != "LISTEN"]
 
@@ -354,11 +380,11 @@ def clients(process):
 def test_client_that_leaves_before_its_body_has_ended_leaves_nothing(start):
     server = start()
     worker, first = server.wait_for_large(), psutil.Process(server.process.pid)
-    wait_patiently(lambda: not clients(worker) + clients(first), "the answered connections are closed")
+    wait_patiently(lambda: not clients_of(worker) + clients_of(first), "the answered connections are closed")
     with socket.create_connection((server.host, server.port), timeout=PATIENCE_S) as client:
         client.sendall(head(10_000) + b"{")
         wait_patiently(lambda: has_connection(worker), "the connection is handed over")
-    wait_patiently(lambda: not clients(worker) + clients(first), "each process has closed the connection")
+    wait_patiently(lambda: not clients_of(worker) + clients_of(first), "each process has closed the connection")
 
 
 def test_each_of_several_workers_hands_over(start):
