@@ -122,17 +122,6 @@ def test_a_mistake_that_one_kind_of_fault_shows_is_found(mutant: str, monkeypatc
     check_found(monkeypatch, said, mutant=mutant, kinds=[kind])
 
 
-def test_tiers_that_end_in_their_own_time_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_found(
-        monkeypatch,
-        "simulated.engine ended by itself, with -9",
-        mutant="tiers_end_in_their_own_time",
-        seed=1,
-        hours=0.1,
-        kinds=["restart", "slow disk"],
-    )
-
-
 def test_attacks_alone_hold_up_no_other_tenant() -> None:
     kinds = [str(kind) for kind in sorted(ATTACKS)]
     options = {"hours": 0.04, "wave_s": 8.0, "faults_per_hour": 450.0, "kinds": kinds}

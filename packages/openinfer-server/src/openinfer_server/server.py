@@ -33,7 +33,7 @@ from openinfer_core.process.resident import settle_memory
 from openinfer_core.process.timeline import Timeline
 from openinfer_server.app import App, app_of, load_app
 from openinfer_server.errors import CannotListen, ServerError
-from openinfer_server.http.acceptor import Acceptor, MakeProtocol
+from openinfer_server.http.acceptor import Acceptor, MakeProtocol, defer_silent
 from openinfer_server.http.access import Access
 from openinfer_server.http.connections import ConnectionTable, Slot
 from openinfer_server.http.handover import Arrival, ArrivalAcceptor, HandOver
@@ -390,9 +390,11 @@ def listen(options: ServerOptions) -> socket.socket:
         raise CannotListen("several workers can share a port on Linux alone; use workers=1 here")
     try:
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG, reuse_port=shared)  # pyright: ignore[reportArgumentType]
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG, reuse_port=shared)  # pyright: ignore[reportArgumentType]
     except OSError as error:
         raise CannotListen(f"cannot listen on {options.host} port {options.port}: {error.strerror}") from error
+    defer_silent(listener, options.head_timeout_s)
+    return listener
 
 
 def _url(listener: socket.socket, options: ServerOptions) -> str:

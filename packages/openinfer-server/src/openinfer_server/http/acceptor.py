@@ -9,10 +9,13 @@ first; and when descriptors are short all the same, accepting pauses and one lin
 """
 
 import asyncio
+import contextlib
 import logging
+import math
 import socket
 import ssl
 from collections.abc import Callable
+from pathlib import Path
 
 from openinfer_core.process.accepting import EXHAUSTED
 from openinfer_server.http.connections import ConnectionTable, Slot
@@ -26,7 +29,21 @@ _ACCEPTS_PER_TURN = 4
 _PAUSE_S = 0.1
 _LOG_PERIOD_S = 60.0
 
+# 0: a full queue refuses newcomers; else connections beyond it are told apart by a cookie (tcp(7)).
+_COOKIES = Path("/proc/sys/net/ipv4/tcp_syncookies")
+
 MakeProtocol = Callable[[Slot], asyncio.Protocol]
+
+
+def defer_silent(listener: socket.socket, timeout_s: float) -> None:
+    """Leaves connections that have said nothing to the kernel, for `timeout_s` and up to twice as long, where it can.
+
+    A client of HTTP or TLS speaks first. One that does not costs the event loop nothing until then, neither a turn nor
+    a descriptor; it counts in the listener's backlog. A connection that is half closed, or has left, is not silent.
+    """
+    with contextlib.suppress(OSError):  # no such file, and no such option of these sockets
+        if hasattr(socket, "TCP_DEFER_ACCEPT") and _COOKIES.read_text("ascii").strip() != "0":
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, math.ceil(timeout_s))
 
 
 class AcceptedSocket(socket.socket):
