@@ -52,7 +52,7 @@ def test_settings_that_mean_nothing_are_refused(setting, message):
 
 
 def test_unknown_tiers_and_no_tiers_are_refused():
-    with pytest.raises(UnknownPlugin, match="disk, host, .*s3"):
+    with pytest.raises(UnknownPlugin, match=r"disk, host, .*s3"):
         open_tiers(["tape=1TiB"], LAYOUT)
     with pytest.raises(TierConfigError, match="no tier"):
         open_tiers([], LAYOUT)

@@ -202,5 +202,5 @@ def test_what_makes_room_is_what_looking_at_all_would_choose(steps):
                 store.weigh(records[name])
                 reference.kept[name] = (reference.kept.pop(name)[0], True)
         assert len(store) == len(reference.kept)
-    # Asked for at the end alone: what is found becomes the youngest.
+    # Looked for at the end alone: what is found becomes the youngest.
     assert {name for name in records if is_kept(store, name, "")} == set(reference.kept)
