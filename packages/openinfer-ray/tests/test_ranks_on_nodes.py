@@ -141,11 +141,9 @@ def text_of(answer: httpx.Response) -> str:
 
 
 def num_open(served: Served) -> float:
-    """Requests that the engine has."""
+    """Requests that the server has; the engine does not tell of its own while a step waits for ranks."""
     metrics = httpx.get(f"{served.url}/metrics", timeout=GIVE_UP_S).text
-    return sum(
-        float(found) for found in re.findall(r"^openinfer_num_requests_(?:running|waiting)\S* (\S+)$", metrics, re.M)
-    )
+    return sum(float(found) for found in re.findall(r"^openinfer_requests_open(?:\{[^}]*\})? (\S+)$", metrics, re.M))
 
 
 def ranks() -> list[psutil.Process]:
