@@ -175,23 +175,38 @@ def test_where_most_rows_fit_none_sits_out_two_steps_one_after_the_other() -> No
     assert timed.scheduler.stats().share_rows_sat_out > 100
 
 
-def newcomers_next_to_a_flood() -> tuple[Timed, int]:
-    """A flood of prompts, and the most steps that a request of another tenant waits for its first token."""
-    timed = Timed(row_ms=0.25, token_ms=0.3, num_slots=64, num_blocks=2**12)
-    timed.add("calm", 24, max_tokens=24)
-    timed.steps(10)
-    timed.add("flood", 100, prompt_tokens=1000, max_tokens=1)
+def longest_wait(timed: Timed, *, num_steps: int, most_running: int) -> int:
+    """The most steps that a request of `calm` waits for its first token, while other tenants' go on."""
     waits, longest = Counter[RequestId](), 0
-    for _ in range(600):
+    for _ in range(num_steps):
         _, tokens = timed.step()
         for each in tuple(waits):
             waits[each] += 1
             longest = max(longest, waits[each])
             if tokens[each]:
                 del waits[each]
-        if timed.scheduler.stats().running < 25 and len(waits) < 4:
+        if timed.scheduler.stats().running <= most_running and len(waits) < 4:
             timed.add("calm", 1, max_tokens=24)
             waits[max(timed.tenants)] = 0
+    return longest
+
+
+def newcomers_next_to_a_flood() -> tuple[Timed, int]:
+    """A flood of prompts, and the most steps that a request of another tenant waits for its first token."""
+    timed = Timed(row_ms=0.25, token_ms=0.3, num_slots=64, num_blocks=2**12)
+    timed.add("calm", 24, max_tokens=24)
+    timed.steps(10)
+    timed.add("flood", 100, prompt_tokens=1000, max_tokens=1)
+    return timed, longest_wait(timed, num_steps=600, most_running=24)
+
+
+def newcomers_next_to_rows_that_resume() -> tuple[Timed, int]:
+    """The same next to long rows that gave way to each other for want of blocks, and are computed again."""
+    timed = Timed(row_ms=0.25, token_ms=0.3, num_slots=64, num_blocks=1600)
+    timed.add("long", 40, prompt_tokens=40, max_tokens=300)
+    timed.steps(150)
+    longest = longest_wait(timed, num_steps=1500, most_running=40)
+    assert timed.scheduler.stats().preemptions > 10
     return timed, longest
 
 
@@ -202,6 +217,15 @@ def test_newcomers_do_not_wait_for_the_prompt_of_a_tenant_that_would_be_next() -
     assert timed.scheduler.stats().prompt_tokens > 600 * 8  # and the flood's go on
 
 
+def test_newcomers_do_not_wait_for_another_tenants_rows_to_resume() -> None:
+    """Many give way, and others of them end at once: then the tenant is below its share, and all of them may resume."""
+    timed, longest = newcomers_next_to_rows_that_resume()
+    assert longest <= 20
+    while timed.scheduler.stats().running:  # those that gave way go on, too: all end
+        timed.step()
+    assert timed.scheduler.stats().waiting == 0
+
+
 def test_where_none_is_put_off_newcomers_would_wait_for_another_tenants_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test before this one would see of the scheduler as it was."""
 
@@ -210,6 +234,7 @@ def test_where_none_is_put_off_newcomers_would_wait_for_another_tenants_prompt(m
 
     monkeypatch.setattr(RunQueue, "putting_off", without)
     assert newcomers_next_to_a_flood()[1] > 20
+    assert newcomers_next_to_rows_that_resume()[1] > 100
 
 
 def test_all_rows_come_back_when_the_other_tenant_has_ended() -> None:

@@ -342,12 +342,12 @@ class RunQueue:
         ):
             return None if promised.is_held else promised
         for sequence in reversed(self.preempted):
-            if sequence.request_id not in self.held and sequence.request.tenant not in full:
+            if sequence.request_id not in self.held and sequence.request.tenant not in full | self._put_off:
                 return None if sequence.is_held else sequence
             self.has_passed_over = True
             passed.add(sequence.request.tenant)
         for sequence in self.followers.sequences:
-            if sequence.request.tenant in full:
+            if sequence.request.tenant in full | self._put_off:
                 continue
             if not self.followers.is_waiting(sequence) and self._may_enter(sequence):
                 return sequence
@@ -471,10 +471,10 @@ class RunQueue:
 
     @contextmanager
     def putting_off(self, tenants: AbstractSet[str]) -> Generator[None]:
-        """Meanwhile none that waits for the first time of these tenants is the next one.
+        """Meanwhile none of these tenants is the next one, neither for the first time nor to resume.
 
-        They have a prompt under way, which goes on in each step, and their next one would wait for the rest of it; what
-        comes after that, of others, need not.
+        They have a prompt under way, or what one that was preempted has to compute again, which goes on in each step,
+        and their next one would wait for the rest of it; what comes after that, of others, need not.
         """
         self._put_off = tenants if self.divides else frozenset()
         try:
