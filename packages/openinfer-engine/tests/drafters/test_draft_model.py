@@ -204,8 +204,8 @@ def test_drafts_are_what_the_draft_model_would_answer(
     assert sum(is_id) > 120
     # Mutants: a context that lacks its last token, and one that lacks a token of its prompt.
     for mutant in ([each[:-1] for each in contexts if len(each) > 1], [each[1:] for each in contexts if len(each) > 1]):
-        answers = continued(folder, mutant[:40], **options)
-        whole = [drafted[context] for context in contexts if len(context) > 1][:40]
+        answers = continued(folder, mutant[:120], **options)
+        whole = [drafted[context] for context in contexts if len(context) > 1][:120]
         assert sum(answer != drafts for answer, drafts in zip(answers, whole, strict=True)) > 5
 
 
