@@ -72,8 +72,8 @@ def test_a_tier_that_fails_is_left_alone_until_its_cooldown(make_queue):
     assert failures()[TierFailure.BREAKER_OPEN] == 1
 
 
-def test_more_transfers_than_may_wait_end_busy(make_queue):
-    queue, _ = make_queue(num_threads=1, max_queued=1)
+def hanging(queue):
+    """A transfer that has a queue's only thread until the event is set, and completes then."""
     begun, go_on = threading.Event(), threading.Event()
 
     def hang(transfer):
@@ -81,8 +81,14 @@ def test_more_transfers_than_may_wait_end_busy(make_queue):
         go_on.wait(30)
         transfer.complete_blocks()
 
-    first = submit(queue, hang)
+    transfer = submit(queue, hang)
     begun.wait(30)
+    return transfer, go_on
+
+
+def test_more_transfers_than_may_wait_end_busy(make_queue):
+    queue, _ = make_queue(num_threads=1, max_queued=1)
+    first, go_on = hanging(queue)
     second = submit(queue, lambda transfer: transfer.complete_blocks())
     released = []
     third = submit(queue, lambda transfer: transfer.complete_blocks(), release=lambda: released.append(True))
@@ -95,15 +101,7 @@ def test_more_transfers_than_may_wait_end_busy(make_queue):
 
 def test_a_long_load_is_queued_whole_while_saves_are_as_many_as_may_wait(make_queue):
     queue, failures = make_queue(num_threads=1, max_queued=1)
-    begun, go_on = threading.Event(), threading.Event()
-
-    def hang(transfer):
-        begun.set()
-        go_on.wait(30)
-        transfer.complete_blocks()
-
-    first = submit(queue, hang)
-    begun.wait(30)
+    first, go_on = hanging(queue)
     save = submit(queue, lambda transfer: transfer.complete_blocks())
     loads = [submit(queue, lambda transfer: transfer.complete_blocks(), urgency=Urgency.LOAD) for _ in range(300)]
     refused = submit(queue, lambda transfer: transfer.complete_blocks())
@@ -116,9 +114,7 @@ def test_a_long_load_is_queued_whole_while_saves_are_as_many_as_may_wait(make_qu
 
 def test_more_loads_than_may_wait_end_busy(make_queue):
     queue, _ = make_queue(num_threads=1, max_queued_loads=2)
-    begun, go_on = threading.Event(), threading.Event()
-    first = submit(queue, lambda transfer: (begun.set(), go_on.wait(30), transfer.complete_blocks()))
-    begun.wait(30)
+    first, go_on = hanging(queue)
     loads = [submit(queue, lambda transfer: transfer.complete_blocks(), urgency=Urgency.LOAD) for _ in range(3)]
     assert [each.failure for each in loads] == [None, None, TierFailure.BUSY]
     go_on.set()

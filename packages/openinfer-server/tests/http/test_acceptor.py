@@ -85,17 +85,11 @@ async def make_room_at_once() -> None:
     acceptor.close()
 
 
-def answers_a_full_queue() -> bool:
-    """Whether the kernel leaves silent connections out without refusing others, as `defer_silent` asks."""
-    cookies = Path("/proc/sys/net/ipv4/tcp_syncookies")
-    return hasattr(socket, "TCP_DEFER_ACCEPT") and cookies.exists() and cookies.read_text("ascii").strip() != "0"
-
-
-@pytest.mark.skipif(not answers_a_full_queue(), reason="this system has no TCP_DEFER_ACCEPT, or no cookies")
 def test_silent_connections_are_not_accepted_before_those_that_speak() -> None:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64))
-        defer_silent(listener, 600.0)
+        if not defer_silent(listener, 600.0):
+            pytest.skip("this system has no TCP_DEFER_ACCEPT, or no cookies")
         for _ in range(20):
             stack.enter_context(socket.create_connection(listener.getsockname()))
         half_closed = stack.enter_context(socket.create_connection(listener.getsockname()))
@@ -112,4 +106,4 @@ def test_silent_connections_are_not_accepted_before_those_that_speak() -> None:
 def test_sockets_that_cannot_leave_silent_connections_out_are_left_as_they_are(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
-        defer_silent(listener, 5.0)
+        assert not defer_silent(listener, 5.0)

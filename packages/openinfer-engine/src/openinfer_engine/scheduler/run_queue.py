@@ -332,6 +332,7 @@ class RunQueue:
         full = frozenset[str]()
         if self.divides:
             full = self.shares.full(self.waiting.tenants, [*self.preempted, *self.followers.sequences])
+        later = full | self._put_off
         promised, passed = self._promised, set[str]()
         self._bypassed = []
         if (
@@ -342,12 +343,12 @@ class RunQueue:
         ):
             return None if promised.is_held else promised
         for sequence in reversed(self.preempted):
-            if sequence.request_id not in self.held and sequence.request.tenant not in full | self._put_off:
+            if sequence.request_id not in self.held and sequence.request.tenant not in later:
                 return None if sequence.is_held else sequence
             self.has_passed_over = True
             passed.add(sequence.request.tenant)
         for sequence in self.followers.sequences:
-            if sequence.request.tenant in full | self._put_off:
+            if sequence.request.tenant in later:
                 continue
             if not self.followers.is_waiting(sequence) and self._may_enter(sequence):
                 return sequence

@@ -14,7 +14,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, tag="place"):
     """Where ranks are to be had."""
 
     address: str
-    num_nodes: int  # beside the head's
+    num_nodes: int  # but the head's
     ranks_per_node: int
     cpus: int  # of each node
     gpus: int  # of each node

@@ -54,7 +54,7 @@ class RaySetting(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.address},ranks-per-node={self.ranks_per_node},cpus={self.cpus},wait-s={self.wait_s}{group}"
 
     def num_other_nodes(self, spec: RankSpec) -> int:
-        """Nodes beside the head's; raises `Refused` if the ranks are no whole nodes, or all on one."""
+        """Nodes but the head's; raises `Refused` if the ranks are no whole nodes, or all on one."""
         nodes, left = divmod(spec.num_ranks, self.ranks_per_node)
         if left or nodes < 2:
             raise Refused(

@@ -35,15 +35,20 @@ _COOKIES = Path("/proc/sys/net/ipv4/tcp_syncookies")
 MakeProtocol = Callable[[Slot], asyncio.Protocol]
 
 
-def defer_silent(listener: socket.socket, timeout_s: float) -> None:
+def defer_silent(listener: socket.socket, timeout_s: float) -> bool:
     """Leaves connections that have said nothing to the kernel, for `timeout_s` and up to twice as long, where it can.
 
     A client of HTTP or TLS speaks first. One that does not costs the event loop nothing until then, neither a turn nor
     a descriptor; it counts in the listener's backlog. A connection that is half closed, or has left, is not silent.
+
+    Returns:
+        Whether it can: this system has the option, for such sockets, and refuses no newcomer where a backlog is full.
     """
     with contextlib.suppress(OSError):  # no such file, and no such option of these sockets
         if hasattr(socket, "TCP_DEFER_ACCEPT") and _COOKIES.read_text("ascii").strip() != "0":
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, math.ceil(timeout_s))
+            return True
+    return False
 
 
 class AcceptedSocket(socket.socket):
