@@ -30,6 +30,7 @@ from openinfer_core.testing.scheduler_driver import SchedulerDriver
 from openinfer_engine.scheduler import TokenBudgetScheduler
 
 POLICIES = (FirstComeFirstServed, Priority, FairShare)
+TENANTS = QueuePolicyConfig(tenant_weights={"u": 3.0})
 MAX_MODEL_TOKENS = 20
 PREFIXES = ((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8))
 
@@ -110,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # The longest request computes all positions but the last: down to what that one needs by itself.
         least_blocks = config.blocks_for_context(MAX_MODEL_TOKENS - 1)
         config = msgspec.structs.replace(config, num_blocks=least_blocks + extra_blocks)
-        self.driver = SchedulerDriver(TokenBudgetScheduler, config, policy=policy(QueuePolicyConfig()), drafts=drafts)
+        self.driver = SchedulerDriver(TokenBudgetScheduler, config, policy=policy(TENANTS), drafts=drafts)
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
@@ -118,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sampling=sampling,
         cache_salt=st.sampled_from((None, None, "a")),
         lora=st.sampled_from((None, None, "x")),
-        tenant=st.sampled_from(("", "t")),
+        tenant=st.sampled_from(("", "t", "u")),
         priority=st.integers(-1, 1),
     )
     def submit(self, *, prefix: tuple[int, ...], own: list[int], **fields: Any) -> None:
@@ -126,14 +127,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_requests += 1
         self.driver.submit(GenerateRequest(request_id=request_id, prompt_token_ids=(*prefix, *own), **fields))
 
-    @rule(num_requests=st.integers(2, 5), first=st.integers(0, NUM_TOKEN_IDS - 1))
-    def submit_long_outputs(self, *, num_requests: int, first: int) -> None:
+    @rule(
+        num_requests=st.integers(2, 5),
+        first=st.integers(0, NUM_TOKEN_IDS - 1),
+        tenant=st.sampled_from(("", "u")),
+    )
+    def submit_long_outputs(self, *, num_requests: int, first: int, tenant: str) -> None:
         """Short prompts that grow to the longest context: together they cannot stay."""
         for prompt in range(num_requests):
             request = GenerateRequest(
                 request_id=RequestId(self.num_requests),
                 prompt_token_ids=(first, prompt),
                 sampling=SamplingParams(max_tokens=MAX_MODEL_TOKENS),
+                tenant=tenant,
             )
             self.num_requests += 1
             self.driver.submit(request)

@@ -201,7 +201,8 @@ class SharesRows(QueuePolicy, Protocol):
         """Which of the requests that wait, at least one, is admitted next.
 
         Args:
-            full: tenants that hold their share. Theirs is next where none of another tenant waits.
+            full: tenants that hold their share, or that others come before at the moment. Theirs is next where none
+                of another tenant waits.
         """
         ...
 

@@ -122,6 +122,13 @@ class RowShares:
         full = {tenant for tenant in self.rows if self._excess(tenant, share(tenant), more_rows=1, more_blocks=1) > 0}
         return full if wanting - full else frozenset()
 
+    def held(self, tenant: str) -> float:
+        """The part of slots or blocks that a tenant has, whichever is larger, over its weight; 0 if nothing runs."""
+        rows = self.rows[tenant]
+        if not rows:  # blocks of its own that another tenant uses do not count: it could not give them back
+            return 0.0
+        return max(rows / self._num_slots, self._pool.used_blocks(tenant) / self._pool.num_blocks) / self._weight(tenant)
+
     def victims(self, running: ListLike[Sequence], waiting: Iterable[str]) -> list[Sequence]:
         """The youngest first of the tenant furthest beyond its share, of those that run but the oldest; maybe none."""
         share = self._shares(waiting)

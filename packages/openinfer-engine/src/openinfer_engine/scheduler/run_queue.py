@@ -14,6 +14,9 @@ enters before the oldest preempted has resumed, so that all end.
 A queue policy that divides what runs between tenants (`SharesRows`) chooses what is admitted, by `row_shares.py`: of a
 tenant that holds its share nothing is admitted or resumed while another that holds less has something to run. Where
 there is no slot or block for that one, one of a tenant beyond its share gives way, but never the oldest that runs.
+And the newcomers of one that holds less, by its weight, come before the preempted of another: many of that tenant
+may resume at once, each with all its tokens to compute again. It has something running while it holds more, and
+resumes at the latest when that has ended.
 
 One that waits may be passed by later ones, within one bound (`order/bypass.py`):
 
@@ -36,6 +39,7 @@ of a chunk as a decode row gets its own, by age and with preemption, more only a
 """
 
 import bisect
+import math
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from collections.abc import Set as AbstractSet
@@ -332,8 +336,7 @@ class RunQueue:
         full = frozenset[str]()
         if self.divides:
             full = self.shares.full(self.waiting.tenants, [*self.preempted, *self.followers.sequences])
-        later = full | self._put_off
-        promised, passed = self._promised, set[str]()
+        promised = self._promised
         self._bypassed = []
         if (
             promised is not None
@@ -342,20 +345,58 @@ class RunQueue:
             and (promised.adapter_slot != NO_SLOT or self.adapters is None or self.adapters.may_enter(promised))
         ):
             return None if promised.is_held else promised
+        later = full | self._put_off
+        holding = self._newcomers_holding(later) if self.preempted and self.divides else {}
+        resumed, passed = self._next_to_resume(later, min(holding.values(), default=math.inf))
+        if resumed is None:
+            chosen = self._next_newcomer(full, later)
+            # Of a tenant with its share, those that have run come first.
+            return None if chosen is not None and chosen.request.tenant in full & passed else chosen
+        held = self.shares.held(resumed.request.tenant) if holding else 0.0
+        before = {tenant for tenant, amount in holding.items() if amount < held}
+        if before:
+            others = {*later, *holding, *self.waiting.tenants} - before
+            chosen = self._next_newcomer(others, others)
+            if chosen is not None and chosen.request.tenant in before:
+                return chosen
+        return None if resumed.is_held else resumed
+
+    def _newcomers_holding(self, later: AbstractSet[str]) -> dict[str, float]:
+        """What each tenant holds that has one to admit for the first time, but those that come `later`."""
+        followers = self.followers
+        ready = {each.request.tenant for each in followers.sequences if not followers.is_waiting(each)}
+        return {tenant: self.shares.held(tenant) for tenant in {*self.waiting.tenants, *ready} - later}
+
+    def _next_to_resume(
+        self, later: AbstractSet[str], least_held: float
+    ) -> tuple[Sequence | None, AbstractSet[str]]:
+        """The oldest preempted one whose tenant holds no more than `least_held`; else that of the tenant with least.
+
+        Returns:
+            None if there is none but of tenants that come `later` and held ones; and the tenants passed over.
+        """
+        passed = set[str]()
+        behind: dict[str, Sequence] = {}  # the oldest of each tenant that holds more
         for sequence in reversed(self.preempted):
-            if sequence.request_id not in self.held and sequence.request.tenant not in later:
-                return None if sequence.is_held else sequence
+            tenant = sequence.request.tenant
+            if sequence.request_id not in self.held and tenant not in later:
+                if math.isinf(least_held) or self.shares.held(tenant) <= least_held:
+                    return sequence, passed
+                behind.setdefault(tenant, sequence)
             self.has_passed_over = True
-            passed.add(sequence.request.tenant)
+            passed.add(tenant)
+        least = min(behind, key=self.shares.held, default=None)
+        return None if least is None else behind[least], passed
+
+    def _next_newcomer(self, full: AbstractSet[str], later: AbstractSet[str]) -> Sequence | None:
+        """One whose prefix was computed meanwhile, unless its tenant comes `later`; else of those that wait."""
         for sequence in self.followers.sequences:
             if sequence.request.tenant in later:
                 continue
             if not self.followers.is_waiting(sequence) and self._may_enter(sequence):
                 return sequence
             self._pass(sequence)
-        chosen = self._next_waiting(full)
-        # Of a tenant with its share, those that have run come first.
-        return None if chosen is not None and chosen.request.tenant in full & passed else chosen
+        return self._next_waiting(full)
 
     def _next_waiting(self, full: AbstractSet[str]) -> Sequence | None:
         """Of those that wait for the first time, or None if that is of a tenant that is put off, or has its share."""
