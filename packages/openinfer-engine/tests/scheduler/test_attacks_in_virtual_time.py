@@ -6,7 +6,7 @@ hostile --attack dear-masks`: 4.3 ms, 0.25 ms for a decode row, 0.31 ms for a pr
 them, and is compared with an honest tenant with as many requests as the bench found admitted. No clock, no thread: a
 run is the same on any machine.
 
-    python test_attacks_in_virtual_time.py [--json FILE]        # the table
+    python test_attacks_in_virtual_time.py [--json FILE] [--seconds S]        # the table
 """
 
 import argparse
@@ -31,6 +31,7 @@ from openinfer_engine.scheduler import TokenBudgetScheduler
 BASE_S, ROW_S, TOKEN_S = 4.3e-3, 0.25e-3, 0.31e-3
 TOKENS = 24
 ATTACK_S, SEEN_S, END_S = 1.0, 3.0, 8.0
+LONG_S = 30.0  # rows have grown until the attacker's next ones find no room
 THINK_S = 0.004
 RATIO, MORE_MS = 2.0, 20.0  # the bound of `bench hostile`
 
@@ -70,13 +71,13 @@ class Seen:
 class World:
     """One scheduler, whose next step is planned while one runs, as `StepLoop` has it."""
 
-    def __init__(self, attack: Asked, num_victims: int) -> None:
+    def __init__(self, attack: Asked, num_victims: int, *, end_s: float = END_S) -> None:
         config = SchedulerConfig(
             num_blocks=1024, block_size_tokens=16, max_num_seqs=256, max_step_tokens=4096, max_model_tokens=2048
         )
         self.scheduler = TokenBudgetScheduler(config, FairShare(QueuePolicyConfig()))
         self._device = FakeDevice(config)
-        self._attack = attack
+        self._attack, self._end_s = attack, end_s
         self._draw = random.Random(1)
         self._now_s = self._device_free_s = 0.0
         self._asked_s: dict[RequestId, float] = {}  # of victims' requests: since when the next token is waited for
@@ -91,7 +92,7 @@ class World:
     def run(self) -> Seen:
         in_flight = deque[tuple[StepPlan, float]]()
         is_attacked = False
-        while self._now_s < END_S:
+        while self._now_s < self._end_s:
             while self._coming and self._coming[0][0] <= self._now_s:
                 since_s, _ = heapq.heappop(self._coming)
                 self._asked_s[self._add("victim", Asked(1))] = since_s
@@ -163,24 +164,32 @@ def bound(honest_ms: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("attack", "num_victims"),
-    [("dear-masks", 16), ("slow-readers", 16), ("background", 16), ("long-rows", 16), ("id-prompts", 32)],
+    ("attack", "num_victims", "end_s"),
+    [
+        ("dear-masks", 16, END_S),
+        ("slow-readers", 16, END_S),
+        ("background", 16, END_S),
+        ("long-rows", 16, LONG_S),
+        ("id-prompts", 32, END_S),
+    ],
 )
-def test_victims_of_an_attack_are_within_the_bound_next_to_an_honest_tenant(attack: str, num_victims: int) -> None:
+def test_victims_of_an_attack_are_within_the_bound_next_to_an_honest_tenant(
+    attack: str, num_victims: int, end_s: float
+) -> None:
     asked, num_honest = ATTACKS[attack]
     honest_ttft_ms, honest_gap_ms = World(Asked(num_honest), num_victims).run().p99()
-    seen = World(asked, num_victims).run()
+    seen = World(asked, num_victims, end_s=end_s).run()
     ttft_ms, gap_ms = seen.p99()
     assert ttft_ms <= bound(honest_ttft_ms)
     assert gap_ms <= bound(honest_gap_ms)
     assert len(seen.ttft_ms) > 100
 
 
-def row_of(attack: str, num_victims: int) -> dict[str, object]:
+def row_of(attack: str, num_victims: int, end_s: float) -> dict[str, object]:
     asked, num_honest = ATTACKS[attack]
-    row: dict[str, object] = {"attack": attack, "victims": num_victims}
+    row: dict[str, object] = {"attack": attack, "victims": num_victims, "seconds": end_s}
     for name, of_other in (("honest", Asked(num_honest)), ("attack", asked)):
-        seen = World(of_other, num_victims).run()
+        seen = World(of_other, num_victims, end_s=end_s).run()
         for what, values in (("ttft", seen.ttft_ms), ("itl", seen.gaps_ms)):
             row |= {f"{name}_{what}_p{q}_ms": round(percentile(values, q / 100), 1) for q in (50, 99)}
             row[f"{name}_{what}_longest_ms"] = round(max(values), 1)
@@ -191,8 +200,9 @@ def row_of(attack: str, num_victims: int) -> dict[str, object]:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=END_S, help="virtual ones of each run")
     arguments = parser.parse_args(argv)
-    rows = [row_of(attack, num_victims) for num_victims in (16, 32) for attack in ATTACKS]
+    rows = [row_of(attack, num_victims, arguments.seconds) for num_victims in (16, 32) for attack in ATTACKS]
     for row in rows:
         sys.stdout.write(json.dumps(row) + "\n")
     if arguments.json is not None:

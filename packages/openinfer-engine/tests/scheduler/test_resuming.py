@@ -1,4 +1,4 @@
-"""What was preempted resumes after newcomers of tenants that hold less, and resumes all the same."""
+"""Newcomers of tenants that hold less come before what was preempted or finds no room, which goes on all the same."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 from openinfer_core import RequestId
 from openinfer_core.queue_policies import FairShare, FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicyConfig
+from openinfer_engine.scheduler.row_shares import RowShares
 
 LIMITS = {"max_num_seqs": 8, "max_step_tokens": 64, "max_model_tokens": 64, "num_blocks": 48}
 
@@ -142,4 +143,71 @@ def test_without_a_policy_that_divides_those_that_gave_way_come_first(make_drive
     waiting = preempted_of(driver, "long")
     driver.submit(make_request(100, (100,) * 4, tenant="new", max_tokens=2))
     assert came_first(driver, waiting, 100)
+    driver.run()
+
+
+def make_full(make_driver: Any, make_request: Any, **options: Any) -> Any:
+    """Two rows of `long` that leave no room for its third, which is next in the policy's order."""
+    limits = {"max_num_seqs": 8, "max_step_tokens": 256, "max_model_tokens": 128, "num_blocks": 60}
+    driver = make_driver(policy=fair(long=4.0), **limits, **options)
+    for index in range(6):  # what the others have had counts against them
+        for tenant in ("new-0", "new-1", "new-2"):
+            driver.submit(make_request(200 + 10 * index + int(tenant[-1]), (7,) * 40, tenant=tenant, max_tokens=20))
+    driver.run()
+    for index in range(2):
+        driver.submit(make_request(index, (index + 1,) * 50, tenant="long", max_tokens=24))
+    while driver.running_ids != {0, 1}:
+        driver.step()
+    driver.submit(make_request(2, (3,) * 120, tenant="long", max_tokens=4))
+    return driver
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_newcomers_pass_another_tenants_next_that_finds_no_room(
+    make_driver: Any, make_request: Any, max_in_flight: int
+) -> None:
+    driver = make_full(make_driver, make_request, max_in_flight=max_in_flight)
+    for request_id in (100, 101, 102):
+        driver.submit(make_request(request_id, (request_id,) * 4, tenant=f"new-{request_id % 3}", max_tokens=2))
+        while request_id in driver.scheduler.unfinished_ids:
+            driver.step()
+        assert {0, 1} < driver.scheduler.unfinished_ids  # it did not wait for these to end
+        assert 2 not in driver.running_ids
+    driver.run()
+
+
+def test_if_all_held_alike_newcomers_would_wait_for_another_tenants_next(
+    make_driver: Any, make_request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(self: RowShares, tenant: str) -> float:
+        return 0.0
+
+    monkeypatch.setattr(RowShares, "held", nothing)
+    driver = make_full(make_driver, make_request)
+    driver.submit(make_request(100, (100,) * 4, tenant="new-1", max_tokens=2))
+    while 100 not in driver.running_ids:
+        driver.step()
+    assert not {0, 1} <= driver.scheduler.unfinished_ids
+    driver.run()
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 12])
+def test_newcomers_without_end_do_not_keep_one_from_running_that_found_no_room(
+    make_driver: Any, make_request: Any, num_tokens: int, max_in_flight: int
+) -> None:
+    driver = make_full(make_driver, make_request, max_in_flight=max_in_flight)
+    kept, next_id = set[int](), 1000
+    for _ in range(600):
+        kept &= driver.scheduler.unfinished_ids
+        while len(kept) < 12:
+            kept.add(next_id)
+            request = make_request(next_id, (next_id % 250,) * 8, tenant=f"new-{next_id % 3}", max_tokens=num_tokens)
+            driver.submit(request)
+            next_id += 1
+        driver.step()
+        if 2 not in driver.scheduler.unfinished_ids:
+            break
+    else:
+        pytest.fail("it has not ended")
     driver.run()

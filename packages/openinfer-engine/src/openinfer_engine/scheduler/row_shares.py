@@ -127,7 +127,8 @@ class RowShares:
         rows = self.rows[tenant]
         if not rows:  # blocks of its own that another tenant uses do not count: it could not give them back
             return 0.0
-        return max(rows / self._num_slots, self._pool.used_blocks(tenant) / self._pool.num_blocks) / self._weight(tenant)
+        part = max(rows / self._num_slots, self._pool.used_blocks(tenant) / self._pool.num_blocks)
+        return part / self._weight(tenant)
 
     def victims(self, running: ListLike[Sequence], waiting: Iterable[str]) -> list[Sequence]:
         """The youngest first of the tenant furthest beyond its share, of those that run but the oldest; maybe none."""

@@ -15,8 +15,8 @@ A queue policy that divides what runs between tenants (`SharesRows`) chooses wha
 tenant that holds its share nothing is admitted or resumed while another that holds less has something to run. Where
 there is no slot or block for that one, one of a tenant beyond its share gives way, but never the oldest that runs.
 And the newcomers of one that holds less, by its weight, come before the preempted of another: many of that tenant
-may resume at once, each with all its tokens to compute again. It has something running while it holds more, and
-resumes at the latest when that has ended.
+may resume at once, each with all its tokens to compute again. They also pass the next one where there is no room for
+it. It has something running while it holds more, and comes next at the latest when that has ended.
 
 One that waits may be passed by later ones, within one bound (`order/bypass.py`):
 
@@ -145,6 +145,7 @@ class RunQueue:
         self.shares = RowShares(self.kv.pool, num_slots=config.max_num_seqs, weight=self.waiting.weight)
         self.divides = self.waiting.shares is not None
         self._put_off: AbstractSet[str] = frozenset()
+        self._stuck_held = math.inf  # what the tenants hold, at least, of those that found no room in this plan
         self._promised: Sequence | None = None  # others gave way for it
         self._counters = counters
         self._num_admitted = 0
@@ -198,28 +199,47 @@ class RunQueue:
     # --- in ---------------------------------------------------------------------------------------------
 
     def admit(self) -> Admission | None:
-        """Lets the next sequence run if there is a slot, and blocks for every id it knows; none is passed over for
-        these.
+        """Lets the next sequence run if there is a slot, and blocks for every id it knows.
+
+        Where there are none, newcomers of tenants that hold less may pass it (`_may_pass`), and no others.
         """
         while (ready := self._take_ready()) is None:
             sequence = self._head()
             if sequence is None or not self.free_slots:
                 return None
-            kept = self._kept_for_overdue(sequence)
-            kept_slots, kept_for = self._kept_from(sequence)
-            if len(self.free_slots) <= len(kept) + kept_slots:
-                return None
-            kept_blocks = self.num_tables * sum(map(self.followers.own_blocks, kept))
-            kept_blocks += self._room_to_grow.blocks_for(sequence, (*self.running, *self._loading))
-            allocation = self._allocator.allocate(
-                sequence, running=self.running, loading=self._loading, kept_blocks=kept_blocks, kept_for=kept_for
-            )
+            allocation = self._allocate(sequence)
             if allocation is None:
+                if self._may_pass(sequence):
+                    continue
                 return None
             self._leave(sequence)
             if not self._begin_load(sequence, allocation):
                 return self._start(sequence, allocation.cached_tokens)
         return self._start(*ready)
+
+    def _allocate(self, sequence: Sequence) -> BlockAllocation | None:
+        """Blocks for the next one, of those that are not kept for others; None, too, where slots are."""
+        kept = self._kept_for_overdue(sequence)
+        kept_slots, kept_for = self._kept_from(sequence)
+        if len(self.free_slots) <= len(kept) + kept_slots:
+            return None
+        kept_blocks = self.num_tables * sum(map(self.followers.own_blocks, kept))
+        kept_blocks += self._room_to_grow.blocks_for(sequence, (*self.running, *self._loading))
+        return self._allocator.allocate(
+            sequence, running=self.running, loading=self._loading, kept_blocks=kept_blocks, kept_for=kept_for
+        )
+
+    def _may_pass(self, stuck: Sequence) -> bool:
+        """Whether others may be next in this plan, as there is no room for a sequence: those of tenants that hold less.
+
+        Its tenant has something running while it holds more. It comes next when that has ended, at the latest, and
+        then none passes it.
+        """
+        held = self.shares.held(stuck.request.tenant) if self.divides and stuck is not self._promised else 0.0
+        if not 0 < held < self._stuck_held:
+            return False
+        self._stuck_held = held
+        return True
 
     def _kept_from(self, sequence: Sequence) -> tuple[int, Mapping[str, int]]:
         if not self.divides:
@@ -345,18 +365,19 @@ class RunQueue:
             and (promised.adapter_slot != NO_SLOT or self.adapters is None or self.adapters.may_enter(promised))
         ):
             return None if promised.is_held else promised
-        later = full | self._put_off
+        put_off = self._put_off | self._behind_stuck()
+        later = full | put_off
         holding = self._newcomers_holding(later) if self.preempted and self.divides else {}
         resumed, passed = self._next_to_resume(later, min(holding.values(), default=math.inf))
         if resumed is None:
-            chosen = self._next_newcomer(full, later)
+            chosen = self._next_newcomer(full, put_off)
             # Of a tenant with its share, those that have run come first.
             return None if chosen is not None and chosen.request.tenant in full & passed else chosen
         held = self.shares.held(resumed.request.tenant) if holding else 0.0
         before = {tenant for tenant, amount in holding.items() if amount < held}
         if before:
             others = {*later, *holding, *self.waiting.tenants} - before
-            chosen = self._next_newcomer(others, others)
+            chosen = self._next_newcomer(others, put_off)
             if chosen is not None and chosen.request.tenant in before:
                 return chosen
         return None if resumed.is_held else resumed
@@ -367,9 +388,7 @@ class RunQueue:
         ready = {each.request.tenant for each in followers.sequences if not followers.is_waiting(each)}
         return {tenant: self.shares.held(tenant) for tenant in {*self.waiting.tenants, *ready} - later}
 
-    def _next_to_resume(
-        self, later: AbstractSet[str], least_held: float
-    ) -> tuple[Sequence | None, AbstractSet[str]]:
+    def _next_to_resume(self, later: AbstractSet[str], least_held: float) -> tuple[Sequence | None, AbstractSet[str]]:
         """The oldest preempted one whose tenant holds no more than `least_held`; else that of the tenant with least.
 
         Returns:
@@ -388,19 +407,24 @@ class RunQueue:
         least = min(behind, key=self.shares.held, default=None)
         return None if least is None else behind[least], passed
 
-    def _next_newcomer(self, full: AbstractSet[str], later: AbstractSet[str]) -> Sequence | None:
-        """One whose prefix was computed meanwhile, unless its tenant comes `later`; else of those that wait."""
+    def _behind_stuck(self) -> AbstractSet[str]:
+        """Tenants that hold no less than one whose next found no room."""
+        if math.isinf(self._stuck_held):
+            return frozenset()
+        return {tenant for tenant in self.wanting if self.shares.held(tenant) >= self._stuck_held}
+
+    def _next_newcomer(self, full: AbstractSet[str], put_off: AbstractSet[str]) -> Sequence | None:
+        """One whose prefix was computed meanwhile, unless its tenant comes later; else of those that wait."""
         for sequence in self.followers.sequences:
-            if sequence.request.tenant in later:
+            if sequence.request.tenant in full or sequence.request.tenant in put_off:
                 continue
             if not self.followers.is_waiting(sequence) and self._may_enter(sequence):
                 return sequence
             self._pass(sequence)
-        return self._next_waiting(full)
+        return self._next_waiting(full, put_off)
 
-    def _next_waiting(self, full: AbstractSet[str]) -> Sequence | None:
+    def _next_waiting(self, full: AbstractSet[str], put_off: AbstractSet[str]) -> Sequence | None:
         """Of those that wait for the first time, or None if that is of a tenant that is put off, or has its share."""
-        put_off = self._put_off
         chosen = self.waiting.next(full | put_off)
         if chosen is None or (put_off and chosen.request.tenant in full | put_off):
             return None
@@ -470,7 +494,11 @@ class RunQueue:
         return () if self.adapters is None else self.adapters.take_loads()
 
     def make_room(self) -> None:
-        """Where the next one finds no slot or blocks, and its tenant holds less than its share, others give way."""
+        """Where the next one finds no slot or blocks, and its tenant holds less than its share, others give way.
+
+        Called once for each plan, before anything is admitted to it.
+        """
+        self._stuck_held = math.inf
         if self.divides:
             self.shares.note_step()
         if not self.divides or not self._has_more():
