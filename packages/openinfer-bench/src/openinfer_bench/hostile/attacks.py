@@ -146,7 +146,10 @@ ATTACKS: Mapping[str, Attack] = {
     "turns": _attack(posting(bodies.many_turns, "/v1/chat/completions"), _ANY, "a chat of 2,000 turns", 4),
     "id-prompts": _attack(posting(bodies.token_prompts), _ANY, "128 prompts of 2,000 ids in one body", 4),
     "long-prompts": _attack(posting(json.dumps({"prompt": [1] * 1_000_000}).encode()), _REFUSED, "1e6 token ids"),
-    "long-rows": _attack(posting(bodies.long_rows), _ANY, "n=16 of 2,000 tokens each: all rows and KV blocks", 16),
+    # All blocks are for about a dozen of its 256 rows: its requests wait for each other, most for more than 30 s.
+    "long-rows": _attack(
+        posting(bodies.long_rows), f"{_ANY} hang", "n=16 of 2,000 tokens each: all rows and KV blocks", 16
+    ),
     "stored": _attack(posting(bodies.stored_response, "/v1/responses"), _ANY, "responses that are stored", 16),
     "background": _attack(
         posting(bodies.background_response, "/v1/responses"), _ANY, "responses in the background", 16
