@@ -28,7 +28,7 @@ from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepPl
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_engine.scheduler import TokenBudgetScheduler
 
-BASE_S, ROW_S, TOKEN_S = 4.3e-3, 0.25e-3, 0.31e-3
+BASE_S, ROW_S, TOKEN_S, READ_S = 4.3e-3, 0.16e-3, 0.31e-3, 0.77e-6
 TOKENS = 24
 ATTACK_S, SEEN_S, END_S = 1.0, 3.0, 8.0
 LONG_S = 30.0  # rows have grown until the attacker's next ones find no room
@@ -114,7 +114,9 @@ class World:
         prompt_tokens = int(plan.num_host_tokens.sum())
         decode_rows = plan.num_rows - int((plan.num_host_tokens > 0).sum())
         begin_s = max(self._now_s, self._device_free_s)
-        self._device_free_s = begin_s + BASE_S + ROW_S * decode_rows + TOKEN_S * prompt_tokens
+        context_tokens = int(plan.starts[plan.num_host_tokens == 0].sum())
+        rows_s = ROW_S * decode_rows + READ_S * context_tokens
+        self._device_free_s = begin_s + BASE_S + rows_s + TOKEN_S * prompt_tokens
         return self._device_free_s
 
     def _apply(self, plan: StepPlan) -> None:

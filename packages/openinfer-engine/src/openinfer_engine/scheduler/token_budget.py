@@ -26,7 +26,7 @@ Slots and blocks come back when no step in flight has a row of their sequence.
 
 import bisect
 import secrets
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence as ListLike
 from collections.abc import Set as AbstractSet
 
@@ -269,10 +269,10 @@ class TokenBudgetScheduler:
         """Decode rows of a tenant that would make another tenant's slow, and whose turn it is not."""
         if len(self._queue.shares.rows) < 2:
             return frozenset()
-        ready, decoding = list[Sequence](), Counter[str]()
+        ready, decoding = list[Sequence](), list[Sequence]()
         for sequence in self._queue.running:
             if sequence.computed_tokens >= sequence.given_tokens:
-                decoding[sequence.request.tenant] += 1  # its mask may be late: it is slowed by long steps all the same
+                decoding.append(sequence)  # its mask may be late: it is slowed by long steps all the same
                 if sequence.computed_tokens != sequence.target_tokens and not self._waits_for_mask(sequence):
                     ready.append(sequence)
         sitting_out = self._decode_turns.sitting_out(ready, decoding)
@@ -321,12 +321,10 @@ class TokenBudgetScheduler:
 
     def _beside_others(self, builder: StepBuilder, tenants: AbstractSet[str]) -> tuple[float | None, int]:
         """What prompts of these tenants may add to a step because of others, None for anything; their least tokens."""
-        rows = Counter(sequence.request.tenant for sequence in builder.rows)
-        if len(tenants | rows.keys() | self._queue.shares.recent_tenants) < 2:
+        with_rows = {sequence.request.tenant for sequence in builder.rows}
+        if len(tenants | with_rows | self._queue.shares.recent_tenants) < 2:
             return (ALONE_MS, ALONE_TOKENS) if self._company.is_expected_by(tenants) else (None, LEAST_TOKENS)
-        total = rows.total()
-        left_ms = max(self._decode_turns.left_ms(own=rows[each], others=total - rows[each]) for each in tenants)
-        return left_ms, LEAST_TOKENS
+        return self._decode_turns.left_ms(builder.rows, tenants), LEAST_TOKENS
 
     def _plan_shares(self, builder: StepBuilder, unfilled: list[Sequence]) -> list[Sequence]:
         """A chunk of each tenant's oldest prompt, in equal parts of the budget; returns the other prompts."""
