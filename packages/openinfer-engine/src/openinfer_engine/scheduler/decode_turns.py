@@ -31,6 +31,7 @@ TURN_STEPS = 16
 ROWS_MS = 5.0
 _KEPT = 0.95  # of the weight of earlier steps with each newer one
 _LEAST_SPREAD = 0.1  # of the mean: with less, what is known counts for more than a plane through the last steps
+_LEAST_KEPT = 0.5  # of what is known: the last steps say less only by chance, as where one with few rows took long
 _LEARNT = 0.05  # of what the last steps say beyond what is known, with each step
 _MOST_GROWTH = 2.0  # a step counts as at most so many times the mean: the host was busy with something else
 
@@ -169,6 +170,7 @@ class DecodeTurns:
                 least=((_LEAST_SPREAD * rows) ** 2, (_LEAST_SPREAD * max(tokens, 1.0)) ** 2),
                 known=known,
             )
+            per_row, per_token = max(per_row, _LEAST_KEPT * known[0]), max(per_token, _LEAST_KEPT * known[1])
             of_rows_ms = per_row * rows + per_token * tokens
             if of_rows_ms > ms:  # a step without a row takes no less than nothing
                 per_row, per_token = per_row * ms / of_rows_ms, per_token * ms / of_rows_ms
