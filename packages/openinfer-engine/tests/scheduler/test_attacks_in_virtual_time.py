@@ -1,7 +1,8 @@
 """Attacks of `bench hostile` as the scheduler sees them, in virtual time: what another tenant's requests wait for.
 
-Steps take what those of the tiny model took on two cores that others used, by least squares over a step trace of `bench
-hostile --attack dear-masks`: 4.3 ms, 0.25 ms for a decode row, 0.31 ms for a prompt token. Victims ask one request of
+Steps take what those of the tiny model took on two cores that others used, by least squares over step traces of `bench
+hostile` with `dear-masks` and `long-rows`: 4.3 ms, 0.16 ms for a decode row and 0.77 for a thousand tokens of contexts,
+0.31 ms for a prompt token. Victims ask one request of
 24 tokens after the other, as many at a time as the bench has (16), or twice as many; the attack begins a second after
 them, and is compared with an honest tenant with as many requests as the bench found admitted. No clock, no thread: a
 run is the same on any machine.
