@@ -1,6 +1,6 @@
 """Agents' sessions on one GPU: what a turn costs next to the same turn alone on the card, in a pool of a third.
 
-    python3 tools/device/sessions.py qwen3-8b|qwen3.5-4b|tiny OUT COMMIT [PART ...]
+    python3 tools/device/sessions.py qwen3-8b|qwen3.5-4b[-long]|tiny OUT COMMIT [PART ...]
 
     part        what is played                                                        the table's columns
     alone-NEW   one session without waits, NEW tokens a turn: all of it in the pool   the reference
@@ -9,10 +9,11 @@
     check-NAME  many turns of shorter contexts again without a cache                  tokens, log-probabilities
     disk        sessions; the server ends and starts again; the same prompts          what the first turn takes
 
-Weights are random (`tiny` has its own, on the CPU: the rehearsal), prompts are token ids, and the server is asked over
-HTTP. Parts of one server run in the order given; of `check`, which stands for all its names, three at a time, since
-nothing is timed. One whose server has a planted error is right if the error is found. Writes OUT/sessions-MODEL.json
-after each part.
+The sets of `-long` grow to 120,000 tokens (3000), or go on for 40 turns (150); their pool is a third of what they hold,
+and the host tier holds all of it. Weights are random (`tiny` has its own, on the CPU: the rehearsal), prompts are token
+ids, and the server is asked over HTTP. Parts of one server run in the order given; of `check`, which stands for all its
+names, three at a time, since nothing is timed. One whose server has a planted error is right if the error is found.
+Writes OUT/sessions-MODEL.json after each part.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ from openinfer_bench.served import OPENINFER, Served, served
 from openinfer_core.provenance import provenance
 from openinfer_engine.testing.adapters import write_adapter
 
-PART_LIMIT_S = 150
+PART_LIMIT_S = 270
 PLACES = 5
 QUIET_S, MOST_SAVES_S = 1.5, 40.0
 COUNTED = (
@@ -151,6 +152,7 @@ class SetUp:
     flags: Sequence[str]
     block_bytes: int
     """Of KV."""
+    disk_size: str = "30GiB"
     num_token_ids: int = 150_000
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -207,6 +209,33 @@ SET_UPS: Mapping[str, SetUp] = {
         host="host=40GiB",
         block_bytes=16 * 8 * 2 * 4 * 256 * 2,
         flags=(*CUDA, "--max-model-tokens", "45000", "--state-snapshot-bytes", str(6 << 30)),
+    ),
+    "qwen3-8b-long": SetUp(
+        many={
+            "3000": Shape(sessions=6, turns=40, first_tokens=3_000, new_tokens=2_984, wait_s=2.0),
+            "150": Shape(sessions=6, turns=40, first_tokens=34_000, new_tokens=134, wait_s=2.0),
+        },
+        checks={},
+        disk=Shape(sessions=3, turns=2, first_tokens=118_000, new_tokens=3_000, wait_s=0.0),
+        disk_size="56GiB",
+        num_blocks=15_000,
+        host="host=101GiB",
+        block_bytes=16 * 36 * 2 * 8 * 128 * 2,
+        flags=(*CUDA, "--max-model-tokens", "124000"),
+        config={"max_position_embeddings": 131_072},
+    ),
+    "qwen3.5-4b-long": SetUp(
+        many={
+            "3000": Shape(sessions=16, turns=40, first_tokens=3_000, new_tokens=2_984, wait_s=2.0),
+            "150": Shape(sessions=16, turns=40, first_tokens=28_000, new_tokens=134, wait_s=2.0),
+        },
+        checks={},
+        disk=Shape(sessions=3, turns=2, first_tokens=118_000, new_tokens=3_000, wait_s=0.0),
+        disk_size="56GiB",
+        num_blocks=40_000,
+        host="host=80GiB",
+        block_bytes=16 * 8 * 2 * 4 * 256 * 2,
+        flags=(*CUDA, "--max-model-tokens", "124000", "--state-snapshot-bytes", str(6 << 30)),
     ),
     "tiny": SetUp(
         many={
@@ -316,7 +345,7 @@ class Runner:
 
     def _disk(self) -> None:
         with tempfile.TemporaryDirectory(prefix="sessions-kv-") as folder:
-            tier = ("--kv-tier", f"disk={folder},30GiB", "--kv-load-timeout-ms", "20000")
+            tier = ("--kv-tier", f"disk={folder},{self.set_up.disk_size}", "--kv-load-timeout-ms", "20000")
             with self._server(*tier) as server:
                 self._note("disk-before", self._play(server, self.set_up.disk, "disk"))
                 waited_s = self._wait_for_saves(server)
@@ -479,7 +508,7 @@ def main() -> int:
         if model == "tiny":
             folder = openinfer_tiny_model.model_dir()
         else:
-            write_model(folder, {**PUBLISHED[model], **set_up.config})
+            write_model(folder, {**PUBLISHED[model.removesuffix("-long")], **set_up.config})
         runner = Runner(model, folder, Path(out), commit)
         try:
             runner.run(parts or every)
