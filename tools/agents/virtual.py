@@ -167,6 +167,7 @@ class World:
         output_tokens: int = 16,
         max_num_seqs: int = 32,
         max_step_tokens: int = 8192,
+        options: dict[str, str] | None = None,
     ) -> None:
         config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -174,6 +175,7 @@ class World:
             max_num_seqs=max_num_seqs,
             max_step_tokens=max_step_tokens,
             max_model_tokens=max_model_tokens,
+            options=options or {},
         )
         self.scheduler = TokenBudgetScheduler(config, FairShare(QueuePolicyConfig()))
         self.link = Link(card, lambda: self.now_s)

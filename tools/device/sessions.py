@@ -5,6 +5,7 @@
     part        what is played                                                        the table's columns
     alone-NEW   one session without waits, NEW tokens a turn: all of it in the pool   the reference
     many-NEW    the sessions, pool a third of what they hold, host tier for the rest  TTFT by turn, ratio, hits
+    early-NEW   the same as many-NEW, with loads before turns arrive                  `early-loads` of the scheduler
     lru-NEW     the same as many-NEW, least recently used evicted first               the order before
     check-NAME  many turns of shorter contexts again without a cache                  tokens, log-probabilities
     disk        sessions; the server ends and starts again; the same prompts          what the first turn takes
@@ -51,6 +52,8 @@ COUNTED = (
     "openinfer_kv_tier_failures_total",
     "openinfer_kv_tier_saved_blocks_total",
     "openinfer_kv_tier_evicted_blocks_total",
+    "openinfer_kv_tier_early_blocks_total",
+    "openinfer_kv_tier_early_unused_blocks_total",
     "openinfer_spec_decode_num_accepted_tokens_total",
 )
 ADAPTER = "adapter"
@@ -88,6 +91,12 @@ StateSlots.keep = lambda self, plan: None
 }
 """Changes of a server, each the `sitecustomize.py` of its processes: an order of eviction, and errors, of which the
 first is for models without states."""
+SERVERS: Sequence[tuple[tuple[str, ...], str | None, tuple[str, ...]]] = (
+    (("alone", "many"), None, ()),
+    (("early",), None, ("--scheduler-option", "early-loads=true")),
+    (("lru",), "lru", ()),
+)
+"""Kinds of parts that one server plays, its planted change, and its flags."""
 GOAL_RATIO, GOAL_MS = 1.2, 10.0
 GOAL_HITS = 0.98
 
@@ -271,10 +280,10 @@ class Runner:
         self._noting = threading.Lock()
 
     def run(self, parts: Sequence[str]) -> None:
-        for kinds, planted_name in ((("alone", "many"), None), (("lru",), "lru")):
+        for kinds, planted_name, flags in SERVERS:
             of_many = [part for part in parts if part.partition("-")[0] in kinds]
             if of_many:
-                self._play_many(of_many, planted_name)
+                self._play_many(of_many, planted_name, flags)
         with ThreadPoolExecutor(PLACES) as places:
             names = [name for name in self.set_up.checks if {"check", f"check-{name}"} & set(parts)]
             list(places.map(self._check, names))
@@ -305,8 +314,8 @@ class Runner:
         write_adapter(scratch / ADAPTER, family.definition, config, rank=16)
         return scratch / ADAPTER
 
-    def _play_many(self, parts: Sequence[str], planted_name: str | None) -> None:
-        flags = ("--num-blocks", str(self.set_up.num_blocks), "--kv-tier", self.set_up.host)
+    def _play_many(self, parts: Sequence[str], planted_name: str | None, further: Sequence[str]) -> None:
+        flags = ("--num-blocks", str(self.set_up.num_blocks), "--kv-tier", self.set_up.host, *further)
         with tempfile.TemporaryDirectory(prefix="sessions-order-") as folder:
             command = OPENINFER if planted_name is None else planted(planted_name, Path(folder))
             trace = Path(folder) / "trace.json"
@@ -411,11 +420,13 @@ class Runner:
         self._file.write_text(json.dumps(report, indent=1) + "\n")
 
     def by_turn(self) -> dict[str, list[dict[str, Any]]]:
-        """Of each pair of `alone` and `many`: TTFT p50 by turn, and whether it is within the goal."""
+        """Of `alone` and each of `many` and `early`: TTFT p50 by turn, and whether it is within the goal."""
         tables: dict[str, list[dict[str, Any]]] = {}
         for new in self.set_up.many:
-            alone, many = (self.found.get(f"{kind}-{new}", {}).get("rows", ()) for kind in ("alone", "many"))
-            tables[new] = [compared(*pair) for pair in zip(alone, many, strict=False) if all(map(has_time, pair))]
+            for kind in ("many", "early"):
+                alone, many = (self.found.get(f"{each}-{new}", {}).get("rows", ()) for each in ("alone", kind))
+                pairs = zip(alone, many, strict=False)
+                tables[f"{kind}-{new}"] = [compared(*pair) for pair in pairs if all(map(has_time, pair))]
         return {new: rows for new, rows in tables.items() if rows}
 
 
@@ -498,7 +509,7 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> None:
 def main() -> int:
     model, out, commit, *parts = sys.argv[1:]
     set_up = SET_UPS[model]
-    every = [f"{kind}-{new}" for new in set_up.many for kind in ("alone", "many", "lru")] + ["check", "disk"]
+    every = [f"{kind}-{new}" for new in set_up.many for kind in ("alone", "many", "early", "lru")] + ["check", "disk"]
     every += [f"check-{name}" for name in set_up.checks]
     if unknown := set(parts) - set(every):
         sys.exit(f"unknown parts {', '.join(sorted(unknown))}; there are {', '.join(every)}")
@@ -520,7 +531,7 @@ def main() -> int:
 def show(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     for new, rows in tables.items():
         good = sum(row["within_goal"] for row in rows[1:])
-        print(f"{new} new tokens: {good} of {len(rows) - 1} turns after the first within {GOAL_RATIO} x + {GOAL_MS} ms")
+        print(f"{new}: {good} of {len(rows) - 1} turns after the first within {GOAL_RATIO} x + {GOAL_MS} ms")
         for row in rows if len(rows) < 16 else [*rows[:4], *rows[4::6]]:
             print("  ", *(f"{name} {value}" for name, value in row.items()))
 

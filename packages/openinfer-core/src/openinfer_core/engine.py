@@ -266,6 +266,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds since the loop last completed an iteration while there was work; 0 when idle. Health is this number."""
     prefetched_blocks: int = 0
     """Blocks that were brought from slow KV tiers into the fastest one for requests that waited."""
+    early_blocks: int = 0
+    """Blocks that came from KV tiers for turns of conversations that had not arrived yet."""
+    early_unused_blocks: int = 0
+    """Of these, given up before a turn used them."""
 
 
 @runtime_checkable

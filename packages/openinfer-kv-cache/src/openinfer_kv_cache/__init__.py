@@ -15,7 +15,7 @@ from openinfer_kv_cache.errors import (
     LayoutMismatchError,
     SequenceStateError,
 )
-from openinfer_kv_cache.eviction.conversations import Conversations
+from openinfer_kv_cache.eviction.conversations import Conversations, EndedTurn
 from openinfer_kv_cache.eviction.fair import FairLeastRecentlyUsed
 from openinfer_kv_cache.eviction.policy import (
     EvictionPolicy,
@@ -52,6 +52,7 @@ from openinfer_kv_cache.tiers.contract import (
     Transfer,
     TransferState,
 )
+from openinfer_kv_cache.tiers.early_fill import EarlyFill
 from openinfer_kv_cache.tiers.port import (
     KvEventSource,
     PinsPrefixes,
@@ -100,6 +101,8 @@ __all__ = [
     "DeviceBlock",
     "DeviceTier",
     "Digest",
+    "EarlyFill",
+    "EndedTurn",
     "EvictingTier",
     "EvictionPolicy",
     "EvictionPolicyError",

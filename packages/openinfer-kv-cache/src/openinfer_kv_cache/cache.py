@@ -63,7 +63,7 @@ class KvCache:
     A `digest_key` (16 to 64 secret bytes) is the same in every process that shares a tier; None draws a random one.
     """
 
-    __slots__ = ("_live", "_make_sequence", "conversations", "hasher", "pool", "slots", "table_windows")
+    __slots__ = ("_live", "_make_sequence", "conversations", "filling", "hasher", "pool", "slots", "table_windows")
 
     def __init__(
         self,
@@ -81,6 +81,7 @@ class KvCache:
             clock=clock,
         )
         self.conversations = Conversations(self.pool)
+        self.filling: set[int] = set()  # blocks that tiers fill for no sequence (`EarlyFill`)
         self.hasher = PrefixHasher(options.block_size_tokens, key=digest_key, layout_digest=options.layout_digest)
         self.slots = (
             StateSlotPool(options.num_state_slots, max_snapshots=options.max_snapshots, clock=clock)
@@ -195,11 +196,11 @@ class KvCache:
             for table in sequence.tables:
                 users.update(table.held)
         for block_id in range(self.pool.num_blocks):
-            held = users[block_id] + self.pool.num_pins(block_id)
+            held = users[block_id] + self.pool.num_pins(block_id) + (block_id in self.filling)
             if held != self.pool.num_users(block_id):
                 raise IntegrityError(
                     f"block {block_id} counts {self.pool.num_users(block_id)} users; "
-                    f"sequences and pins account for {held}"
+                    f"sequences, pins and tiers account for {held}"
                 )
 
     def _check_states(self, sequence: BlockSequence) -> None:

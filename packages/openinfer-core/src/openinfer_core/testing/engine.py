@@ -387,6 +387,8 @@ _COUNTERS = (
     "tier_tokens",
     "unsaved_blocks",
     "prefetched_blocks",
+    "early_blocks",
+    "early_unused_blocks",
     "kv_tier_faults",
 )
 

@@ -60,6 +60,7 @@ from openinfer_engine.scheduler.order.cached_first import SCAN, CachedFirst
 from openinfer_engine.scheduler.order.room_to_grow import RoomToGrow
 from openinfer_engine.scheduler.prefetches import MAX_WAITING, Prefetches
 from openinfer_engine.scheduler.retention import Retention
+from openinfer_engine.scheduler.returning.early_loads import EarlyLoads
 from openinfer_engine.scheduler.row_shares import RowShares
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
 from openinfer_engine.scheduler.states.prefixes import StatePrefixes
@@ -106,6 +107,7 @@ class RunQueue:
         self.loads: Loads | None = None
         self.saves: BlockSaves | None = None  # None without KV tiers
         self.prefetches: Prefetches | None = None  # None where tiers have one level, or the model several block tables
+        self.early_loads: EarlyLoads | None = None  # None where they were not asked for
         self._state_saves: StateSaves | None = None  # with KV tiers, for a model with recurrent states
         self.snapshots = None  # None for a model without recurrent states, or where none are kept
         if self.kv.slots is not None:
@@ -150,8 +152,11 @@ class RunQueue:
         self._counters = counters
         self._num_admitted = 0
 
-    def use_tiers(self, port: TierPort) -> None:
-        """Raises `ContractViolation`: prefixes are not shared, or the port lacks the model's recurrent states."""
+    def use_tiers(self, port: TierPort, *, early_loads: bool = False) -> None:
+        """With `early_loads` also for conversations that will go on, which needs one block table.
+
+        Raises `ContractViolation`: prefixes are not shared, or the port lacks the model's recurrent states.
+        """
         if not self.matches_prefixes:
             raise ContractViolation("KV tiers need a prefix cache")
         snapshots, block_tokens = self.snapshots, self.kv.pool.block_size_tokens
@@ -159,6 +164,8 @@ class RunQueue:
         self.saves = BlockSaves(self.kv.pool, port)
         if isinstance(port, PrefetchingPort) and self.num_tables == 1:
             self.prefetches = Prefetches(port, block_size_tokens=block_tokens)
+        if early_loads:
+            self.early_loads = EarlyLoads(self.kv, port)
         if snapshots is None:
             return
         if not port.chunks_per_slot:
@@ -179,8 +186,12 @@ class RunQueue:
         """Brings up what those that wait will load; after all of a plan were admitted."""
         if self.prefetches is not None:
             self.prefetches.advance(self.waiting.first(MAX_WAITING))
+        if self.early_loads is not None:
+            self.early_loads.advance(is_busy=bool(self._loading or self.given_up or self._has_more()))
 
     def settle(self) -> None:
+        if self.early_loads is not None:
+            self.early_loads.settle()
         for saves in (self.saves, self._state_saves):
             if saves is not None:
                 saves.settle()
@@ -213,6 +224,8 @@ class RunQueue:
                     continue
                 return None
             self._leave(sequence)
+            if self.early_loads is not None:
+                self.early_loads.begun(sequence.kv, cached_tokens=allocation.cached_tokens)
             if not self._begin_load(sequence, allocation):
                 return self._start(sequence, allocation.cached_tokens)
         return self._start(*ready)
@@ -509,7 +522,7 @@ class RunQueue:
         if sequence is None or self.shares.rows.keys() <= {sequence.request.tenant}:
             return
         wanting, num_blocks = self.wanting, self._blocks_of(sequence)
-        coming_slots = coming_blocks = 0
+        coming_slots, coming_blocks = 0, self._early_blocks_coming()
         # Room for one a step would make the last of many newcomers wait for as many steps.
         for place in range(self._num_newcomers(sequence)):
             if not self.shares.stays_within(sequence, wanting, num_blocks=num_blocks, num_rows=place + 1):
@@ -703,7 +716,14 @@ class RunQueue:
         if not sequence.rows_in_flight:
             self.give_back(sequence)
 
+    def _early_blocks_coming(self) -> int:
+        """Blocks that come back from loads for turns that have not arrived: they give way."""
+        early_loads = self.early_loads
+        return early_loads.num_filling if early_loads is not None and early_loads.give_way() else 0
+
     def _are_blocks_coming(self, in_flight: Iterable[StepInFlight]) -> bool:
+        if self._early_blocks_coming():
+            return True
         if self.saves is not None and self.saves.are_blocks_coming():
             return True
         if self.loads is not None and self.loads.is_ending:
@@ -717,6 +737,7 @@ class RunQueue:
         return self.windows is not None and self.windows.is_freeing(sequence)
 
     def _hurry_saves(self) -> None:
+        self._early_blocks_coming()
         if self.saves is not None:
             self.saves.are_blocks_coming()
 
@@ -748,6 +769,8 @@ class RunQueue:
             if saves is not None:
                 saves.hurry(PARK_PATIENCE_S)
         self.settle()
+        if self._early_blocks_coming():
+            return False
         moving = any(saves.is_moving for saves in (self.saves, self._state_saves) if saves is not None)
         return not (moving or self.given_up)
 
@@ -787,7 +810,9 @@ class RunQueue:
             self.free_slots.append(sequence.slot)
             sequence.slot = NO_SLOT
         if sequence.state is SequenceState.FINISHED:
-            self.kv.conversations.ended(sequence.kv)
+            turn = self.kv.conversations.ended(sequence.kv)
+            if turn is not None and self.early_loads is not None:
+                self.early_loads.ended(sequence.kv, turn)
             self.retention.ended(sequence)
             sequence.kv.release()
         else:

@@ -58,12 +58,16 @@ from openinfer_engine.scheduler.sequence import Sequence, SequenceState, count_f
 from openinfer_engine.scheduler.step_builder import StepBuilder, StepInFlight
 from openinfer_kv_cache import BlockListener, BlockPin, BlockStateError, Digest, TierPort
 
+EARLY_LOADS = "early-loads"
+"""The option of `--scheduler-option`: `true` loads what conversations will need before their next turn arrives."""
+
 
 class TokenBudgetScheduler:
     """Implements `openinfer_core.scheduling.Scheduler`. Called from one thread, but for `stats`.
 
     Raises:
-        Refused: `config.options` has any: it knows none; or there are recurrent states beside several block tables.
+        Refused: `config.options` has one that it does not know; there are recurrent states beside several block tables;
+            or early loads are asked for beside several block tables.
     """
 
     capabilities = SchedulerCapabilities(
@@ -76,7 +80,12 @@ class TokenBudgetScheduler:
     )
 
     def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
-        refuse_unknown_options(config.options, known=())
+        refuse_unknown_options(config.options, known=(EARLY_LOADS,))
+        self._loads_early = _is_on(config.options.get(EARLY_LOADS, "false"))
+        if self._loads_early and config.table_windows != (None,):
+            raise Refused(
+                f"{EARLY_LOADS} is for models with one block table, and this one has windows {config.table_windows}"
+            )
         if config.num_snapshots and config.table_windows != (None,):
             raise Refused(
                 f"num_snapshots is {config.num_snapshots} and table_windows {config.table_windows}: token-budget keeps "
@@ -94,7 +103,7 @@ class TokenBudgetScheduler:
 
     def use_tiers(self, port: TierPort) -> None:
         """Raises `ContractViolation`: prefixes are not shared, or the port lacks the model's recurrent states."""
-        self._queue.use_tiers(port)
+        self._queue.use_tiers(port, early_loads=self._loads_early)
 
     def pin_prefix(self, digests: ListLike[Digest]) -> BlockPin:
         return self._queue.kv.pool.pin_prefix(digests)
@@ -123,12 +132,17 @@ class TokenBudgetScheduler:
             self._draft_pace.take_step_times(times)
 
     def listen(self, listener: BlockListener) -> None:
+        """Raises `Refused`: blocks that come early are of no request, and listeners hear of blocks with their ids."""
+        if self._loads_early:
+            raise Refused(f"{EARLY_LOADS} and KV events do not go together; leave out one of them")
         self._queue.kv.listen(listener)
 
     def flush_cache(self) -> None:
         try:
             self._queue.kv.clear()
             self._queue.retention.clear()
+            if self._queue.early_loads is not None:
+                self._queue.early_loads.clear()
         except BlockStateError as error:
             raise Refused(f"the cache cannot be flushed now: {error}; try again") from error
 
@@ -142,6 +156,8 @@ class TokenBudgetScheduler:
         self._queue.kv.renew(kv_version)
         if self._queue.prefetches is not None:
             self._queue.prefetches.advance(())  # what waits has other digests now
+        if self._queue.early_loads is not None:
+            self._queue.early_loads.clear()
 
     # --- requests ---------------------------------------------------------------------------------------
 
@@ -409,7 +425,7 @@ class TokenBudgetScheduler:
     def stats(self) -> EngineStats:
         """Gauges and counters; from another thread they may be of slightly different moments."""
         queue, counters, pool, snapshots = self._queue, self._counters, self._queue.kv.pool, self._queue.snapshots
-        loads, prefetches = queue.loads, queue.prefetches
+        loads, prefetches, early_loads = queue.loads, queue.prefetches, queue.early_loads
         loading = 0 if loads is None else len(loads.sequences)
         return EngineStats(
             running=len(queue.running),
@@ -440,6 +456,8 @@ class TokenBudgetScheduler:
             retained_blocks=pool.retained_blocks,
             unsaved_blocks=queue.unsaved_blocks,
             prefetched_blocks=0 if prefetches is None else prefetches.prefetched_blocks,
+            early_blocks=0 if early_loads is None else early_loads.loaded_blocks,
+            early_unused_blocks=0 if early_loads is None else early_loads.unused_blocks,
         )
 
     def check_integrity(self) -> None:
@@ -450,3 +468,9 @@ class TokenBudgetScheduler:
         """
         self._queue.kv.check_integrity()
         check_integrity(self._queue, open_requests=self._open.values(), in_flight=self._in_flight)
+
+
+def _is_on(value: str) -> bool:
+    if value not in ("true", "false"):
+        raise Refused(f"the scheduler option {EARLY_LOADS} is true or false, not {value}")
+    return value == "true"

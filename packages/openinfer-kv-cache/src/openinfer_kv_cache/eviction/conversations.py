@@ -17,6 +17,7 @@ conversations compete with its own alone.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from openinfer_kv_cache.blocks import BlockPool
 from openinfer_kv_cache.digest import Digest
@@ -28,6 +29,15 @@ LEAST_SHARE = 1 / 256
 """Of the owner's share: shorter ones are not kept, so that there are few, and to look at all of them is quick."""
 MAX_ENDS = 8192
 """Turns whose continuation is known for one; the oldest are forgotten."""
+
+
+class EndedTurn(NamedTuple):
+    """Of a conversation, as the turns of all are counted."""
+
+    conversation: int
+    turn: int
+    interval: int | None
+    """Turns since its last one; None for its first."""
 
 
 class Conversations:
@@ -42,11 +52,11 @@ class Conversations:
         self._ends: OrderedDict[Digest, tuple[int, int | None]] = OrderedDict()
         self._kept: dict[str, OrderedDict[int, int]] = {}  # last turns by conversation, by owner, longest ago first
 
-    def ended(self, sequence: BlockSequence) -> None:
-        """A sequence is about to give its blocks back."""
+    def ended(self, sequence: BlockSequence) -> EndedTurn | None:
+        """A sequence is about to give its blocks back; None if it leaves nothing that a turn could go on from."""
         num_sealed = sequence.num_sealed_blocks
         if not num_sealed or not self._pool.keeps_conversations:
-            return
+            return None
         digests = sequence.prefix_digests()
         before, conversation = self._go_on(digests, num_sealed)
         self._turn += 1
@@ -59,6 +69,7 @@ class Conversations:
             self._ends.popitem(last=False)
         if before is not None:
             self._went_on(sequence, before, conversation)
+        return EndedTurn(conversation, self._turn, None if before is None else self._turn - before)
 
     def clear(self) -> None:
         self._ends.clear()

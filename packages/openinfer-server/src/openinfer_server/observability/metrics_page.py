@@ -285,6 +285,18 @@ def tier_lines(stats: EngineStats) -> Iterator[str]:
             "Blocks brought up for requests that wait.",
             stats.prefetched_blocks,
         ),
+        (
+            "openinfer_kv_tier_early_blocks_total",
+            "counter",
+            "Blocks loaded before the turn that needs them.",
+            stats.early_blocks,
+        ),
+        (
+            "openinfer_kv_tier_early_unused_blocks_total",
+            "counter",
+            "Of these, given up before they were used.",
+            stats.early_unused_blocks,
+        ),
         ("openinfer_kv_tier_faults_total", "counter", "Times a tier raised.", stats.kv_tier_faults),
     ):
         yield from render_family(name, kind, text, [((), value)])

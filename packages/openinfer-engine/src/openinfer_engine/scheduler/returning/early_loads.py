@@ -1,0 +1,229 @@
+"""`EarlyLoads`: the KV of conversations that will go on soon comes from KV tiers into the pool before their turn does.
+
+A tool runs between two turns, and the link to the host is idle meanwhile: what was given up for others can be back when
+the next turn comes, which then costs what it would if nothing had been given up.
+
+    a turn ends ──► expected ── it is the next one, and nothing waits or loads ──► coming, window after window
+                       ▲                                                               │ all of it is there,
+                       │                                                               ▼ or there is no more room
+                       └── its next turn ends ──────── late ◄── it does not go on ──── kept, as conversations are
+                                                         └──► given up as any other
+
+When a conversation goes on is counted in turns of all, as its place in the order of eviction is (`conversations.py`):
+one that went on after n turns is expected n turns after its last one. Room is what is free, what nothing keeps, and
+what conversations keep that are expected later; what clients retain, and what other tenants' shares protect, is none.
+
+It is a guess, so nothing waits for it. A window that is under way is cancelled where blocks are short for a request,
+and none begins while one waits or loads. Where guesses are wrong more often than right, few are made (`_Record`).
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from openinfer_kv_cache import BlockSequence, Digest, EarlyFill, EndedTurn, KvCache, TierPort
+
+MAX_WINDOW_BLOCKS = 512
+WINDOW_SHARE = 16
+"""Of the pool, one block in so many may be on its way, and as many stay free of it."""
+MAX_CONVERSATIONS = 1024
+MAX_DIGESTS = 2**18
+"""Of all that are expected; those whose last turn ended longest ago are forgotten."""
+PROBES = 8
+"""While guesses are more often wrong, one turn in so many is followed by one."""
+
+
+@dataclass(slots=True, eq=False)
+class _Expected:
+    """A conversation that went on once at least, from the end of a turn to that of its next one."""
+
+    conversation: int
+    owner: str
+    digests: Sequence[Digest]
+    turn: int
+    interval: int
+    num_brought: int = 0
+    """Blocks that came since its last turn, until they are used or given up."""
+    has_failed: bool = False
+    """Tiers have no more of it, or lost it on the way: nothing is tried again before its next turn."""
+    has_gone_on: bool = False
+    """Its next turn runs."""
+
+    @property
+    def due(self) -> int:
+        return self.turn + self.interval
+
+    def is_late(self, turn: int) -> bool:
+        """Whether it should have gone on long ago."""
+        return not self.has_gone_on and turn - self.due > self.interval
+
+
+class _Record:
+    """How guesses went: each that was right counts up, each that was wrong down."""
+
+    def __init__(self) -> None:
+        self._credit = self._most = 4
+        self._turns = 0
+
+    def turn_ended(self) -> None:
+        self._turns += 1
+
+    def note(self, *, was_right: bool) -> None:
+        self._credit = max(-self._most, min(self._most, self._credit + (1 if was_right else -1)))
+
+    @property
+    def allows(self) -> bool:
+        return self._credit >= 0 or self._turns % PROBES == 0
+
+
+class EarlyLoads:
+    """Of one scheduler whose models have one block table."""
+
+    def __init__(self, kv: KvCache, port: TierPort) -> None:
+        self._kv = kv
+        self._port = port
+        self._window_blocks = max(1, min(MAX_WINDOW_BLOCKS, kv.pool.num_blocks // WINDOW_SHARE))
+        self._expected: OrderedDict[int, _Expected] = OrderedDict()  # by conversation, longest ago first
+        self._by_end: dict[Digest, _Expected] = {}
+        self._num_digests = 0
+        self._turn = 0
+        self._fill: EarlyFill | None = None
+        self._coming: _Expected | None = None  # whose blocks are on their way
+        self._has_work = False
+        self._record = _Record()
+        self.loaded_blocks = 0
+        self.unused_blocks = 0
+        """Of these, given up before a turn used them."""
+
+    @property
+    def num_filling(self) -> int:
+        """Blocks on their way: they come back soon, whatever becomes of them."""
+        return 0 if self._fill is None else self._fill.num_blocks
+
+    def begun(self, sequence: BlockSequence, *, cached_tokens: int) -> None:
+        """A request has blocks, and so much of its prompt was in the pool: it may be a turn that was expected."""
+        digests = sequence.prefix_digests() if self._expected else ()
+        found = next((self._by_end[each] for each in reversed(digests) if each in self._by_end), None)
+        if found is None or found.has_gone_on:
+            return
+        found.has_gone_on = True
+        if found.num_brought:
+            self._judge(found, was_right=2 * cached_tokens >= len(found.digests) * sequence.block_size_tokens)
+
+    def ended(self, sequence: BlockSequence, turn: EndedTurn) -> None:
+        """A turn has ended; its sequence is about to give its blocks back."""
+        self._turn = turn.turn
+        self._record.turn_ended()
+        self._has_work = True
+        self._forget(turn.conversation)
+        if turn.interval is not None:
+            digests = sequence.prefix_digests()[: sequence.num_sealed_blocks]
+            expected = _Expected(turn.conversation, sequence.owner, digests, turn.turn, turn.interval)
+            self._expected[turn.conversation] = self._by_end[digests[-1]] = expected
+            self._num_digests += len(digests)
+        while len(self._expected) > MAX_CONVERSATIONS or self._num_digests > MAX_DIGESTS:
+            self._forget(next(iter(self._expected)))
+
+    def advance(self, *, is_busy: bool) -> None:
+        """Goes on with what is expected next, unless requests wait, or load what they need now; after a plan."""
+        self.settle()
+        if self._fill is not None or is_busy or not self._has_work:
+            return
+        self._has_work = False
+        self._give_up_late()
+        if self._record.allows:
+            for expected in sorted(self._expected.values(), key=_due):
+                if not (expected.has_gone_on or expected.has_failed or self._go_on(expected)):
+                    return
+
+    def settle(self) -> None:
+        """Takes a window that is over into the pool."""
+        fill, coming = self._fill, self._coming
+        if fill is None or coming is None or not fill.is_over():
+            return
+        num_blocks = fill.finish(lambda blocks: self._keep(coming, blocks))
+        coming.num_brought += num_blocks
+        coming.has_failed |= num_blocks < fill.num_blocks
+        self.loaded_blocks += num_blocks
+        self._fill = self._coming = None
+        self._has_work = True
+
+    def give_way(self) -> bool:
+        """Blocks are short for a request: cancels the window under way; whether one was."""
+        if self._fill is not None:
+            self._fill.cancel()
+        return self._fill is not None
+
+    def clear(self) -> None:
+        """All content was voided."""
+        self.give_way()
+        self._expected.clear()
+        self._by_end.clear()
+        self._num_digests = 0
+
+    def _go_on(self, expected: _Expected) -> bool:
+        """Sees to one; whether it has all that there is, so that those that are expected later may have the rest."""
+        pool = self._kv.pool
+        if pool.kept_blocks(expected.conversation) >= len(expected.digests):
+            return True
+        found = pool.find_prefix(expected.digests)
+        if pool.kept_blocks(expected.conversation) < len(found):
+            pool.acquire(found)
+            self._keep(expected, found)
+            pool.release(found[::-1])
+        lacking = expected.digests[len(found) :]
+        if not lacking:
+            return True
+        num_blocks = min(self._window_blocks, len(lacking), self._make_room(expected))
+        if num_blocks <= 0:
+            return False
+        self._fill = EarlyFill.begin(self._kv, self._port, lacking[:num_blocks], owner=expected.owner)
+        self._coming = None if self._fill is None else expected
+        expected.has_failed = self._fill is None
+        return self._fill is None
+
+    def _make_room(self, expected: _Expected) -> int:
+        """Blocks that one may take; conversations that are expected later keep theirs no longer for them."""
+        for other in sorted(self._expected.values(), key=_due, reverse=True):
+            if self._room(expected.owner) >= self._window_blocks or other.due <= expected.due:
+                break
+            if other.owner == expected.owner and not other.has_gone_on:
+                self._drop(other)
+        return self._room(expected.owner)
+
+    def _room(self, owner: str) -> int:
+        """Without what any conversation keeps, and without what may be short for those that run."""
+        pool = self._kv.pool
+        others = pool.protected_blocks(owner) + pool.kept_idle_blocks + pool.retained_blocks
+        return pool.available_blocks - others - self._window_blocks
+
+    def _keep(self, expected: _Expected, blocks: Sequence[int]) -> None:
+        conversation = expected.conversation
+        self._kv.pool.keep_conversation(blocks, conversation, turn=expected.turn, interval=expected.interval)
+
+    def _drop(self, expected: _Expected) -> None:
+        self._kv.pool.drop_conversation(expected.conversation)
+        if expected.num_brought:
+            self._judge(expected, was_right=False)
+
+    def _give_up_late(self) -> None:
+        for each in [each for each in self._expected.values() if each.is_late(self._turn)]:
+            self._drop(each)
+            self._forget(each.conversation)
+
+    def _judge(self, expected: _Expected, *, was_right: bool) -> None:
+        self._record.note(was_right=was_right)
+        if not was_right:
+            self.unused_blocks += expected.num_brought
+        expected.num_brought = 0
+
+    def _forget(self, conversation: int) -> None:
+        expected = self._expected.pop(conversation, None)
+        if expected is not None:
+            self._num_digests -= len(expected.digests)
+            if self._by_end.get(expected.digests[-1]) is expected:
+                del self._by_end[expected.digests[-1]]
+
+
+def _due(expected: _Expected) -> int:
+    return expected.due

@@ -1,0 +1,342 @@
+"""What conversations will need is in the pool before their next turn: in their order, and for it nothing waits."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from openinfer_core import GenerateRequest, RequestId, SamplingParams
+from openinfer_core.errors import Refused
+from openinfer_core.queue_policies import FirstComeFirstServed
+from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, SchedulerConfig
+from openinfer_core.testing import ConformanceError
+from openinfer_engine.scheduler import TokenBudgetScheduler
+from openinfer_engine.scheduler.returning.early_loads import EarlyLoads
+from openinfer_kv_cache import KvCache, KvCacheOptions, PrefixHit, TierPort, TierTransfer
+from openinfer_kv_cache.testing.fake_tier_port import NEVER, TieredDriver
+
+BLOCK = 4
+FIRST, GROWTH, ANSWER = 32, 3, 5
+"""Tokens of a conversation's first prompt, of what a turn adds, and of an answer."""
+
+Factory = Callable[[SchedulerConfig, QueuePolicy], TokenBudgetScheduler]
+
+
+class Conversation:
+    """Its next prompt begins with its last one, and the answer to that."""
+
+    def __init__(self, name: int) -> None:
+        self.ids = [name * 97 % 61 + 1, *(7 * name + i % 50 for i in range(FIRST - 1))]
+        self.name = name
+
+    def prompt(self) -> tuple[int, ...]:
+        return tuple(self.ids)
+
+    def answered(self, token_ids: Sequence[int]) -> None:
+        self.ids += [*token_ids, *((self.name + i) % 60 for i in range(GROWTH))]
+
+
+class World:
+    """A scheduler with tiers of a fake device, which finds every row that reads what is not there."""
+
+    def __init__(self, factory: Factory, *, early: bool = True, policy: str = "", **fields: Any) -> None:
+        port = {name: fields.pop(name) for name in ("steps", "short_rate", "seed", "max_in_flight") if name in fields}
+        config = SchedulerConfig(
+            **{
+                "num_blocks": 34,
+                "block_size_tokens": BLOCK,
+                "max_num_seqs": 4,
+                "max_step_tokens": 64,
+                "max_model_tokens": 120,
+                "options": {"early-loads": "true"} if early else {},
+                **fields,
+            }
+        )
+        self.driver = TieredDriver(factory, config, **port)
+        self._ids = iter(range(10**6))
+        self.sent: list[GenerateRequest] = []
+
+    def submit(self, prompt: tuple[int, ...], *, max_tokens: int = ANSWER, tenant: str = "") -> RequestId:
+        request = GenerateRequest(
+            request_id=RequestId(next(self._ids)),
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens),
+            tenant=tenant,
+        )
+        assert self.driver.submit(request) is None
+        self.sent.append(request)
+        return request.request_id
+
+    def serve(self, request_id: RequestId) -> Sequence[int]:
+        """Steps until it has ended."""
+        account = self.driver.accounts[request_id]
+        for _ in range(400):
+            if account.terminal is not None:
+                return account.token_ids
+            self.driver.step()
+        raise AssertionError(f"{account.what} does not end")
+
+    def rest(self, steps: int = 60) -> None:
+        """What a tool takes: nothing is asked meanwhile."""
+        for _ in range(steps):
+            self.driver.step()
+
+    def turn(self, conversation: Conversation, *, rests: bool = True) -> int:
+        """Blocks that it had to load after it came."""
+        loads = len(self.driver.port.loads)
+        request_id = self.submit(conversation.prompt())
+        token_ids = self.serve(request_id)
+        asked, own = self.driver.port.loads[loads:], set(self.digests_of(request_id))
+        conversation.answered(token_ids)
+        if rests:
+            self.rest()
+        return sum(each.num_blocks for each in asked if own.issuperset(each.digests))
+
+    def digests_of(self, request_id: RequestId) -> Sequence[Any]:
+        cache = KvCache(
+            KvCacheOptions(num_blocks=1, block_size_tokens=BLOCK, layout_digest=self.driver.config.layout_digest),
+            digest_key=self.driver.config.digest_key,
+        )
+        return cache.sequence(self.driver.accounts[request_id].request.prompt_token_ids).prefix_digests()
+
+    def end(self) -> None:
+        for transfer in self.driver.port.pending:
+            transfer.cancel()  # some hang
+        self.driver.port.load_steps = 1
+        self.rest()
+        self.driver.run()
+        for request in self.sent:
+            account = self.driver.accounts[request.request_id]
+            if not account.is_aborted:
+                assert tuple(account.token_ids) == self.driver.outcome(request).token_ids
+
+    @property
+    def early_blocks(self) -> int:
+        return self.driver.scheduler.stats().early_blocks
+
+
+KEY = b"a key of sixteen bytes, and more"
+
+
+@pytest.fixture
+def make_world(checked_scheduler: type[TokenBudgetScheduler]) -> Callable[..., World]:
+    def made(**fields: Any) -> World:
+        return World(checked_scheduler, digest_key=KEY, **fields)
+
+    return made
+
+
+def rounds(world: World, conversations: Sequence[Conversation], count: int) -> list[int]:
+    """Blocks that each round had to load on demand."""
+    return [sum(world.turn(each) for each in conversations) for _ in range(count)]
+
+
+def test_conversations_in_turn_find_all_in_the_pool(make_world: Callable[..., World]) -> None:
+    worlds = [make_world(early=early) for early in (True, False)]
+    found = [rounds(world, [Conversation(name) for name in range(4)], 6) for world in worlds]
+    for world in worlds:
+        world.end()
+    assert found[0][3:] == [0, 0, 0]
+    assert all(loaded > 8 for loaded in found[1][2:])
+    assert (worlds[0].early_blocks > 100, worlds[1].early_blocks) == (True, 0)
+    assert worlds[0].driver.scheduler.stats().early_unused_blocks == 0
+
+
+def test_states_of_hybrids_are_found_where_their_kv_came_early(make_world: Callable[..., World]) -> None:
+    world = make_world(num_snapshots=8)
+    found = rounds(world, [Conversation(name) for name in range(4)], 6)
+    world.end()
+    assert (found[4:], world.early_blocks > 50) == ([0, 0], True)
+
+
+def test_request_that_needs_the_blocks_does_not_wait_for_a_load_that_hangs(make_world: Callable[..., World]) -> None:
+    world = make_world(num_blocks=30)
+    conversations = [Conversation(name) for name in range(4)]
+    rounds(world, conversations, 3)
+    world.driver.port.load_steps = NEVER
+    world.turn(conversations[0])
+    hanging = [each for each in world.driver.port.loads if not each.is_over()]
+    assert len(hanging) == 1
+    request_id = world.submit(tuple(range(117)), max_tokens=3)  # all blocks
+    world.driver.step()
+    assert hanging[0].is_cancelled
+    for _ in range(8):  # the fake's copies go on for up to three after they were cancelled
+        world.driver.step()
+    assert world.driver.accounts[request_id].scheduled is not None
+    world.serve(request_id)
+    world.end()
+
+
+def test_row_that_grows_takes_the_blocks_of_a_load_that_hangs_without_a_preemption(
+    make_world: Callable[..., World],
+) -> None:
+    world = make_world(num_blocks=30)
+    conversations = [Conversation(name) for name in range(4)]
+    rounds(world, conversations, 3)
+    world.driver.port.load_steps = NEVER
+    request_id = world.submit(tuple(range(40)), max_tokens=80)  # 10 blocks, and all 30 at its end
+    world.turn(conversations[0], rests=False)
+    world.serve(request_id)
+    assert [each for each in world.driver.port.loads if each.is_cancelled]
+    assert world.driver.scheduler.stats().preemptions == 0
+    world.end()
+
+
+def test_nothing_begins_while_requests_wait_or_load() -> None:
+    class Port:
+        def find(self, digests: Sequence[Any]) -> PrefixHit:
+            raise AssertionError("tiers are asked")
+
+    cache = KvCache(KvCacheOptions(num_blocks=32, block_size_tokens=BLOCK))
+    early: Any = EarlyLoads(cache, Port())  # type: ignore[arg-type]
+    for _ in range(2):
+        sequence = cache.sequence(range(17))
+        sequence.match()
+        sequence.reserve(16)
+        sequence.seal(16)
+        turn = cache.conversations.ended(sequence)
+        assert turn is not None
+        early.ended(sequence, turn)
+        sequence.release()
+    cache.pool.clear()  # so that something is lacking
+    early.advance(is_busy=True)
+    with pytest.raises(AssertionError, match="tiers are asked"):
+        early.advance(is_busy=False)
+
+
+def test_conversations_that_do_not_go_on_as_expected_are_loaded_for_less_and_less(
+    make_world: Callable[..., World],
+) -> None:
+    world = make_world()
+    by_group: list[int] = []
+    for group in range(8):
+        before = world.early_blocks
+        rounds(world, [Conversation(4 * group + name) for name in range(4)], 2)  # and never again
+        by_group.append(world.early_blocks - before)
+    world.end()
+    assert sum(by_group[1:4]) > 2 * sum(by_group[-3:])
+    assert world.driver.scheduler.stats().early_unused_blocks > 0
+
+
+def test_blocks_that_came_before_the_cache_was_flushed_are_not_found(make_world: Callable[..., World]) -> None:
+    world = make_world()
+    conversations = [Conversation(name) for name in range(4)]
+    rounds(world, conversations, 3)
+    world.driver.port.load_steps = 40
+    world.turn(conversations[0], rests=False)
+    while not any(not each.is_over() for each in world.driver.port.loads):
+        world.driver.step()
+    world.driver.scheduler.flush_cache()  # type: ignore[attr-defined]
+    world.rest()
+    assert world.driver.scheduler.stats().blocks_used == 0
+    world.end()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_turns_aborts_and_faults_gives_the_right_tokens(
+    seed: int, make_world: Callable[..., World]
+) -> None:
+    draw = random.Random(seed)
+    world = make_world(
+        num_blocks=draw.choice((31, 34, 48)),
+        steps=draw.choice((1, 4)),
+        short_rate=draw.choice((0.0, 0.3)),
+        seed=seed,
+        max_in_flight=draw.choice((1, 2)),
+        num_snapshots=draw.choice((0, 6)),
+    )
+    conversations = [Conversation(name) for name in range(5)]
+    open_turns: dict[RequestId, Conversation] = {}
+    for _ in range(120):
+        free = [each for each in conversations if each not in open_turns.values() and len(each.ids) < 90]
+        if free and len(open_turns) < 3:
+            chosen = draw.choice(free[:2])
+            open_turns[world.submit(chosen.prompt(), tenant=draw.choice(("", "", "other")))] = chosen
+        for _ in range(draw.randint(0, 12)):
+            world.driver.step()
+        if open_turns and draw.random() < 0.1:
+            world.driver.abort(draw.choice([*open_turns]))
+        if draw.random() < 0.03 and not world.driver.num_in_flight:
+            world.driver.scheduler.flush_cache()  # type: ignore[attr-defined]
+        for request_id in [each for each in open_turns if world.driver.accounts[each].terminal is not None]:
+            account = world.driver.accounts[request_id]
+            conversation = open_turns.pop(request_id)
+            if not account.is_aborted:
+                conversation.answered(account.token_ids)
+    world.end()
+
+
+class Told:
+    """A transfer that says too early that it is over."""
+
+    def __init__(self, transfer: TierTransfer) -> None:
+        self.num_blocks = self.completed_blocks = transfer.num_blocks
+        self.begin_s = transfer.begin_s
+
+    def is_over(self) -> bool:
+        return True
+
+    def cancel(self) -> None: ...
+
+    def wait(self, timeout_s: float) -> None: ...
+
+
+class HastyPort:
+    """Says of loads for no request that they are over at once."""
+
+    chunks_per_slot = 0
+
+    def __init__(self, port: TierPort, is_for_a_request: Callable[[set[Any]], bool]) -> None:
+        self.port, self.is_for_a_request = port, is_for_a_request
+        self.find, self.save, self.state_places, self.clock = port.find, port.save, port.state_places, port.clock
+
+    def load(self, found: PrefixHit, places: Sequence[int]) -> TierTransfer | None:
+        digests = {digest for hit in found.hits for digest in hit.digests}
+        transfer = self.port.load(found, places)
+        return transfer if transfer is None or self.is_for_a_request(digests) else Told(transfer)
+
+
+def test_block_that_is_found_before_it_came_is_caught() -> None:
+    def is_for_a_request(digests: set[Any]) -> bool:
+        asked = worlds[0].driver.scheduler.unfinished_ids
+        return any(digests.issubset(worlds[0].digests_of(request_id)) for request_id in asked)
+
+    class Hasty(TokenBudgetScheduler):
+        def use_tiers(self, port: TierPort) -> None:
+            super().use_tiers(HastyPort(port, is_for_a_request))  # type: ignore[arg-type]
+
+    worlds: list[World] = []
+    worlds.append(World(Hasty, digest_key=KEY, steps=40))
+    conversations = [Conversation(name) for name in range(4)]
+
+    def play() -> None:
+        for each in 6 * conversations:
+            worlds[0].turn(each, rests=False)
+
+    with pytest.raises(ConformanceError, match=r"holds the KV of another prefix|while another transfer"):
+        play()
+
+
+def scheduler(**fields: Any) -> TokenBudgetScheduler:
+    limits = {"num_blocks": 32, "block_size_tokens": BLOCK, "max_num_seqs": 2, "max_step_tokens": 8}
+    config = SchedulerConfig(**{**limits, "max_model_tokens": 32, **fields})
+    return TokenBudgetScheduler(config, FirstComeFirstServed(QueuePolicyConfig()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"options": {"early-loads": "yes"}}, "early-loads is true or false, not yes"),
+        ({"options": {"early-load": "true"}}, "no option early-load; it has early-loads"),
+        ({"options": {"early-loads": "true"}, "table_windows": (None, 8)}, "is for models with one block table"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(fields: Any, message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        scheduler(**fields)
+
+
+def test_kv_events_and_early_loads_are_refused_together() -> None:
+    with pytest.raises(Refused, match="early-loads and KV events do not go together"):
+        scheduler(options={"early-loads": "true"}).listen(None)  # type: ignore[arg-type]
