@@ -91,12 +91,6 @@ StateSlots.keep = lambda self, plan: None
 }
 """Changes of a server, each the `sitecustomize.py` of its processes: an order of eviction, and errors, of which the
 first is for models without states."""
-SERVERS: Sequence[tuple[tuple[str, ...], str | None, tuple[str, ...]]] = (
-    (("alone", "many"), None, ()),
-    (("early",), None, ("--scheduler-option", "early-loads=true")),
-    (("lru",), "lru", ()),
-)
-"""Kinds of parts that one server plays, its planted change, and its flags."""
 GOAL_RATIO, GOAL_MS = 1.2, 10.0
 GOAL_HITS = 0.98
 
@@ -169,11 +163,20 @@ class SetUp:
 DISK = ("--kv-tier", "disk={folder}/kv,16GiB", "--kv-load-timeout-ms", "20000")
 INVARIANT, HOST = ("--batch-invariant", "true"), ("--kv-tier", "host=8GiB")
 NGRAM, FP8 = ("--speculative", "ngram,k=4"), ("--kv-cache-dtype", "fp8")
+EARLY = ("--scheduler-option", "early-loads=true")
 CUDA = ("--device", "cuda", "--load-format", "dummy", "--grammar-compiler", "none", "--max-num-seqs", "32")
 SOME_STATES = ("--state-snapshot-bytes", str(2 << 30))
+SERVERS: Sequence[tuple[tuple[str, ...], str | None, tuple[str, ...]]] = (
+    (("alone", "many"), None, ()),
+    (("early",), None, EARLY),
+    (("lru",), "lru", ()),
+)
+"""Kinds of parts that one server plays, its planted change, and its flags."""
 CHECKED = Shape(sessions=8, turns=12, first_tokens=600, new_tokens=400, output_tokens=24, wait_s=0.0)
 LONGER = replace(CHECKED, output_tokens=64)
 """Rows of which some are preempted."""
+WAITING = replace(CHECKED, wait_s=0.4)
+"""So that something can be loaded before a turn arrives."""
 BRIEF = replace(CHECKED, sessions=4, turns=4)
 TINY = Shape(sessions=3, turns=4, first_tokens=100, new_tokens=40, output_tokens=8, wait_s=0.0)
 SET_UPS: Mapping[str, SetUp] = {
@@ -185,6 +188,7 @@ SET_UPS: Mapping[str, SetUp] = {
         checks={
             "invariant-ngram-fp8": Check(shape=CHECKED, turns=20, flags=(*HOST, *INVARIANT, *NGRAM, *FP8)),
             "invariant-lora-ngram": Check(shape=CHECKED, turns=40, flags=(*HOST, *INVARIANT, *NGRAM), has_adapter=True),
+            "invariant-early": Check(shape=WAITING, turns=40, flags=(*HOST, *INVARIANT, *EARLY)),
             "stale-block": Check(shape=BRIEF, turns=8, flags=(), planted="stale-block"),
             "other-batches": Check(shape=CHECKED, turns=40, flags=HOST),
             "other-batches-fp8": Check(shape=CHECKED, turns=40, flags=(*HOST, *FP8)),
@@ -208,6 +212,7 @@ SET_UPS: Mapping[str, SetUp] = {
             "host-lora-ngram": Check(
                 shape=CHECKED, turns=40, flags=(*HOST, *INVARIANT, *SOME_STATES, *NGRAM), has_adapter=True
             ),
+            "host-early": Check(shape=WAITING, turns=40, flags=(*HOST, *INVARIANT, *SOME_STATES, *EARLY)),
             "host-fp8": Check(shape=CHECKED, turns=40, flags=(*HOST, *INVARIANT, *SOME_STATES, *FP8)),
             "state-one-row-back": Check(
                 shape=BRIEF, turns=8, flags=(*INVARIANT, *SOME_STATES), planted="state-one-row-back"
@@ -253,6 +258,9 @@ SET_UPS: Mapping[str, SetUp] = {
         },
         checks={
             "host": Check(shape=TINY, turns=6, flags=("--kv-tier", "host=64MiB", *INVARIANT)),
+            "host-early": Check(
+                shape=replace(TINY, wait_s=0.1), turns=6, flags=("--kv-tier", "host=64MiB", *INVARIANT, *EARLY)
+            ),
             "lora-ngram": Check(
                 shape=TINY, turns=6, flags=("--kv-tier", "host=64MiB", *INVARIANT, *NGRAM), has_adapter=True
             ),
