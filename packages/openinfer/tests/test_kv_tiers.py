@@ -345,6 +345,42 @@ def test_what_waits_is_brought_from_disk_into_memory_before_its_turn(model: str,
         assert disk.loaded_blocks > 0
 
 
+def conversations_in_turn(loop: StepLoop) -> tuple[list[list[int]], list[int]]:
+    """Answers to four conversations of five turns each, one after the other, and cached tokens of the turns."""
+    draw = random.Random(0)
+    ids = [[draw.randrange(256) for _ in range(100)] for _ in range(4)]
+    said: list[list[int]] = []
+    cached: list[int] = []
+    for turn in range(20):
+        mine = ids[turn % 4]
+        before = loop.stats().tier_tokens
+        request = GenerateRequest(
+            request_id=RequestId(turn),
+            prompt_token_ids=tuple(mine),
+            sampling=SamplingParams(max_tokens=6, temperature=0.0),
+        )
+        *answer, _ = serve(loop, [request])[turn]  # all transfers have ended, too
+        said.append(answer)
+        cached.append(loop.stats().tier_tokens - before)
+        mine += [*answer, *(draw.randrange(256) for _ in range(10))]
+    return said, cached
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen35"])
+def test_conversations_that_take_turns_are_loaded_before_their_turns(model: str) -> None:
+    """A pool for two of four: without, each turn loads what it needs; with, it is there. Tokens are the same."""
+    with running(model=model, num_blocks=28, kv_tier=["host=16MiB"], kv_load_timeout_ms=60_000) as loop:
+        said, loaded = conversations_in_turn(loop)
+    early = ["early-loads=true"]
+    with running(
+        model=model, num_blocks=28, kv_tier=["host=16MiB"], kv_load_timeout_ms=60_000, scheduler_option=early
+    ) as loop:
+        assert conversations_in_turn(loop)[0] == said
+        stats = loop.stats()
+    assert stats.early_blocks > 30
+    assert stats.tier_tokens < sum(loaded) / 2
+
+
 def test_folder_of_other_weights_is_refused(tmp_path: Path) -> None:
     setting = f"disk={tmp_path / 'kv'},64MiB"
     with running(kv_tier=[setting]):

@@ -225,7 +225,7 @@ class RunQueue:
                 return None
             self._leave(sequence)
             if self.early_loads is not None:
-                self.early_loads.begun(sequence.kv, cached_tokens=allocation.cached_tokens)
+                self.early_loads.begun(sequence.kv)
             if not self._begin_load(sequence, allocation):
                 return self._start(sequence, allocation.cached_tokens)
         return self._start(*ready)

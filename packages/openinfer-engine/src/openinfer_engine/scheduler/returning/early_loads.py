@@ -100,15 +100,15 @@ class EarlyLoads:
         """Blocks on their way: they come back soon, whatever becomes of them."""
         return 0 if self._fill is None else self._fill.num_blocks
 
-    def begun(self, sequence: BlockSequence, *, cached_tokens: int) -> None:
-        """A request has blocks, and so much of its prompt was in the pool: it may be a turn that was expected."""
+    def begun(self, sequence: BlockSequence) -> None:
+        """A request has blocks, of which those that were in the pool are sealed: it may be a turn that was expected."""
         digests = sequence.prefix_digests() if self._expected else ()
         found = next((self._by_end[each] for each in reversed(digests) if each in self._by_end), None)
         if found is None or found.has_gone_on:
             return
         found.has_gone_on = True
         if found.num_brought:
-            self._judge(found, was_right=2 * cached_tokens >= len(found.digests) * sequence.block_size_tokens)
+            self._judge(found, was_right=2 * sequence.num_sealed_blocks >= len(found.digests))
 
     def ended(self, sequence: BlockSequence, turn: EndedTurn) -> None:
         """A turn has ended; its sequence is about to give its blocks back."""
