@@ -1,4 +1,4 @@
-"""Blocks that tiers fill for no sequence: found when they came, counted while they come, and never of an old content."""
+"""Blocks that tiers fill for no sequence: found when they came, counted while they come, never of an old content."""
 
 from collections.abc import Sequence
 from typing import Any

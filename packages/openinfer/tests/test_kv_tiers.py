@@ -378,7 +378,9 @@ def test_conversations_that_take_turns_are_loaded_before_their_turns(model: str)
         assert conversations_in_turn(loop)[0] == said
         stats = loop.stats()
     assert stats.early_blocks > 30
-    assert stats.tier_tokens < sum(loaded) / 2
+    assert stats.early_unused_blocks < stats.early_blocks / 2
+    if model not in WITH_STATES:  # the states of which come on demand, and what is before them counts with them
+        assert stats.tier_tokens < sum(loaded) / 2
 
 
 def test_folder_of_other_weights_is_refused(tmp_path: Path) -> None:
