@@ -8,6 +8,7 @@ under others stays, so that a change can be shown before and after. TTFT has 25 
 
     long      three sessions of 43 turns to 142,000 tokens, pool a third: TTFT by turn, hits, the scheduler's own time
     ideal     sessions of the measured runs, next to a server without mistakes that loads, then computes (`eviction.py`)
+    early     sessions of the measured runs with loads before turns arrive and without (`early-loads`)
     tenants   three sessions of 110,000 tokens and eight of 8,000 to 14,000, of one tenant and of two
     begin     prompts of 110,000 and 9,000 tokens that come at one time, a server's first, of one tenant and of two
 """
@@ -112,6 +113,26 @@ def ideal() -> dict[str, Any]:
     return rows
 
 
+def early() -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for name, (sessions, first, num_blocks, card) in SHAPES.items():
+        for spread in (0.0, 0.25, 0.5, 1.0):
+            key = f"{name}, {sessions} sessions, waits of 2 s, spread {spread}"
+            rows[key] = {}
+            for kind, options in (("on_demand", {}), ("early", {"early-loads": "true"})):
+                ttft, moved, unused = list[float](), 0, 0
+                for seed in SEEDS if spread else SEEDS[:1]:
+                    ids, wait = drawn_ids(), waits(random.Random(seed), 2.0, spread)
+                    made = [Session(0.01 * n, turns(ids, first, NEW_TOKENS, 20, wait)) for n in range(sessions)]
+                    world = World(made, num_blocks=num_blocks, card=card, max_model_tokens=45_000, options=options)
+                    ttft += later(world.run())
+                    moved += world.link.loaded_blocks
+                    unused += world.scheduler.stats().early_unused_blocks
+                rows[key][kind] = told(ttft) | {"loaded_blocks": moved, "unused_blocks": unused}
+            print(key, rows[key], flush=True)
+    return rows
+
+
 def ideal_of(sessions: Sequence[Session], num_blocks: int, card: Card) -> eviction.Result:
     made: list[tuple[float, list[eviction.Turn]]] = []
     ids = drawn_ids()
@@ -173,7 +194,13 @@ def begin() -> dict[str, Any]:
     return rows
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {"long": long, "ideal": ideal, "tenants": tenants, "begin": begin}
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "long": long,
+    "ideal": ideal,
+    "early": early,
+    "tenants": tenants,
+    "begin": begin,
+}
 
 
 def main() -> int:
