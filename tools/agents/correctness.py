@@ -45,9 +45,14 @@ WIDE, WIDER = ("--num-blocks", "400"), ("--num-blocks", "1200")
 STATES = ("--state-snapshot-bytes", str(4 << 20))
 HOST, DISK = ("--kv-tier", "host=64MiB"), ("--kv-tier", "disk={folder},256MiB")
 NGRAM, FP8 = ("--speculative", "ngram,k=4"), ("--kv-cache-dtype", "fp8")
+EARLY = ("--scheduler-option", "early-loads=true")
 ADAPTERS = ("legal", "medical")
 LORA = tuple(text for name in ADAPTERS for text in ("--lora", f"{name}={{folder}}/{name}"))
-COUNTED = ("openinfer_num_preemptions_total", "openinfer_spec_decode_num_accepted_tokens_total")
+COUNTED = (
+    "openinfer_num_preemptions_total",
+    "openinfer_spec_decode_num_accepted_tokens_total",
+    "openinfer_kv_tier_early_blocks_total",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,9 @@ ARMS: Mapping[str, Arm] = {
     "dense-ngram": Arm("dense", (*WIDE, *NGRAM)),
     "dense-host": Arm("dense", (*POOL, *HOST)),
     "dense-host-ngram-fp8": Arm("dense", (*POOL, *HOST, *NGRAM, *FP8)),
+    "dense-host-early": Arm("dense", (*POOL, *HOST, *EARLY)),
+    "dense-host-early-ngram-fp8": Arm("dense", (*POOL, *HOST, *EARLY, *NGRAM, *FP8)),
+    "dense-disk-early-restarted": Arm("dense", (*POOL, *DISK, *EARLY), restarts=True),
     "dense-disk-restarted": Arm("dense", (*POOL, *DISK), restarts=True),
     "dense-fp8": Arm("dense", (*WIDE, *FP8)),
     "dense-lora": Arm("dense", (*WIDER, *LORA), has_adapters=True),
@@ -73,6 +81,7 @@ ARMS: Mapping[str, Arm] = {
     "hybrid-ngram": Arm("hybrid", (*WIDE, *STATES, *NGRAM)),
     "hybrid-host": Arm("hybrid", (*POOL, *STATES, *HOST)),
     "hybrid-host-ngram-fp8": Arm("hybrid", (*POOL, *STATES, *HOST, *NGRAM, *FP8)),
+    "hybrid-host-early": Arm("hybrid", (*POOL, *STATES, *HOST, *EARLY)),
     "hybrid-disk-restarted": Arm("hybrid", (*POOL, *STATES, *DISK), restarts=True),
     "drafting-mtp": Arm("drafting", (*WIDE, *STATES, "--speculative", "mtp,k=2")),
     "drafting-mtp-host": Arm("drafting", (*POOL, *STATES, *HOST, "--speculative", "mtp,k=2")),
