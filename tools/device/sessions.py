@@ -10,8 +10,8 @@
     check-NAME  many turns of shorter contexts again without a cache                  tokens, log-probabilities
     disk        sessions; the server ends and starts again; the same prompts          what the first turn takes
 
-The sets of `-long` grow to 120,000 tokens (3000), or go on for 40 turns (150); their pool is a third of what they hold,
-and the host tier holds all of it. Weights are random (`tiny` has its own, on the CPU: the rehearsal), prompts are token
+The sets of `-long` grow to 120,000 tokens; their pool is a third of what they hold, and the host tier holds all of it.
+Weights are random (`tiny` has its own, on the CPU: the rehearsal), prompts are token
 ids, and the server is asked over HTTP. Parts of one server run in the order given; of `check`, which stands for all its
 names, three at a time, since nothing is timed. One whose server has a planted error is right if the error is found.
 Writes OUT/sessions-MODEL.json after each part.
@@ -184,6 +184,7 @@ SET_UPS: Mapping[str, SetUp] = {
         many={
             "3000": Shape(sessions=6, turns=14, first_tokens=3_000, new_tokens=3_000, wait_s=2.0),
             "150": Shape(sessions=6, turns=8, first_tokens=34_000, new_tokens=150, wait_s=2.0),
+            "150x40": Shape(sessions=6, turns=40, first_tokens=30_000, new_tokens=150, wait_s=2.0),
         },
         checks={
             "invariant-ngram-fp8": Check(shape=CHECKED, turns=20, flags=(*HOST, *INVARIANT, *NGRAM, *FP8)),
@@ -204,6 +205,7 @@ SET_UPS: Mapping[str, SetUp] = {
         many={
             "3000": Shape(sessions=16, turns=11, first_tokens=3_000, new_tokens=3_000, wait_s=2.0),
             "150": Shape(sessions=16, turns=10, first_tokens=28_000, new_tokens=150, wait_s=2.0),
+            "150x40": Shape(sessions=16, turns=40, first_tokens=26_000, new_tokens=150, wait_s=2.0),
         },
         checks={
             "host": Check(shape=CHECKED, turns=45, flags=(*HOST, *INVARIANT, *SOME_STATES)),
@@ -227,7 +229,6 @@ SET_UPS: Mapping[str, SetUp] = {
     "qwen3-8b-long": SetUp(
         many={
             "3000": Shape(sessions=6, turns=40, first_tokens=3_000, new_tokens=2_984, wait_s=2.0),
-            "150": Shape(sessions=6, turns=40, first_tokens=34_000, new_tokens=134, wait_s=2.0),
         },
         checks={},
         disk=Shape(sessions=3, turns=2, first_tokens=118_000, new_tokens=3_000, wait_s=0.0),
@@ -241,7 +242,6 @@ SET_UPS: Mapping[str, SetUp] = {
     "qwen3.5-4b-long": SetUp(
         many={
             "3000": Shape(sessions=16, turns=40, first_tokens=3_000, new_tokens=2_984, wait_s=2.0),
-            "150": Shape(sessions=16, turns=40, first_tokens=28_000, new_tokens=134, wait_s=2.0),
         },
         checks={},
         disk=Shape(sessions=3, turns=2, first_tokens=118_000, new_tokens=3_000, wait_s=0.0),
