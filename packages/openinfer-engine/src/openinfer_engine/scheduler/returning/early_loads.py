@@ -20,6 +20,7 @@ and none begins while one waits or loads. Where guesses are wrong more often tha
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from openinfer_kv_cache import BlockSequence, Digest, EarlyFill, EndedTurn, KvCache, TierPort
 
@@ -42,8 +43,12 @@ class _Expected:
     digests: Sequence[Digest]
     turn: int
     interval: int
+    num_kept: int = 0
+    """Blocks of its beginning that were seen to be in the pool since its last turn, and are kept."""
     num_brought: int = 0
     """Blocks that came since its last turn, until they are used or given up."""
+    is_in_order: bool = True
+    """Its blocks are given up tail first."""
     has_failed: bool = False
     """Tiers have no more of it, or lost it on the way: nothing is tried again before its next turn."""
     has_gone_on: bool = False
@@ -143,10 +148,13 @@ class EarlyLoads:
             return
         num_blocks = fill.finish(lambda blocks: self._keep(coming, blocks))
         coming.num_brought += num_blocks
+        coming.is_in_order &= not num_blocks
         coming.has_failed |= num_blocks < fill.num_blocks
         self.loaded_blocks += num_blocks
         self._fill = self._coming = None
         self._has_work = True
+        if num_blocks < fill.num_blocks:
+            self._give_up_tail_first(coming)
 
     def give_way(self) -> bool:
         """Blocks are short for a request: cancels the window under way; whether one was."""
@@ -164,23 +172,38 @@ class EarlyLoads:
     def _go_on(self, expected: _Expected) -> bool:
         """Sees to one; whether it has all that there is, so that those that are expected later may have the rest."""
         pool = self._kv.pool
-        if pool.kept_blocks(expected.conversation) >= len(expected.digests):
-            return True
+        if not pool.kept_blocks(expected.conversation):
+            expected.num_kept = 0  # it lost its place to another conversation, or all of it was given up
+        if expected.num_kept == len(expected.digests) and pool.find(expected.digests[-1]) is not None:
+            return True  # of what is kept the tail is given up first
         found = pool.find_prefix(expected.digests)
-        if pool.kept_blocks(expected.conversation) < len(found):
-            pool.acquire(found)
-            self._keep(expected, found)
-            pool.release(found[::-1])
-        lacking = expected.digests[len(found) :]
-        if not lacking:
-            return True
-        num_blocks = min(self._window_blocks, len(lacking), self._make_room(expected))
+        if new := found[expected.num_kept :]:
+            pool.acquire(new)
+            self._keep(expected, new)
+            pool.release(new[::-1])
+        expected.num_kept = len(found)
+        # What comes after a gap may be there still.
+        lacking = list(takewhile(self._is_lacking, expected.digests[len(found) : len(found) + self._window_blocks]))
+        num_blocks = min(len(lacking), self._make_room(expected)) if lacking else 0
         if num_blocks <= 0:
-            return False
+            self._give_up_tail_first(expected)
+            return not lacking
         self._fill = EarlyFill.begin(self._kv, self._port, lacking[:num_blocks], owner=expected.owner)
         self._coming = None if self._fill is None else expected
         expected.has_failed = self._fill is None
         return self._fill is None
+
+    def _is_lacking(self, digest: Digest) -> bool:
+        return self._kv.pool.find(digest) is None
+
+    def _give_up_tail_first(self, expected: _Expected) -> None:
+        """Windows came head first, and what has been idle longest is given up first: without its head all is lost."""
+        if not expected.is_in_order:
+            pool = self._kv.pool
+            blocks = pool.find_prefix(expected.digests)
+            pool.acquire(blocks)
+            pool.release(blocks[::-1])
+            expected.is_in_order = True
 
     def _make_room(self, expected: _Expected) -> int:
         """Blocks that one may take; conversations that are expected later keep theirs no longer for them."""
@@ -203,6 +226,7 @@ class EarlyLoads:
 
     def _drop(self, expected: _Expected) -> None:
         self._kv.pool.drop_conversation(expected.conversation)
+        expected.num_kept = 0
         if expected.num_brought:
             self._judge(expected, was_right=False)
 
