@@ -146,7 +146,8 @@ class EarlyLoads:
         fill, coming = self._fill, self._coming
         if fill is None or coming is None or not fill.is_over():
             return
-        num_blocks = fill.finish(lambda blocks: self._keep(coming, blocks))
+        is_expected = self._expected.get(coming.conversation) is coming  # its next turn has not ended meanwhile
+        num_blocks = fill.finish(lambda blocks: self._keep(coming, blocks) if is_expected else None)
         coming.num_brought += num_blocks
         coming.is_in_order &= not num_blocks
         coming.has_failed |= num_blocks < fill.num_blocks
