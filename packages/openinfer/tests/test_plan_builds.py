@@ -221,7 +221,7 @@ def test_plan_refuses_an_option_that_the_scheduler_does_not_know(
 ) -> None:
     install("schedulers", SCHEDULER)
     said = refusal(capsys, "--scheduler", scheduler, "--scheduler-option", "chnk=64")
-    package, known = ("foreign-parts 1.5", "chunk") if scheduler == "foreign" else ("openinfer-engine", "no options")
+    package, known = ("foreign-parts 1.5", "chunk") if scheduler == "foreign" else ("openinfer-engine", "early-loads")
     assert f"plug-in '{scheduler}' of {package}" in said
     assert f"the scheduler knows no option chnk; it has {known}" in said
 
