@@ -168,17 +168,31 @@ AWQ_INT4 = {
         "modules_to_not_convert": None,
     }
 }
-KIMI_K2_INT4 = {
-    "quantization_config": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {
-            "group_0": {
-                "weights": {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": True, "type": "int"}
-            }
-        },
-    }
+GPTQ_INT4 = {
+    "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 }
+
+
+def compressed_tensors(layout: str, activations: Mapping[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    """The config of a checkpoint that compressed-tensors wrote."""
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, **weights}, "input_activations": activations}
+    return {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": layout,
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head"],
+        }
+    }
+
+
+W4A16 = compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128)
+W4A16_GROUP_32 = compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32)
+PER_TOKEN: Mapping[str, Any] = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+W8A8 = compressed_tensors("int-quantized", {**PER_TOKEN, "type": "int"}, num_bits=8, type="int", strategy="channel")
+FP8_ROWS = compressed_tensors("float-quantized", {**PER_TOKEN, "type": "float"}, num_bits=8, type="float", strategy="channel")
+MXFP4 = compressed_tensors("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)
+KIMI_K2_INT4 = W4A16_GROUP_32
 QWEN3_30B_A3B: Mapping[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -257,7 +271,17 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "qwen3.5-35b-a3b": QWEN35_35B_A3B,
     "qwen3.5-4b": QWEN35_4B,
+    "qwen3-30b-a3b-fp8": {**QWEN3_30B_A3B, **FP8_BLOCKS},
+    "qwen3-30b-a3b-awq": {**QWEN3_30B_A3B, **AWQ_INT4},
+    "qwen3.5-35b-a3b-fp8": {**QWEN35_35B_A3B, **FP8_BLOCKS},
+    "qwen3.5-35b-a3b-awq": {**QWEN35_35B_A3B, **AWQ_INT4},
     "qwen3-4b": QWEN3_4B,
+    "qwen3-4b-fp8-rows": {**QWEN3_4B, **FP8_ROWS},
+    "qwen3-4b-gptq": {**QWEN3_4B, **GPTQ_INT4},
+    "qwen3-4b-w4a16": {**QWEN3_4B, **W4A16},
+    "qwen3-4b-w4a16-g32": {**QWEN3_4B, **W4A16_GROUP_32},
+    "qwen3-4b-w8a8": {**QWEN3_4B, **W8A8},
+    "qwen3-4b-mxfp4": {**QWEN3_4B, **MXFP4},
     "qwen3-4b-fp8": {**QWEN3_4B, **FP8_BLOCKS},
     "qwen3-4b-awq": {**QWEN3_4B, **AWQ_INT4},
     "qwen3-8b": QWEN3_8B,

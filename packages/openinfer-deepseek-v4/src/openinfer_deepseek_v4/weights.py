@@ -422,7 +422,10 @@ class WeightReader:
             kv_norm=loader.plain(f"{prefix}.kv_norm.weight"),
             sinks=loader.float32(f"{prefix}.attn_sink", Shard.COLUMN_PARALLEL),
             wo_a=loader.stack(
-                matrices["wo_a"], num_matrices=self._config.o_groups // self._size, shard=Shard.COLUMN_PARALLEL
+                matrices["wo_a"],
+                num_matrices=self._config.o_groups // self._size,
+                shard=Shard.COLUMN_PARALLEL,
+                grouped=True,
             ),
             wo_b=loader.linear(matrices["wo_b"], shard=Shard.ROW_PARALLEL),
             compressor=None if layer.kind is LayerKind.SLIDING else self._compressor(f"{prefix}.compressor"),

@@ -71,8 +71,10 @@ class Backend(Protocol):
         """Which implementation serves each phase, for `openinfer plan`; `provided` operators are another package's."""
         ...
 
-    def way_of_weight(self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> Way | None:
-        """How it holds a quantised weight; None: as it is stored."""
+    def way_of_weight(
+        self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], grouped: bool
+    ) -> Way | None:
+        """How it holds a quantised weight, `grouped` for `Ops.grouped_linear`; None: as it is stored."""
         ...
 
     def weight_kernels(self, products: Mapping[tuple[WeightFormat, Way], int]) -> dict[str, str]:

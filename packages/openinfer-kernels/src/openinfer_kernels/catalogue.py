@@ -400,6 +400,17 @@ SERVINGS = (
             ("fp4", "FP4 in groups of 32", "a rank of DeepSeek-V4-Flash: 0.52 of 4.3 TB/s at 64 tokens"),
         )
     ),
+    *(
+        Serving(
+            part="quantised experts",
+            phase=Phase.ANY,
+            operators=("experts",),
+            kernel=f"lowbit_experts_{each}",
+            architectures=(HOPPER,),
+            when=f"{codes}; not with --batch-invariant",
+        )
+        for each, codes in (("fp8", "E4M3"), ("int4", "INT4"), ("fp4", "E2M1"))
+    ),
     Serving(
         part="quantised products",
         phase=Phase.ANY,

@@ -21,6 +21,9 @@
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
 struct alignas(8) uint2 {
   uint32_t x, y;
 };

@@ -4,6 +4,7 @@ Codes are put into tiles here, by the words of `csrc/lowbit/lowbit_tiles.cuh`, n
 """
 
 import ctypes
+import dataclasses
 import importlib
 import re
 import sys
@@ -15,7 +16,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from openinfer_kernels.weights.code_values import E4M3_VALUES
+from openinfer_kernels.weights.code_values import E2M1_VALUES, E4M3_VALUES
 from openinfer_kernels.weights.quantised import Code, ScaleType, WeightFormat
 
 CLUSTERS = {1: 6, 2: 3, 3: 2, 4: 1, 5: 1}
@@ -61,16 +62,17 @@ class Kernel:
         return CLUSTERS.get(blocks, 0)
 
 
-def kernel_of(code: str, epilogue: str, scaling: str, tokens: str) -> str:
+def kernel_of(family: str, code: str, epilogue: str, scaling: str, tokens: str) -> str:
     """Its line, as the sources of all kernels of a code have it."""
     kind = "E4m3Groups" if scaling == "e4m3groups" else scaling.capitalize()
     names = f"k{kind}, {scaling}, k{epilogue.capitalize()}, {epilogue}"
-    return f"LOWBIT_GEMM({code.title().replace('_', '')}, {code}, {tokens}, {names})"
+    return f"LOWBIT_{family.upper()}({code.title().replace('_', '')}, {code}, {tokens}, {names})"
 
 
 def parts_of(name: str) -> list[str]:
-    """Code, epilogue, scaling, tokens."""
-    return name.removeprefix("lowbit_gemm_").rsplit("_", 3)
+    """`gemm` or `experts`; code, epilogue, scaling, tokens."""
+    family, rest = name.removeprefix("lowbit_").split("_", 1)
+    return [family, *rest.rsplit("_", 3)]
 
 
 def source_of(names: list[str]) -> str:
@@ -146,6 +148,8 @@ def modules(emulation: Any) -> Iterator[SimpleNamespace]:
             scaling=importlib.import_module("openinfer_kernels.cuda.lowbit.lowbit_gemm").Scaling,
             tiles=importlib.import_module("openinfer_kernels.cuda.lowbit.lowbit_tiles"),
             epilogue=importlib.import_module("openinfer_kernels.cuda.gemm.tiles").Epilogue,
+            experts=importlib.import_module("openinfer_kernels.cuda.lowbit.lowbit_experts"),
+            grouped=importlib.import_module("openinfer_kernels.cuda.gemm.grouped_gemm"),
         )
     for name in set(sys.modules) - before:
         if name.startswith("openinfer_kernels.cuda"):
@@ -241,8 +245,22 @@ def int4_matrix(modules: Any, rows: int, columns: int, *, group: int, minimums: 
     return Matrix(tiled(modules, made, (rows, columns), whole, (1, group)), values)
 
 
+def fp4_matrix(modules: Any, rows: int, columns: int) -> Matrix:
+    """E2M1 with a power of two for each 32 columns, which tiles hold in BF16."""
+    rng, chunks = np.random.default_rng(rows), -(-columns // 128)
+    codes = rng.integers(0, 16, (rows, columns), dtype=np.uint8)
+    exponents = rng.integers(-9, -3, (rows, chunks, 4))
+    scales = ((exponents + 127) << 7).astype(np.uint16)
+    tiles = in_tiles(codes, "fp4")
+    end = of_tiles(scales, len(tiles)).reshape(*tiles.shape[:2], -1).view(np.uint8)
+    made = WeightFormat(code=Code.E2M1, group_rows=1, group_columns=32, scales=ScaleType.E8M0)
+    spread = np.repeat(np.ldexp(1.0, exponents).reshape(rows, -1), 32, axis=1)[:, :columns]
+    whole = np.concatenate([tiles, end], axis=2)
+    return Matrix(tiled(modules, made, (rows, columns), whole, (1, 32)), E2M1_VALUES[codes] * spread)
+
+
 def tiled(modules: Any, made: WeightFormat, shape: tuple[int, int], tiles: np.ndarray, block: tuple[int, int]) -> Any:
-    is_fp8 = made.code is Code.E4M3
+    is_fp8, is_fp4 = made.code is Code.E4M3, made.code is Code.E2M1
     return modules.tiles.TiledWeight(
         format=made,
         shape=shape,
@@ -250,11 +268,11 @@ def tiled(modules: Any, made: WeightFormat, shape: tuple[int, int], tiles: np.nd
         scales=tiles,
         block_rows=block[0],
         block_columns=block[1],
-        kernels="fp8" if is_fp8 else "int4_min" if made.minimums else "int4",
+        kernels="fp8" if is_fp8 else "fp4" if is_fp4 else "int4_min" if made.minimums else "int4",
         groups=128 // block[1],
         scale_rows=1 if is_fp8 else 32,
-        zeros=0 if is_fp8 else 2048 + 64 * 128 // block[1],
-        float16_scales=not is_fp8,
+        zeros=0 if is_fp8 or is_fp4 else 2048 + 64 * 128 // block[1],
+        float16_scales=not (is_fp8 or is_fp4),
     )
 
 
@@ -486,3 +504,130 @@ def test_codes_after_the_last_column_which_may_be_nan_are_not_multiplied_as_e4m3
 def test_mistakes_in_what_scales_sums_of_e4m3_are_noticed(modules, make_library, on_device, kind, mistake):
     library = make_library([f"lowbit_gemm_{E4M3_KERNELS[kind]}_8"], mistake)
     assert split_mistake(modules, library, on_device, kind, 7) > 1e-3
+
+
+EXPERT_SCALINGS = {
+    "fp8": {8: ("e4m3", "sums"), 32: ("sums",), 128: ("weights",), 256: ("weights",)},
+    "int4": {8: ("e4m3", "sums"), 32: ("sums",), 128: ("weights",), 256: ("weights",)},
+    "int4 in groups": {8: ("e4m3groups", "weights"), 32: ("weights",), 128: ("weights",)},
+    "fp4": {8: ("e4m3groups", "weights"), 32: ("weights",), 256: ("weights",)},
+}
+"""Of several matrices: by what they hold and the tokens of a tile."""
+
+
+def names_of_experts(epilogue: str) -> list[str]:
+    found = {
+        f"lowbit_experts_{held.split(maxsplit=1)[0]}_{epilogue}_{scaling}_{tokens}"
+        for held, sizes in EXPERT_SCALINGS.items()
+        for tokens, scalings in sizes.items()
+        for scaling in scalings
+    }
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def expert_libraries(make_library: Callable[..., ctypes.CDLL]) -> dict[str, ctypes.CDLL]:
+    return {epilogue: make_library(names_of_experts(epilogue)) for epilogue in ("store", "swiglu")}
+
+
+def plan_of(modules: Any, counts: list[int], tile_tokens: int) -> Any:
+    """As `plan_experts` makes it, with tiles left that have no tokens."""
+    tiles, first = [], 0
+    for expert, count in enumerate(counts):
+        tiles += [
+            (expert, first + done, min(tile_tokens, count - done), 0) for done in range(0, count, tile_tokens)
+        ]
+        first += count
+    made = np.array([*tiles, (0, 0, 0, 0), (0, 0, 0, 0)], np.int32)
+    made[:, 3] = len(tiles)
+    nothing = np.empty(0, np.int32)
+    return modules.grouped.Plan(
+        tiles=made,
+        sorted_tokens=nothing,
+        positions=nothing,
+        tile_tokens=tile_tokens,
+        expected_tiles=1,
+        expected_tokens=1,
+    )
+
+
+def experts_matrix(modules: Any, held: str, experts: int, rows: int, columns: int) -> Matrix:
+    """`[experts, rows, columns]`."""
+    match held:
+        case "fp8":
+            one = fp8_matrix(modules, experts * rows, columns)
+        case "fp4":
+            one = fp4_matrix(modules, experts * rows, columns)
+        case _:
+            one = int4_matrix(modules, experts * rows, columns, group=128 if held == "int4" else 32)
+    shape = experts, rows, columns
+    return Matrix(dataclasses.replace(one.tiled, shape=shape), one.values.reshape(shape))
+
+
+def check_experts(
+    modules: Any, library: Any, on_device: Any, held: str, tile_tokens: int, scaling: str, *, gates: bool
+) -> None:
+    """Tokens of each expert near float64, tokens of no plan untouched, twice the same bits."""
+    counts = [1, 0, tile_tokens + 3, 2, 5]
+    rows, columns, limit = 256, 384, 0.7
+    matrix = experts_matrix(modules, held, len(counts), rows, columns)
+    x = on_device(np.random.default_rng(tile_tokens).standard_normal((sum(counts) + 6, columns)))
+    experts = modules.experts.LowbitExperts(Device(library))
+    experts.load(matrix.tiled.kernels)
+    wanted, first = np.full((len(x), rows // 2 if gates else rows), np.nan), 0
+    for expert, count in enumerate(counts):
+        y = x[first : first + count].astype(np.float64) @ matrix.values[expert].T
+        if gates:
+            gate, up = np.split(y, 2, axis=1)
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+            y = gate / (1 + np.exp(-gate)) * up
+        wanted[first : first + count] = y
+        first += count
+    found = []
+    for _ in range(2):
+        out = np.full(wanted.shape, np.nan, x.dtype)
+        experts.multiply(
+            x,
+            matrix.tiled,
+            out,
+            epilogue=modules.grouped.Epilogue.SWIGLU if gates else modules.grouped.Epilogue.STORE,
+            plan=plan_of(modules, counts, tile_tokens),
+            weights_first=not gates,
+            limit=limit,
+            scaling=modules.scaling(scaling),
+        )
+        found.append(out)
+    assert (found[0].view(np.uint16) == found[1].view(np.uint16)).all()
+    got = found[0].astype(np.float64)
+    assert np.isnan(got[first:]).all()
+    error = np.linalg.norm(got[:first] - wanted[:first]) / np.linalg.norm(wanted[:first])
+    assert error < (1.5e-2 if gates else 4e-3), error
+
+
+@pytest.mark.parametrize("gates", [False, True])
+@pytest.mark.parametrize(
+    ("held", "tile_tokens", "scaling"),
+    [(held, tokens, each) for held, sizes in EXPERT_SCALINGS.items() for tokens in sizes for each in sizes[tokens]],
+)
+def test_experts_multiply_the_tokens_of_a_plan(
+    modules, expert_libraries, on_device, held, tile_tokens, scaling, gates
+):
+    library = expert_libraries["swiglu" if gates else "store"]
+    check_experts(modules, library, on_device, held, tile_tokens, scaling, gates=gates)
+
+
+@pytest.mark.parametrize(
+    ("held", "mistake"),
+    [
+        ("fp8", ("from += piece.tile.matrix * p.matrix_bytes", "from += 0")),
+        ("fp4", ("planned.y + planned.z, planned.x}", "m, planned.x}")),
+        ("fp4", ("group = mma * p.scales.groups / kMmasOfTile", "group = 0")),
+        ("int4", ("return {planned.y, wide % wide_tiles", "return {planned.y + 1, wide % wide_tiles")),
+    ],
+    ids=["another matrix", "tokens after a tile's last", "scales of the first group", "the token after"],
+)
+def test_mistakes_with_several_matrices_are_noticed(modules, make_library, on_device, held, mistake):
+    scaling = EXPERT_SCALINGS[held][8][0]
+    library = make_library([f"lowbit_experts_{held}_store_{scaling}_8"], mistake)
+    with pytest.raises(AssertionError):
+        check_experts(modules, library, on_device, held, 8, scaling, gates=False)

@@ -7,9 +7,9 @@ import pytest
 
 from openinfer_kernels import ExpertChoice, Ops, QuantisedPart, ScaleType
 from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
-from openinfer_kernels.testing.expert_cases import FORMATS
+from openinfer_kernels.testing.expert_cases import FORMATS, random_part
 from openinfer_kernels.testing.paged import make_batch
-from openinfer_kernels.weights.quantised import FP8_BLOCK_128, INT4_GROUP_32, MXFP4
+from openinfer_kernels.weights.quantised import FP8_BLOCK_128, INT4_GROUP_32, MXFP4, Code, WeightFormat
 
 BATCH = make_batch(1)
 """Products do not look at it."""
@@ -170,6 +170,37 @@ def test_quantised_experts_equal_those_of_their_values(ops, weight_format):
     out = ops.download(ops.experts(given, choice, *uploaded))
     host = ops.download(given).astype(np.float32)
     require_close(out, naive_experts(host, ids, weights, *values, None), ops)
+
+
+INT4_ZEROS = WeightFormat(
+    code=Code.INT4, group_rows=1, group_columns=128, scales=ScaleType.F16, zero_points=True
+)
+"""As AWQ and GPTQ have them."""
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "per_token"), [(1, 16, 4), (5, 16, 4), (40, 8, 2), (100, 4, 2), (700, 5, 3)]
+)
+@pytest.mark.parametrize("weight_format", [*FORMATS, INT4_ZEROS], ids=str)
+def test_experts_in_whole_tiles_equal_those_of_their_values(ops, weight_format, tokens, experts, per_token, limit):
+    """On Hopper in tiles; some experts are another rank's, and one token is padding."""
+    rng, h, width = np.random.default_rng(tokens), 384, 256
+    stacks = [
+        [random_part(rng, weight_format, *shape) for _ in range(experts)] for shape in ((2 * width, h), (h, width))
+    ]
+    values = [np.stack([CpuOps().upload_dequantised(part) for part in stack]) for stack in stacks]
+    own = experts - 1
+    ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :per_token].astype(np.int32)
+    ids[tokens // 2, 1:] = -1
+    weights, x = rng.uniform(0.1, 1, ids.shape).astype(np.float32), rng.normal(size=(tokens, h)).astype(np.float32)
+    uploaded = [ops.upload_quantised(*stack[1:], num_matrices=own) for stack in stacks]
+    choice = ExpertChoice(ids=ops.upload(ids), weights=ops.upload(weights), num_experts=experts)
+    given = ops.upload_weight(x)
+    found = [ops.download(ops.experts(given, choice, *uploaded, first_expert=1, limit=limit)) for _ in range(2)]
+    np.testing.assert_array_equal(*found)
+    host, there = ops.download(given).astype(np.float32), np.where(ids >= 1, ids, -1)
+    require_close(found[0], naive_experts(host, there, weights, *values, limit), ops)
 
 
 @pytest.mark.gpu

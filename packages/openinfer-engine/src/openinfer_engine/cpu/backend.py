@@ -69,8 +69,10 @@ class CpuBackend:
         operators += f", but {', '.join(sorted(provided))}" if provided else ""
         return {"prefill": operators, "decode": operators, "sampling": "cpu NumPy, float64 sums"}
 
-    def way_of_weight(self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> None:
-        del weight_format, block, shape
+    def way_of_weight(
+        self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], grouped: bool
+    ) -> None:
+        del weight_format, block, shape, grouped
 
     def weight_kernels(self, products: Mapping[tuple[WeightFormat, Way], int]) -> dict[str, str]:
         del products

@@ -102,10 +102,12 @@ class PlannedGpu:
             found["products"] = "cuBLASLt (its first algorithm that agrees bit for bit)"
         return found
 
-    def way_of_weight(self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> Way:
+    def way_of_weight(
+        self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], grouped: bool
+    ) -> Way:
         """As `openinfer_kernels.cuda` decides it when the weight is loaded."""
         has_lowbit = self._gpu.architecture == HOPPER and not self._options.batch_invariant
-        return way_of(weight_format, block, shape, has_lowbit=has_lowbit)
+        return way_of(weight_format, block, shape, has_lowbit=has_lowbit, grouped=grouped)
 
     def weight_kernels(self, products: Mapping[tuple[WeightFormat, Way], int]) -> dict[str, str]:
         lines = [f"{count} of {each}: {described_way(way, each)}" for (each, way), count in products.items()]

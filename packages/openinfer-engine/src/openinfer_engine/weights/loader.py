@@ -65,12 +65,15 @@ class WeightLoader:
         rank, size = self._communicator.rank, self._communicator.size
         return self._adapted(weight, [piece_of(each, at, rank=rank, size=size) for each, at in parts])
 
-    def stack(self, *matrices: StoredMatrix, num_matrices: int, shard: Shard = Shard.WHOLE) -> LinearWeight:
-        """`[num_matrices, out, in]`, of as many in a row as make one; raises as `linear`."""
+    def stack(
+        self, *matrices: StoredMatrix, num_matrices: int, shard: Shard = Shard.WHOLE, grouped: bool = False
+    ) -> LinearWeight:
+        """`[num_matrices, out, in]`, of as many in a row as make one, `grouped` for `Ops.grouped_linear`; raises as `linear`."""
         if _is_plain(matrices):
             plain = self.plain(*(f"{each.name}.weight" for each in matrices), shard=shard)
             return plain.reshape(num_matrices, -1, plain.shape[1])
-        return self._upload(matrices, self._parts((each, shard) for each in matrices), num_matrices=num_matrices)
+        parts = self._parts((each, shard) for each in matrices)
+        return self._upload(matrices, parts, num_matrices=num_matrices, grouped=grouped)
 
     def of_stack(self, name: str, matrices: range, *below: StoredMatrix, num_matrices: int) -> Array:
         """`[num_matrices, out, in]`: some of a plain tensor `[E, out, in]`, then further plain ones, whole."""
@@ -148,10 +151,15 @@ class WeightLoader:
         ]
 
     def _upload(
-        self, matrices: Sequence[StoredMatrix], parts: Sequence[QuantisedPart], num_matrices: int | None = None
+        self,
+        matrices: Sequence[StoredMatrix],
+        parts: Sequence[QuantisedPart],
+        num_matrices: int | None = None,
+        *,
+        grouped: bool = False,
     ) -> LinearWeight:
         with _named_errors(matrices):
-            return self._ops.upload_quantised(*parts, num_matrices=num_matrices)
+            return self._ops.upload_quantised(*parts, num_matrices=num_matrices, grouped=grouped)
 
 
 @contextmanager

@@ -42,14 +42,14 @@ _POSITIONS = 16  # of tables that a model makes for its positions; these are no 
 _SMALL = 64  # numbers of a tensor whose values a model may look at: a repeated shape, a scale
 
 
-WayOf: TypeAlias = Callable[[WeightFormat, tuple[int, int], tuple[int, ...]], Way | None]
-"""How a device holds a quantised weight: of its format, the rows and columns within which no scale changes, and its
-shape; None: as it is stored, as a CPU does."""
+WayOf: TypeAlias = Callable[[WeightFormat, tuple[int, int], tuple[int, ...], bool], Way | None]
+"""How a device holds a quantised weight: of its format, the rows and columns within which no scale changes, its shape,
+and whether it is for `grouped_linear`; None: as it is stored, as a CPU does."""
 
 
-def as_stored(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> None:
+def as_stored(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], grouped: bool) -> None:
     """Of every weight."""
-    del weight_format, block, shape
+    del weight_format, block, shape, grouped
 
 
 @dataclass(slots=True)
@@ -161,11 +161,13 @@ class _CountingOps:
     def upload_float32(self, *parts: WeightPart) -> HostArray:
         return self._counted(stacked_shape(parts), 4)
 
-    def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> LinearWeight:
+    def upload_quantised(
+        self, *parts: QuantisedPart, num_matrices: int | None = None, grouped: bool = False
+    ) -> LinearWeight:
         made, rows, columns = parts[0].format, sum(part.shape[0] for part in parts), parts[0].shape[1]
         shape = (rows, columns) if num_matrices is None else (num_matrices, rows // num_matrices, columns)
         block = common_block(parts, shape)
-        way = self.way_of(made, block, shape)
+        way = self.way_of(made, block, shape, grouped)
         if way is not None:
             self.products[made, way] += 1
         if way is Way.BF16:

@@ -38,6 +38,7 @@ from openinfer_kernels.cuda.linear_attention.kept_inputs import KeptStates
 from openinfer_kernels.cuda.lora.adapted_gemm import AdaptedGemm
 from openinfer_kernels.cuda.lora.lora import Lora
 from openinfer_kernels.cuda.lowbit.low_bit_activations import LowBitActivations
+from openinfer_kernels.cuda.lowbit.lowbit_experts import LowbitExperts
 from openinfer_kernels.cuda.mla.append import LatentAppend
 from openinfer_kernels.cuda.mla.latent_attention import LatentAttention
 from openinfer_kernels.cuda.moe.experts import Experts
@@ -136,7 +137,7 @@ class CudaOps:
 
     @cached_property
     def _quantised(self) -> Quantised:
-        return Quantised(self.device, self._grouped_gemm, self._memory, self._linear)
+        return Quantised(self.device, self._grouped_gemm, self._memory, self._linear, self._lowbit_experts)
 
     @cached_property
     def _low_bit(self) -> LowBitActivations | None:
@@ -242,7 +243,11 @@ class CudaOps:
 
     @cached_property
     def _experts(self) -> Experts:
-        return Experts(self.device, self._grouped_gemm)
+        return Experts(self.device, self._grouped_gemm, self._lowbit_experts)
+
+    @cached_property
+    def _lowbit_experts(self) -> LowbitExperts | None:
+        return LowbitExperts(self.device) if LowbitExperts.there_are_some(self.device) else None
 
     @cached_property
     def _sampling(self) -> Sampling:

@@ -39,7 +39,9 @@ class MemoryOps(Protocol):
         """
         ...
 
-    def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> LinearWeight:
+    def upload_quantised(
+        self, *parts: QuantisedPart, num_matrices: int | None = None, grouped: bool = False
+    ) -> LinearWeight:
         """Brings parts of one format, which lie below each other, to the device.
 
         A device that has nothing to hold the format in dequantises it here, once: what it returns is then a plain
@@ -48,6 +50,7 @@ class MemoryOps(Protocol):
         Args:
             parts: one or more, with as many columns each.
             num_matrices: None gives one matrix `[out, in]`; a number, so many of equal height, `[matrices, out, in]`.
+            grouped: whether these are for `grouped_linear`, rather than for `experts`, which a device may hold otherwise.
 
         Raises:
             WeightDtypeError: codes or scales in a dtype that the format does not have.

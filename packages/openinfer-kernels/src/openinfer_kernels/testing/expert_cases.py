@@ -34,9 +34,11 @@ class HostQuantised:
 
     parts: tuple[QuantisedPart, ...]
     num_matrices: int | None = None
+    grouped: bool = False
+    """For `grouped_linear`."""
 
     def upload(self, ops: Ops) -> LinearWeight:
-        return ops.upload_quantised(*self.parts, num_matrices=self.num_matrices)
+        return ops.upload_quantised(*self.parts, num_matrices=self.num_matrices, grouped=self.grouped)
 
 
 def random_part(rng: np.random.Generator, weight_format: WeightFormat, rows: int, columns: int) -> QuantisedPart:

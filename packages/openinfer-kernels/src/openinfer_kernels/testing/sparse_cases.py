@@ -185,7 +185,8 @@ def _grouped_linear(rng: np.random.Generator) -> Iterable[Case]:
         x, weight = _floats(rng, tokens, groups * inner), _floats(rng, groups, outer, inner)
         yield Case(name=name, positional=(x, weight), keywords={})
         part = random_part(rng, FP8_BLOCK_128, groups * outer, inner)
-        yield Case(name=f"{name}, FP8", positional=(x, HostQuantised(parts=(part,), num_matrices=groups)), keywords={})
+        weight = HostQuantised(parts=(part,), num_matrices=groups, grouped=True)
+        yield Case(name=f"{name}, FP8", positional=(x, weight), keywords={})
 
 
 def _hyper_streams(rng: np.random.Generator) -> Iterable[Case]:

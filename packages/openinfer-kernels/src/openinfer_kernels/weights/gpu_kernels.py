@@ -13,6 +13,9 @@ GROUP = 32
 
 _ROWS = 8
 """That come in wholes."""
+_EXPERT_ROWS = 128
+"""The same of an expert in tiles: 64 of its gate, and 64 of up."""
+_TILE_COLUMNS = 128
 
 
 class Way(StrEnum):
@@ -20,6 +23,8 @@ class Way(StrEnum):
 
     TILES = "tiles"
     """In tiles, by `lowbit_gemm`, which dequantises in registers; on Hopper."""
+    EXPERT_TILES = "tiles of experts"
+    """In tiles, several matrices, by `lowbit_experts`, which does so too; on Hopper."""
     ROWS = "rows"
     """In rows, by `grouped_gemm` where tokens are few; else dequantised to BF16 in memory at each product."""
     TILES_DEQUANTISED = "tiles, dequantised"
@@ -28,7 +33,14 @@ class Way(StrEnum):
     """Dequantised once, when it is loaded: as large and as fast as a plain weight."""
 
 
-def way_of(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], *, has_lowbit: bool) -> Way:
+def way_of(
+    weight_format: WeightFormat,
+    block: tuple[int, int],
+    shape: tuple[int, ...],
+    *,
+    has_lowbit: bool,
+    grouped: bool = False,
+) -> Way:
     """How a weight is held.
 
     Args:
@@ -37,7 +49,10 @@ def way_of(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int
         shape: `[out, in]`, or `[matrices, out, in]`.
         has_lowbit: whether `lowbit_gemm` may multiply it: on Hopper, and not with batch invariance, as its sums depend
             on how many tokens there are.
+        grouped: whether several matrices each have a piece of every token (`Ops.grouped_linear`), not tokens of their own.
     """
+    if len(shape) == 3 and has_lowbit and not grouped and expert_tiles_hold(weight_format, block, shape):
+        return Way.EXPERT_TILES
     in_tiles = len(shape) == 2 and tiles_hold(weight_format, block, shape)
     if in_tiles and has_lowbit:
         return Way.TILES
@@ -59,6 +74,15 @@ def tiles_hold(weight_format: WeightFormat, block: tuple[int, int], shape: tuple
         return True
     in_16_bits = weight_format.scales in (ScaleType.BF16, ScaleType.F16, ScaleType.E8M0)
     return in_16_bits and not weight_format.global_scale
+
+
+def expert_tiles_hold(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
+    """Whether experts may be in these tiles: whole ones of each, and a code that has kernels."""
+    if not tiles_hold(weight_format, block, shape) or shape[-2] % _EXPERT_ROWS:
+        return False
+    # Of E4M3 the sums of whole tiles alone are scaled.
+    is_whole = block[1] % _TILE_COLUMNS == 0 or block[1] == shape[-1]
+    return tiles_kernels(weight_format) in ("int4", "fp4") or (weight_format.code is Code.E4M3 and is_whole)
 
 
 def tiles_kernels(weight_format: WeightFormat) -> str:
@@ -92,6 +116,8 @@ def described_way(way: Way, weight_format: WeightFormat) -> str:
     match way:
         case Way.TILES:
             return f"lowbit_gemm_{tiles_kernels(weight_format)}, dequantised to BF16 first for many tokens"
+        case Way.EXPERT_TILES:
+            return f"lowbit_experts_{tiles_kernels(weight_format)}"
         case Way.ROWS:
             return f"grouped_gemm_{rows_kernels(weight_format)}, dequantised to BF16 first for many tokens"
         case Way.TILES_DEQUANTISED:

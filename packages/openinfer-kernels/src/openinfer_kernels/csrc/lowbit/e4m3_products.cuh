@@ -79,6 +79,26 @@ struct E4m3Operands<Int4> {
   static __device__ __forceinline__ float zero(uint32_t pair) { return __uint_as_float(pair << 16) - 128; }
 };
 
+// Sign and size of a nibble are those of E4M3's number 2^-6 times as large, subnormal ones included.
+template <>
+struct E4m3Operands<Fp4> : E4m3Operands<Int4> {
+  static constexpr float kValue = 64;
+
+  static __device__ __forceinline__ void operands(const Rows<Fp4>& rows, uint32_t (&a)[kMmasOfTile][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint4 piece = rows.piece(half, 0);
+#pragma unroll
+      for (int mma = 0; mma < kMmasOfTile; mma++) {
+        const uint32_t word = component(piece, mma);
+        a[mma][half] = and_or(word << 4, 0x80808080u, word << 2 & 0x1C1C1C1Cu);
+        a[mma][half + 2] = and_or(word, 0x80808080u, word >> 2 & 0x1C1C1C1Cu);
+      }
+    }
+  }
+  static __device__ __forceinline__ float zero(None) { return 0; }
+};
+
 // Of these tiles hold what a code of 8 stands for.
 template <>
 struct E4m3Operands<Int4Min> : E4m3Operands<Int4> {
@@ -154,7 +174,7 @@ struct Splitter {
   static_assert(kChunks * kSplitLanes == 32);
   const Work& work;
   const Shared& s;
-  int m, warp, lane;  // `warp` of those that split
+  int warp, lane;  // `warp` of those that split
 
   // kCount tokens at once, so that a warp need not wait for each step of one.
   template <int kCount>
@@ -208,6 +228,7 @@ struct Splitter {
     int slot = 0, phase = 0, turn = warp;
     for (int index = 0; index < work.pieces; index++) {
       const auto piece = work.piece(index);
+      const int m = piece.tile.end_token - piece.tile.first_token;
       for (int left = piece.num_chunks; left > 0; left -= kChunks) {
         hopper::barrier_wait(&s.barriers().x_full[slot], phase);
         // With one token all but one warp would have nothing to do if each slot began with the same.

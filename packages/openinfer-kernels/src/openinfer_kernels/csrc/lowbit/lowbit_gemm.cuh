@@ -22,6 +22,9 @@
 // Scaling::kE4m3Groups the same, and the sums of each 32 columns scaled: for groups of 32 and of 64
 // Scaling::kWeights    weights are scaled and rounded to BF16 before they are multiplied
 //
+// With kPlanned there are several matrices, each with the tokens that a plan of experts gives it: a block takes one tile of
+// some matrix after the other. Rows of X are in the plan's order.
+//
 // A cluster of CTAs is splits, which divide K of one tile and add up their sums in order, or multicast CTAs with the
 // same tokens, which each read a share of X for all, or both: where there are more tiles than blocks, splits multiply
 // whole tiles first, alone or as multicast CTAs, so that the last round of tiles keeps all multiprocessors busy. One run
@@ -29,6 +32,7 @@
 #pragma once
 #include "common/hopper.cuh"
 #include "gemm/gemm_epilogue.cuh"
+#include "gemm/limited_swiglu.cuh"
 #include "lowbit/e4m3_products.cuh"
 #include "lowbit/lowbit_tiles.cuh"
 #include "lowbit/wgmma_registers.cuh"
@@ -61,6 +65,10 @@ struct Problem {
   int token_tiles, wide_tiles;  // tiles of the product: along its tokens, and along its rows those of multicast CTAs
   int token_group;              // token tiles that are multiplied before the next rows
   int whole_tiles;              // wide ones, before splits divide K of a tile of those that are left
+  const int4* plan;             // of several matrices: (matrix, first token, tokens, how many of these are not empty)
+  int64_t matrix_bytes;
+  float limit;                  // of their gates
+  int weights_first;            // whether the plan is older than the kernel ahead
 };
 
 template <int kTokens_, int kGroups_ = 0>
@@ -133,7 +141,7 @@ struct Slot {
 };
 
 struct Tile {
-  int first_token, row_tile;
+  int first_token, row_tile, end_token, matrix;
 };
 
 // What a block multiplies at a time: a tile, or its split of one.
@@ -143,21 +151,23 @@ struct Piece {
   bool is_split;
 };
 
-template <int kTokens>
+template <int kTokens, bool kPlanned = false>
 struct Work {
+  const int4* plan;
+  int m;
   int multicast_ctas, multicast_rank, splits, split;
   int first, stride, whole_pieces;  // of a block, or of multicast CTAs together: wide tiles
   int whole_tiles, split_tile, pieces;
   int token_tiles, wide_tiles, token_group;
   int chunks, first_chunk, num_chunks;  // of a tile, and of its split
 
-  __device__ explicit Work(const Problem& p) {
+  __device__ explicit Work(const Problem& p) : plan(p.plan), m(p.m) {
     const int rank = cluster_rank(), cluster = int(blockIdx.x) / int(cluster_size());
     multicast_ctas = p.multicast_ctas, multicast_rank = multicast_ctas > 1 ? rank : 0;
     splits = p.splits, split = splits > 1 ? rank : 0;
     first = blockIdx.x / multicast_ctas, stride = gridDim.x / multicast_ctas;
     token_tiles = p.token_tiles, wide_tiles = p.wide_tiles, token_group = p.token_group;
-    const int tiles = token_tiles * wide_tiles;
+    const int tiles = kPlanned ? plan[0].w * wide_tiles : token_tiles * wide_tiles;
     whole_tiles = splits > 1 ? p.whole_tiles : tiles;
     whole_pieces = (max(0, whole_tiles - first) + stride - 1) / stride;
     split_tile = cluster;  // of those that are left
@@ -177,10 +187,14 @@ struct Work {
 
   // Wide tiles go through `token_group` token tiles before the next rows, so that both stay in the L2 cache for a while.
   __device__ Tile tile(int wide, int rank) const {
-    if (token_tiles == 1) return {0, wide * multicast_ctas + rank};
+    if constexpr (kPlanned) {
+      const int4 planned = plan[wide / wide_tiles];
+      return {planned.y, wide % wide_tiles, planned.y + planned.z, planned.x};
+    }
+    if (token_tiles == 1) return {0, wide * multicast_ctas + rank, m, 0};
     const int of_group = token_group * wide_tiles, first_row = wide / of_group * token_group;
     const int rows = min(token_group, token_tiles - first_row), within = wide % of_group;
-    return {(first_row + within % rows) * kTokens, within / rows * multicast_ctas + rank};
+    return {(first_row + within % rows) * kTokens, within / rows * multicast_ctas + rank, m, 0};
   }
 };
 
@@ -196,15 +210,16 @@ __device__ __forceinline__ void load_bulk(void* target, const void* from, uint32
 // --- producers --------------------------------------------------------------------------------------------------------
 
 // Each is one thread. Nothing is divided inside their loops: a thread alone takes some cycles for each instruction.
-template <int kTokens, Epilogue kEpilogue, int kGroups>
+template <int kTokens, Epilogue kEpilogue, int kGroups, bool kPlanned>
 struct Producer {
   using S = Sizes<kTokens, kGroups>;
   const Problem& p;
-  const Work<kTokens>& work;
+  const Work<kTokens, kPlanned>& work;
   const Shared<kTokens, kGroups>& s;
 
   __device__ void load_w() const {
-    const uint64_t policy = work.token_tiles == 1 ? evict_first_policy() : evict_normal_policy();
+    const bool is_read_once = kPlanned ? kTokens <= 32 : work.token_tiles == 1;
+    const uint64_t policy = is_read_once ? evict_first_policy() : evict_normal_policy();
     constexpr int kTiles = 2 * S::kRowWarpgroups;
     // The lower and the higher rows of a warpgroup are neighbours, or of gate and of up.
     const int64_t along_k = int64_t(p.chunks) * p.tile_bytes, next = along_k * (kEpilogue == kSwiglu ? 1 : 2);
@@ -217,6 +232,7 @@ struct Producer {
       const int first = row_tile * S::kRowWarpgroups, after = p.tile_rows / 2 - 1 - first;
       const int pair = first + min(0, after);
       const uint8_t* from = p.tiles + pair * next + int64_t(piece.first_chunk) * p.tile_bytes;
+      if constexpr (kPlanned) from += piece.tile.matrix * p.matrix_bytes;
       for (int left = piece.num_chunks; left > 0; left -= S::kChunks, slot.advance(s.w_slots)) {
         const int bytes = min(S::kChunks, left) * p.tile_bytes;
         uint64_t* full = &s.barriers().w_full[slot.at];
@@ -330,12 +346,12 @@ __device__ __forceinline__ void multiply_box(float (&d)[kTokens / 2], const uint
   wgmma_commit();
 }
 
-template <typename Format, int kTokens, Scaling kScaling, Epilogue kEpilogue>
+template <typename Format, int kTokens, Scaling kScaling, Epilogue kEpilogue, bool kPlanned>
 struct Consumer {
   static constexpr int kGroups = kSumsOfFactor<kScaling>;
   using S = Sizes<kTokens, kGroups>;
   const Problem& p;
-  const Work<kTokens>& work;
+  const Work<kTokens, kPlanned>& work;
   const Shared<kTokens, kGroups>& s;
   int warpgroup, thread;  // of the block, of the warpgroup
   Slot w_slot, x_slot;
@@ -483,8 +499,9 @@ struct Consumer {
               for (int j = 0; j < S::kSums / 2; j++) {
                 const int i = j / 2 * 4 + half * 2 + j % 2;
                 const Factor<kMmasOfTile>& factor = factors[i / 4 * 8 + i % 2];
-                const float sum = factor.scale * (sums[at][i] + sums[at][i + S::kSums] * 0.0625f);
-                d[i] += scale * (sum - zero * factor.sums[mma]);
+                float sum = factor.scale * (sums[at][i] + sums[at][i + S::kSums] * 0.0625f);
+                if constexpr (Format::kHasZeros) sum -= zero * factor.sums[mma];
+                d[i] += scale * sum;
                 if constexpr (E4m3Operands<Format>::kHasMiddles)
                   d[i] += E4m3Operands<Format>::middle(stored) * factor.sums[mma];
               }
@@ -533,11 +550,11 @@ struct Consumer {
   }
 
   // Sums of tokens `token` and `token + 1`: of the lower row, then of the higher one.
-  __device__ __forceinline__ void store_four(float4 four, int token, int feature) const {
+  __device__ __forceinline__ void store_four(float4 four, int token, int feature, int end_token) const {
     const float first[2] = {four.x, four.y}, second[2] = {four.z, four.w};
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      if (token + i >= p.m || feature >= p.n) continue;
+      if (token + i >= end_token || feature >= p.n) continue;
       if constexpr (kEpilogue == kFloat32) {
         float* to = static_cast<float*>(p.y) + int64_t(token + i) * p.n + feature;
         to[0] = first[i];
@@ -547,6 +564,8 @@ struct Consumer {
         if constexpr (kEpilogue == kStore) {
           to[0] = __float2bfloat16_rn(first[i]);
           if (feature + 8 < p.n) to[8] = __float2bfloat16_rn(second[i]);
+        } else if constexpr (kPlanned) {
+          to[0] = __float2bfloat16_rn(limited_swiglu(first[i], second[i], p.limit));
         } else {
           to[0] = __float2bfloat16_rn(silu(rounded(first[i])) * rounded(second[i]));
         }
@@ -559,7 +578,7 @@ struct Consumer {
 #pragma unroll
     for (int block = 0; block < kTokens / 8; block++)
       store_four(make_float4(d[4 * block], d[4 * block + 1], d[4 * block + 2], d[4 * block + 3]),
-                 tile.first_token + 8 * block + thread % 4 * 2, first);
+                 tile.first_token + 8 * block + thread % 4 * 2, first, tile.end_token);
   }
 
   static __device__ __forceinline__ uint32_t transposed(uint32_t matrix) {
@@ -582,7 +601,11 @@ struct Consumer {
       for (int i = 0; i < kBlocksAtOnce; i++) {
         const int at = 4 * (block + i);
         if constexpr (kEpilogue == kSwiglu) {
-          words[i] = transposed(gated(d[at], d[at + 1], d[at + 2], d[at + 3]));
+          if constexpr (kPlanned)
+            words[i] = transposed(packed(limited_swiglu(d[at], d[at + 2], p.limit),
+                                         limited_swiglu(d[at + 1], d[at + 3], p.limit)));
+          else
+            words[i] = transposed(gated(d[at], d[at + 1], d[at + 2], d[at + 3]));
         } else {
           words[2 * i] = transposed(packed(d[at], d[at + 1]));
           words[2 * i + 1] = transposed(packed(d[at + 2], d[at + 3]));
@@ -590,7 +613,7 @@ struct Consumer {
       }
       const uint4 eight = gathered(words);
       const int token = tile.first_token + 8 * (block + quarter / kMatricesOfBlock) + lane / 4;
-      if (token < p.m && first < p.n) *reinterpret_cast<uint4*>(y + int64_t(token) * p.n + first) = eight;
+      if (token < tile.end_token && first < p.n) *reinterpret_cast<uint4*>(y + int64_t(token) * p.n + first) = eight;
     }
   }
 
@@ -653,7 +676,7 @@ struct Consumer {
       }
       const int holder = at % S::kConsumers, of_thread = holder % kWarpgroup;
       store_four(sum, tile.first_token + at / S::kConsumers * 8 + of_thread % 4 * 2,
-                 feature(tile.row_tile, holder / kWarpgroup, of_thread, 0));
+                 feature(tile.row_tile, holder / kWarpgroup, of_thread, 0), tile.end_token);
     }
   }
 
@@ -687,13 +710,16 @@ struct Consumer {
   }
 };
 
-template <typename Format, int kTokens, Scaling kScaling, Epilogue kEpilogue>
+template <typename Format, int kTokens, Scaling kScaling, Epilogue kEpilogue, bool kPlanned = false>
 __device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) {
   constexpr int kGroups = kSumsOfFactor<kScaling>;
   using S = Sizes<kTokens, kGroups>;
   extern __shared__ __align__(kAlignment) uint8_t raw[];
   const Shared<kTokens, kGroups> s(raw, p.tile_bytes);
-  const Work<kTokens> work(p);
+  if constexpr (kPlanned) {
+    if (!p.weights_first) wait_for_previous_kernel();
+  }
+  const Work<kTokens, kPlanned> work(p);
   if (threadIdx.x == 0) {
     Barriers<kTokens>& barriers = s.barriers();
     for (int i = 0; i < s.w_slots; i++) {
@@ -717,21 +743,21 @@ __device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) 
   if (multicasts) cluster_wait();
   launch_dependents();
   if (threadIdx.x < S::kConsumers) {
-    Consumer<Format, kTokens, kScaling, kEpilogue> consumer{
+    Consumer<Format, kTokens, kScaling, kEpilogue, kPlanned> consumer{
         p, work, s, __shfl_sync(~0u, int(threadIdx.x) / kWarpgroup, 0), int(threadIdx.x) % kWarpgroup, {}, {}};
     if constexpr (S::kTrades) take_registers<S::kConsumerRegisters>();
     if (work.splits > 1 && !multicasts) cluster_wait();
     consumer.run();
   } else {
     if constexpr (S::kTrades) leave_registers<S::kProducerRegisters>();
-    const Producer<kTokens, kEpilogue, kGroups> producer{p, work, s};
+    const Producer<kTokens, kEpilogue, kGroups, kPlanned> producer{p, work, s};
     if (threadIdx.x == S::kConsumers) producer.load_w();
     if (threadIdx.x == S::kConsumers + 32) producer.load_x(x_map);
     if constexpr (S::kSplits) {
       const int of_split = int(threadIdx.x) - S::kConsumers - 64;
       if (of_split >= 0) {
-        const Splitter<Format, kTokens, S::kChunks, S::kXSlots, Work<kTokens>, Shared<kTokens, kGroups>> splitter{
-            work, s, p.m, of_split / 32, of_split % 32};
+        const Splitter<Format, kTokens, S::kChunks, S::kXSlots, Work<kTokens, kPlanned>, Shared<kTokens, kGroups>>
+            splitter{work, s, of_split / 32, of_split % 32};
         splitter.run();
       }
     }
@@ -778,3 +804,26 @@ __device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) 
 #define LOWBIT_GEMM_E4M3_GROUPS(FORMAT, NAME, EPILOGUE, EPILOGUE_NAME)             \
   LOWBIT_GEMM(FORMAT, NAME, 8, kE4m3Groups, e4m3groups, EPILOGUE, EPILOGUE_NAME)   \
   LOWBIT_GEMM(FORMAT, NAME, 16, kE4m3Groups, e4m3groups, EPILOGUE, EPILOGUE_NAME)
+
+// Of several matrices, with a plan.
+#define LOWBIT_EXPERTS(FORMAT, FORMAT_NAME, TOKENS, SCALING, SCALING_NAME, EPILOGUE, EPILOGUE_NAME)                    \
+  extern "C" __global__ void __launch_bounds__(lowbit::Sizes<TOKENS, lowbit::kSumsOfFactor<lowbit::Scaling::SCALING>>::kThreads, \
+                                               lowbit::Sizes<TOKENS>::kBlocks)                                         \
+      lowbit_experts_##FORMAT_NAME##_##EPILOGUE_NAME##_##SCALING_NAME##_##TOKENS(                                      \
+          const __grid_constant__ CUtensorMap x_map, const __grid_constant__ lowbit::Problem problem) {                \
+    lowbit::run<lowbit::FORMAT, TOKENS, lowbit::Scaling::SCALING, EPILOGUE, true>(x_map, problem);                     \
+  }
+
+#define LOWBIT_EXPERTS_OF(FORMAT, NAME, EPILOGUE, EPILOGUE_NAME)                 \
+  LOWBIT_EXPERTS(FORMAT, NAME, 128, kWeights, weights, EPILOGUE, EPILOGUE_NAME)  \
+  LOWBIT_EXPERTS(FORMAT, NAME, 256, kWeights, weights, EPILOGUE, EPILOGUE_NAME)
+
+#define LOWBIT_EXPERTS_SUMS(FORMAT, NAME, EPILOGUE, EPILOGUE_NAME)               \
+  LOWBIT_EXPERTS(FORMAT, NAME, 8, kE4m3, e4m3, EPILOGUE, EPILOGUE_NAME)          \
+  LOWBIT_EXPERTS(FORMAT, NAME, 8, kSums, sums, EPILOGUE, EPILOGUE_NAME)          \
+  LOWBIT_EXPERTS(FORMAT, NAME, 32, kSums, sums, EPILOGUE, EPILOGUE_NAME)
+
+#define LOWBIT_EXPERTS_GROUPS(FORMAT, NAME, EPILOGUE, EPILOGUE_NAME)                         \
+  LOWBIT_EXPERTS(FORMAT, NAME, 8, kE4m3Groups, e4m3groups, EPILOGUE, EPILOGUE_NAME)          \
+  LOWBIT_EXPERTS(FORMAT, NAME, 8, kWeights, weights, EPILOGUE, EPILOGUE_NAME)                \
+  LOWBIT_EXPERTS(FORMAT, NAME, 32, kWeights, weights, EPILOGUE, EPILOGUE_NAME)

@@ -47,7 +47,7 @@ __device__ void gate(const bf16* both, bf16* y, int width, float limit) {
 
 }  // namespace
 
-// One block. `tiles [most_tiles]` become (expert, first sorted position, slots), `sorted_tokens [num_expert_slots]` the
+// One block. `tiles [most_tiles]` become (expert, first sorted position, slots, tiles with slots), `sorted_tokens [num_expert_slots]` the
 // tokens by position, and `positions [num_expert_slots]` where an expert slot stands, -1 where its expert is elsewhere.
 extern "C" __global__ void __launch_bounds__(kMostExperts)
     plan_experts(const int* ids, int num_expert_slots, int per_token, int first_expert, int num_experts,
@@ -69,8 +69,8 @@ extern "C" __global__ void __launch_bounds__(kMostExperts)
   int2 total;
   const int2 before = sums_before({count, (count + tile_tokens - 1) / tile_tokens}, warp_sums, total);
   for (int done = 0, tile = before.y; done < count; done += tile_tokens, tile++)
-    tiles[tile] = {thread, before.x + done, min(tile_tokens, count - done), 0};
-  for (int tile = total.y + thread; tile < most_tiles; tile += threads) tiles[tile] = {0, 0, 0, 0};
+    tiles[tile] = {thread, before.x + done, min(tile_tokens, count - done), total.y};
+  for (int tile = total.y + thread; tile < most_tiles; tile += threads) tiles[tile] = {0, 0, 0, total.y};
   counts[thread] = before.x;
   __syncthreads();
 #pragma unroll 4

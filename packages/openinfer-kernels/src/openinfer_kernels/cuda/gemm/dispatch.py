@@ -22,6 +22,13 @@ MOST_LOWBIT_TOKENS: Mapping[str, int] = {"fp8": 2048, "int8": 1024, "int4": 2048
 """Of a matrix in tiles, by the name of kernels: with more tokens it is dequantised to BF16 first. `fp8` and `int4` have
 been measured; the others keep the limit that these had before pairs of blocks divided what is left over."""
 
+MOST_EXPERT_TOKENS: Mapping[int, int] = {8: 6, 32: 40, 128: 160}
+"""Of quantised experts in tiles: tokens of a tile of the plan -> the most tokens of an expert, in the mean, that it is
+for."""
+
+MOST_E4M3_EXPERT_TOKENS: Mapping[str, int] = {"fp8": 2, "int4": 2, "fp4": 2}
+"""Of the same, by the name of kernels: up to so many tokens of an expert, in the mean, its codes are multiplied as numbers
+of E4M3."""
 
 MOST_E4M3_TOKENS: Mapping[str, int] = {"fp8": 2, "int4": 1}
 """Of a matrix in tiles, by the name of kernels: up to so many its codes are multiplied as numbers of E4M3, and never

@@ -115,6 +115,8 @@ class Plan:
     tile_tokens: int
     expected_tiles: int
     """That have tokens, where each expert is as likely as any other."""
+    expected_tokens: int
+    """Of an expert that has some, likewise."""
 
 
 class GroupedGemm:

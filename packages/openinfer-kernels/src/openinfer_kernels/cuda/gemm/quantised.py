@@ -1,6 +1,6 @@
 """Quantised weights on a GPU: uploaded in the order of the kernels that multiply them.
 
-matrices on Hopper           tiles of `lowbit_tiles.py`, for `lowbit_gemm.py`
+matrices on Hopper           tiles of `lowbit_tiles.py`, for `lowbit_gemm.py`; experts for `lowbit_experts.py`
 several in one, other GPUs   the order of `csrc/gemm/weight_formats.cuh`, for `grouped_gemm.py`
 formats without a kernel     tiles, dequantised at each product; or BF16, dequantised when they are loaded
 
@@ -10,6 +10,7 @@ formats without a kernel     tiles, dequantised at each product; or BF16, dequan
 import ctypes
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -27,6 +28,7 @@ from openinfer_kernels.cuda.gemm import dispatch
 from openinfer_kernels.cuda.gemm.grouped_gemm import NAMES, Epilogue, GroupedGemm, kernels_of_format
 from openinfer_kernels.cuda.gemm.linear import Linear
 from openinfer_kernels.cuda.gemm.tiles import Epilogue as DenseEpilogue
+from openinfer_kernels.cuda.lowbit.lowbit_experts import LowbitExperts
 from openinfer_kernels.cuda.lowbit.lowbit_gemm import LowbitGemm
 from openinfer_kernels.cuda.lowbit.lowbit_tiles import LowbitTiles, TiledWeight
 from openinfer_kernels.cuda.moe.experts import check_weight
@@ -56,7 +58,10 @@ _DENSE_VALUES = 1 << 26
 class Quantised:
     """Quantised weights and their products on one device."""
 
-    def __init__(self, device: Device, gemm: GroupedGemm, memory: Memory, linear: Linear) -> None:
+    def __init__(
+        self, device: Device, gemm: GroupedGemm, memory: Memory, linear: Linear, experts: LowbitExperts | None = None
+    ) -> None:
+        """`experts` multiply those that are in tiles; None: there are none in tiles."""
         self._gemm = gemm
         self._memory = memory
         self._linear = linear
@@ -64,13 +69,16 @@ class Quantised:
         self._has_lowbit = gemm.chooses and LowbitGemm.there_is_one(device)
         self._tiles = LowbitTiles(device, memory)
         self._lowbit = LowbitGemm(device)
+        self._experts = experts
         self._dequantise = {each: device.kernel("quantised", f"dequantise_{each}") for each in NAMES}
         self._random = device.kernel("quantised", "random_codes")
         self._arrangements = {each: device.kernel("quantised", f"arrange_{each}") for each in NAMES}
 
-    def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> LinearWeight:
+    def upload_quantised(
+        self, *parts: QuantisedPart, num_matrices: int | None = None, grouped: bool = False
+    ) -> LinearWeight:
         """A format without a kernel here becomes a plain weight where nothing holds it as it is: `way_of`."""
-        shape, block, way = self._placed(parts, num_matrices)
+        shape, block, way = self._placed(parts, num_matrices, grouped=grouped)
         if way is Way.BF16:
             return self._dense(parts, shape, block)
         return self._upload(parts, shape, block, way, self._memory.upload_codes)
@@ -79,11 +87,18 @@ class Quantised:
         return self._dense(parts, *self._placed(parts, None)[:2])
 
     def _placed(
-        self, parts: tuple[QuantisedPart, ...], num_matrices: int | None
+        self, parts: tuple[QuantisedPart, ...], num_matrices: int | None, *, grouped: bool = False
     ) -> tuple[tuple[int, ...], tuple[int, int], Way]:
         shape = stacked_shape(parts, num_matrices)
         block = common_block(parts, shape)
-        return shape, block, way_of(parts[0].format, block, shape, has_lowbit=self._has_lowbit)
+        way = way_of(
+            parts[0].format,
+            block,
+            shape,
+            has_lowbit=self._has_lowbit,
+            grouped=grouped or self._experts is None,
+        )
+        return shape, block, way
 
     def _dense(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], block: tuple[int, int]) -> Array:
         """In BF16, rounded once; it is there when this returns, also within `loading`."""
@@ -173,9 +188,11 @@ class Quantised:
     def _upload_tiles(
         self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], block: tuple[int, int], bring: _Bring
     ) -> TiledWeight:
-        weight = self._tiles.empty(parts[0].format, block, shape)
+        weight = self._tiles.empty(parts[0].format, block, (math.prod(shape[:-1]), shape[-1]))
         check_weight(weight, ndim=2, what=f"a weight of {parts[0].format}")
-        if self._has_lowbit:
+        if len(shape) == 3 and self._experts is not None:
+            self._experts.load(weight.kernels)
+        elif self._has_lowbit:
             self._lowbit.load(weight.kernels)
         self._tiles.fill_scales(weight, parts)
         begin = 0
@@ -190,7 +207,7 @@ class Quantised:
                 place(words, target)
             else:
                 bring(_words_of(part, padding_bytes=0), target, place, _check_of(part))
-        return weight
+        return replace(weight, shape=shape)
 
     def _upload_codes(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], bring: _Bring) -> Array:
         """`[matrices.., out, bytes of a row]`, in the kernels' order."""

@@ -26,7 +26,7 @@ from openinfer_kernels.weights.quantised import Code
 
 _STEM = "lowbit_gemm_"
 _BF16_BYTES = 2
-_BOX_COLUMNS = 64
+BOX_COLUMNS = 64
 _TOKEN_GROUP = 8
 """Token tiles that are multiplied before the next rows: what they read stays in the L2 cache."""
 _MOST_KEPT = 4096
@@ -34,7 +34,7 @@ _WEIGHTS_ALONE = ("int4_min",)
 """Kernels whose sums are never scaled: a minimum is no multiple of a scale."""
 _E4M3_TOKENS = (8, 16)
 """Of kernels that multiply codes as E4M3."""
-_E4M3_THREADS = 128
+E4M3_THREADS = 128
 """More than in others: four warps split activations."""
 
 
@@ -51,7 +51,7 @@ class Scaling(StrEnum):
     """Weights that were scaled and rounded to BF16."""
 
 
-class _Problem(ctypes.Structure):
+class Problem(ctypes.Structure):
     """`lowbit::Problem`."""
 
     _fields_ = (
@@ -60,6 +60,10 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("groups", "float16_scales", "scale_rows", "zeros")),
         *((name, ctypes.c_int) for name in ("multicast_ctas", "splits", "token_tiles", "wide_tiles", "token_group")),
         ("whole_tiles", ctypes.c_int),
+        ("plan", ctypes.c_void_p),
+        ("matrix_bytes", ctypes.c_int64),
+        ("limit", ctypes.c_float),
+        ("weights_first", ctypes.c_int),
     )
 
 
@@ -113,7 +117,7 @@ class LowbitGemm:
         chosen = self.partition_of(num_tokens, weight) if partition is None else partition
         size = chosen.size
         scaling = _fastest(num_tokens, weight, self.scalings_of(weight, size)) if scaling is None else scaling
-        problem = _Problem(
+        problem = Problem(
             address(weight.codes),
             address(out),
             num_tokens,
@@ -131,11 +135,11 @@ class LowbitGemm:
             chosen.whole_tiles,
         )
         # The map ends at the last token and column, and the copy engine fills up with zeros.
-        box = (_BOX_COLUMNS, size.tokens // chosen.multicast_ctas)
+        box = (BOX_COLUMNS, size.tokens // chosen.multicast_ctas)
         x_map = self._maps.of(TensorBox(address(x), (k, num_tokens), (k * _BF16_BYTES,), box))
         kernel = self._kernels[weight.kernels, epilogue, scaling, size.tokens]
         cluster = max(chosen.splits, chosen.multicast_ctas)
-        threads = size.threads + (_E4M3_THREADS if scaling in (Scaling.E4M3, Scaling.E4M3_GROUPS) else 0)
+        threads = size.threads + (E4M3_THREADS if scaling in (Scaling.E4M3, Scaling.E4M3_GROUPS) else 0)
         kernel((chosen.blocks, 1, 1), (threads, 1, 1), [x_map, problem], overlap=True, cluster=cluster)
 
     def scalings_of(self, weight: TiledWeight, size: Size) -> Sequence[Scaling]:

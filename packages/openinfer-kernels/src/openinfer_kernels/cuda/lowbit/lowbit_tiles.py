@@ -59,7 +59,7 @@ _LAYOUTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledWeight(QuantisedWeight):
-    """A quantised matrix whose `codes [tiles along the rows, along the columns, bytes of a tile]` hold its scales."""
+    """Quantised matrices, one after the other, whose `codes [tiles along the rows, along the columns, bytes of a tile]` hold its scales."""
 
     kernels: str
     groups: int
@@ -142,7 +142,8 @@ class LowbitTiles:
         """The matrix in BF16, rounded once."""
         out = cupy.empty(weight.shape, bfloat16)
         tile_rows, chunks, tile_bytes = weight.codes.shape
-        sizes = *weight.shape, tile_bytes, weight.groups, int(weight.float16_scales), weight.scale_rows, weight.zeros
+        flat = math.prod(weight.shape[:-1]), weight.shape[-1]
+        sizes = *flat, tile_bytes, weight.groups, int(weight.float16_scales), weight.scale_rows, weight.zeros
         arguments = [weight.codes, out, *map(ctypes.c_int, sizes)]
         self._dequantise[weight.kernels]((chunks, tile_rows, 1), (_THREADS, 1, 1), arguments, overlap=True)
         return out

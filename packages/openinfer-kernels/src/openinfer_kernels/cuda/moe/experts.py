@@ -9,6 +9,9 @@ from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, GroupedGemm, Plan
 from openinfer_kernels.cuda.gemm.grouped_gemm_hopper import GroupedGemmHopper
+from openinfer_kernels.cuda.lowbit.lowbit_experts import LowbitExperts
+from openinfer_kernels.cuda.lowbit.lowbit_experts import tile_tokens as lowbit_tile_tokens
+from openinfer_kernels.cuda.lowbit.lowbit_tiles import TiledWeight
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, ExpertChoice, LinearWeight, QuantisedWeight
 
@@ -28,8 +31,10 @@ _FLOAT32, _INT32 = np.dtype(np.float32), np.dtype(np.int32)
 class Experts:
     """The experts of one device, and what goes with them."""
 
-    def __init__(self, device: Device, gemm: GroupedGemm) -> None:
+    def __init__(self, device: Device, gemm: GroupedGemm, lowbit: LowbitExperts | None = None) -> None:
+        """`lowbit` multiplies quantised experts in tiles; None: there are none in tiles."""
         self._gemm = gemm
+        self._lowbit = lowbit
         self._hopper = GroupedGemmHopper(device)
         self._line_up = device.kernel("experts", "permute_tokens")
         self._plan = device.kernel("experts", "plan_experts")
@@ -55,12 +60,15 @@ class Experts:
         if not num_tokens:
             return out
         num_slots = num_tokens * per_token
-        plan = self._planned(choice, num_experts, first_expert)
+        in_tiles = isinstance(gate_up, TiledWeight) and isinstance(down, TiledWeight)
+        plan = self._planned(choice, num_experts, first_expert, in_tiles=in_tiles)
         gated = cupy.empty((num_slots, gate_up.shape[1] // 2), bfloat16)
         products = cupy.empty((num_slots, h), bfloat16)
         # Down's products are written last: until then their array may hold the tokens in the plan's order.
         self._gate(x, gate_up, gated, plan, scratch=products, limit=float("inf") if limit is None else limit)
-        if not isinstance(down, QuantisedWeight) and self._hopper.serves(down, plan, limit=float("inf")):
+        if self._lowbit is not None and isinstance(down, TiledWeight):
+            self._lowbit.multiply(gated, down, products, epilogue=Epilogue.STORE, plan=plan)
+        elif not isinstance(down, QuantisedWeight) and self._hopper.serves(down, plan, limit=float("inf")):
             self._hopper.multiply(gated, down, products, epilogue=Epilogue.STORE, plan=plan)
         else:
             self._gemm.multiply(gated, down, products, epilogue=Epilogue.STORE, plan=plan)
@@ -82,6 +90,12 @@ class Experts:
 
     def _gate(self, x: Array, gate_up: LinearWeight, gated: Array, plan: Plan, *, scratch: Array, limit: float) -> None:
         """Writes `silu(gate x) * up x` of every position into `gated`; `scratch [positions, h]` may be overwritten."""
+        if self._lowbit is not None and isinstance(gate_up, TiledWeight):
+            self._put_in_order(x, scratch, plan)
+            self._lowbit.multiply(
+                scratch, gate_up, gated, epilogue=Epilogue.SWIGLU, plan=plan, weights_first=False, limit=limit
+            )
+            return
         if isinstance(gate_up, QuantisedWeight) or not self._hopper.serves(gate_up, plan, limit=limit):
             # The plan says which weights are read and is made just ahead on the stream, so weights cannot come first.
             gemm, epilogue = self._gemm, Epilogue.SWIGLU
@@ -96,14 +110,20 @@ class Experts:
                 limit=limit,
             )
             return
-        arguments = [x, plan.sorted_tokens, plan.tiles, scratch, ctypes.c_int(x.shape[1])]
-        self._line_up((len(plan.tiles), _LINE_UP_BLOCKS, 1), (_THREADS, 1, 1), arguments, overlap=True)
+        self._put_in_order(x, scratch, plan)
         self._hopper.multiply(scratch, gate_up, gated, epilogue=Epilogue.SWIGLU, plan=plan)
 
-    def _planned(self, choice: ExpertChoice, num_experts: int, first_expert: int) -> Plan:
+    def _put_in_order(self, x: Array, out: Array, plan: Plan) -> None:
+        """Writes the tokens of all positions of a plan, `out [positions, h]`."""
+        arguments = [x, plan.sorted_tokens, plan.tiles, out, ctypes.c_int(x.shape[1])]
+        blocks = min(_LINE_UP_BLOCKS, plan.tile_tokens)
+        self._line_up((len(plan.tiles), blocks, 1), (_THREADS, 1, 1), arguments, overlap=True)
+
+    def _planned(self, choice: ExpertChoice, num_experts: int, first_expert: int, *, in_tiles: bool) -> Plan:
         """The choices of each expert in tiles, as many as there may be at most."""
         ids, num_slots = choice.ids, choice.ids.size
-        tokens = self._gemm.tile_tokens(num_slots, choice.num_experts or num_experts)
+        choose = lowbit_tile_tokens if in_tiles else self._gemm.tile_tokens
+        tokens = choose(num_slots, choice.num_experts or num_experts)
         # The host does not know the choices: there are tiles for the worst case, and blocks without one end at once.
         most_tiles = min(num_experts, num_slots) + num_slots // tokens
         tiles = cupy.empty((most_tiles, 4), np.int32)
@@ -116,7 +136,12 @@ class Experts:
         # By this number a kernel is chosen: the worst case would say that the device is busy when it is idle.
         expected = max(1, min(of_layer, num_slots) * num_experts // of_layer)
         return Plan(
-            tiles=tiles, sorted_tokens=sorted_tokens, positions=positions, tile_tokens=tokens, expected_tiles=expected
+            tiles=tiles,
+            sorted_tokens=sorted_tokens,
+            positions=positions,
+            tile_tokens=tokens,
+            expected_tiles=expected,
+            expected_tokens=-(-num_slots // min(of_layer, num_slots)),
         )
 
 
