@@ -190,7 +190,9 @@ W4A16 = compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="g
 W4A16_GROUP_32 = compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32)
 PER_TOKEN: Mapping[str, Any] = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
 W8A8 = compressed_tensors("int-quantized", {**PER_TOKEN, "type": "int"}, num_bits=8, type="int", strategy="channel")
-FP8_ROWS = compressed_tensors("float-quantized", {**PER_TOKEN, "type": "float"}, num_bits=8, type="float", strategy="channel")
+FP8_ROWS = compressed_tensors(
+    "float-quantized", {**PER_TOKEN, "type": "float"}, num_bits=8, type="float", strategy="channel"
+)
 MXFP4 = compressed_tensors("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)
 KIMI_K2_INT4 = W4A16_GROUP_32
 QWEN3_30B_A3B: Mapping[str, Any] = {

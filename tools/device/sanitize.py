@@ -1,10 +1,11 @@
 """Every operator under NVIDIA's compute-sanitizer, on small and odd shapes, against the CPU's results.
 
     python3 tools/device/sanitize.py [memcheck|racecheck|synccheck|initcheck ...] [--only OPERATOR ...] [--limit S]
-                                       [--logs FOLDER]
+                                       [--logs FOLDER] [--as-capability 8.0]
 
 Without a tool the operators run as they are, to see that the script itself passes. Each tool runs in a process of its
-own for at most S seconds and ends with what it found; operators that are named as right were reached by then.
+own for at most S seconds and ends with what it found; operators that are named as right were reached by then. With
+`--as-capability` they run on the kernels alone that an older GPU has.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import numpy as np  # noqa: E402
 from openinfer_kernels.catalogue import WITHOUT_GPU_KERNEL  # noqa: E402
 from openinfer_kernels.cpu import CpuOps  # noqa: E402
 from openinfer_kernels.cpu.attention.cache_formats import fp8_quantised  # noqa: E402
-from openinfer_kernels.cuda import CudaOps  # noqa: E402
+from openinfer_kernels.cuda import CudaOps, Device  # noqa: E402
 from openinfer_kernels.cuda.attention.paged import Attention  # noqa: E402
 from openinfer_kernels.ops import CacheFormat, PagedCache, SamplingBatch  # noqa: E402
 from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES, DEFAULTS  # noqa: E402
@@ -40,16 +41,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--limit", type=float, default=60)
     parser.add_argument("--logs", type=Path, help="a folder for all that the tools say")
+    parser.add_argument("--as-capability", default="", metavar="8.0")
     options = parser.parse_args()
     if not options.tools:
-        return run(options.only)
-    return sum(sanitized(tool, options.only, options.limit, options.logs) for tool in options.tools)
+        return run(options.only, options.as_capability)
+    given = ["--as-capability", options.as_capability] if options.as_capability else []
+    return sum(sanitized(tool, options.only, options.limit, options.logs, given) for tool in options.tools)
 
 
-def sanitized(tool: str, only: list[str], limit: float, logs: Path | None) -> bool:
+def sanitized(tool: str, only: list[str], limit: float, logs: Path | None, given: list[str]) -> bool:
     """Whether a tool found anything, or did not come to an end."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__]
-    command += ["--only", *only] if only else []
+    command += given + (["--only", *only] if only else [])
     try:
         done = subprocess.run(
             command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False
@@ -64,8 +67,8 @@ def sanitized(tool: str, only: list[str], limit: float, logs: Path | None) -> bo
     return code != 0
 
 
-def run(only: list[str]) -> int:
-    ops = CudaOps()
+def run(only: list[str], as_capability: str) -> int:
+    ops = CudaOps(Device.open(as_capability=_numbers(as_capability))) if as_capability else CudaOps()
     larger = Larger(ops)
     for name in only or [*PROVIDABLE, "products", "attention", "fp8_cache", "sampling", "fused_adapters"]:
         if name in WITHOUT_GPU_KERNEL:
@@ -76,6 +79,11 @@ def run(only: list[str]) -> int:
             getattr(larger, name)()
         print(f"{name}: right", flush=True)
     return 0
+
+
+def _numbers(capability: str) -> tuple[int, int]:
+    major, minor = capability.split(".")
+    return int(major), int(minor)
 
 
 class WithoutHopper:

@@ -72,7 +72,7 @@ class Backend(Protocol):
         ...
 
     def way_of_weight(
-        self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], grouped: bool
+        self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], *, grouped: bool
     ) -> Way | None:
         """How it holds a quantised weight, `grouped` for `Ops.grouped_linear`; None: as it is stored."""
         ...

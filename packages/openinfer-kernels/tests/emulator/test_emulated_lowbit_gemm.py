@@ -534,9 +534,7 @@ def plan_of(modules: Any, counts: list[int], tile_tokens: int) -> Any:
     """As `plan_experts` makes it, with tiles left that have no tokens."""
     tiles, first = [], 0
     for expert, count in enumerate(counts):
-        tiles += [
-            (expert, first + done, min(tile_tokens, count - done), 0) for done in range(0, count, tile_tokens)
-        ]
+        tiles += [(expert, first + done, min(tile_tokens, count - done), 0) for done in range(0, count, tile_tokens)]
         first += count
     made = np.array([*tiles, (0, 0, 0, 0), (0, 0, 0, 0)], np.int32)
     made[:, 3] = len(tiles)
@@ -609,9 +607,7 @@ def check_experts(
     ("held", "tile_tokens", "scaling"),
     [(held, tokens, each) for held, sizes in EXPERT_SCALINGS.items() for tokens in sizes for each in sizes[tokens]],
 )
-def test_experts_multiply_the_tokens_of_a_plan(
-    modules, expert_libraries, on_device, held, tile_tokens, scaling, gates
-):
+def test_experts_multiply_the_tokens_of_a_plan(modules, expert_libraries, on_device, held, tile_tokens, scaling, gates):
     library = expert_libraries["swiglu" if gates else "store"]
     check_experts(modules, library, on_device, held, tile_tokens, scaling, gates=gates)
 

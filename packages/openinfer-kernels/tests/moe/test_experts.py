@@ -172,9 +172,7 @@ def test_quantised_experts_equal_those_of_their_values(ops, weight_format):
     require_close(out, naive_experts(host, ids, weights, *values, None), ops)
 
 
-INT4_ZEROS = WeightFormat(
-    code=Code.INT4, group_rows=1, group_columns=128, scales=ScaleType.F16, zero_points=True
-)
+INT4_ZEROS = WeightFormat(code=Code.INT4, group_rows=1, group_columns=128, scales=ScaleType.F16, zero_points=True)
 """As AWQ and GPTQ have them."""
 
 

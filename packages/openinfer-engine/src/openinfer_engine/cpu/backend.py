@@ -70,7 +70,7 @@ class CpuBackend:
         return {"prefill": operators, "decode": operators, "sampling": "cpu NumPy, float64 sums"}
 
     def way_of_weight(
-        self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], grouped: bool
+        self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], *, grouped: bool
     ) -> None:
         del weight_format, block, shape, grouped
 

@@ -103,7 +103,7 @@ class PlannedGpu:
         return found
 
     def way_of_weight(
-        self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], grouped: bool
+        self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], *, grouped: bool
     ) -> Way:
         """As `openinfer_kernels.cuda` decides it when the weight is loaded."""
         has_lowbit = self._gpu.architecture == HOPPER and not self._options.batch_invariant

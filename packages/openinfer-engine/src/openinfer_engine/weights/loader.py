@@ -68,7 +68,10 @@ class WeightLoader:
     def stack(
         self, *matrices: StoredMatrix, num_matrices: int, shard: Shard = Shard.WHOLE, grouped: bool = False
     ) -> LinearWeight:
-        """`[num_matrices, out, in]`, of as many in a row as make one, `grouped` for `Ops.grouped_linear`; raises as `linear`."""
+        """`[num_matrices, out, in]`, of as many in a row as make one; raises as `linear`.
+
+        `grouped` ones are for `Ops.grouped_linear`, others for `Ops.experts`.
+        """
         if _is_plain(matrices):
             plain = self.plain(*(f"{each.name}.weight" for each in matrices), shard=shard)
             return plain.reshape(num_matrices, -1, plain.shape[1])

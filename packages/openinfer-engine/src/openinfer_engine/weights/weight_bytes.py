@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -42,12 +42,24 @@ _POSITIONS = 16  # of tables that a model makes for its positions; these are no 
 _SMALL = 64  # numbers of a tensor whose values a model may look at: a repeated shape, a scale
 
 
-WayOf: TypeAlias = Callable[[WeightFormat, tuple[int, int], tuple[int, ...], bool], Way | None]
-"""How a device holds a quantised weight: of its format, the rows and columns within which no scale changes, its shape,
-and whether it is for `grouped_linear`; None: as it is stored, as a CPU does."""
+class WayOf(Protocol):
+    """How a device holds a quantised weight."""
+
+    def __call__(
+        self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], *, grouped: bool
+    ) -> Way | None:
+        """None: as it is stored, as a CPU does.
+
+        Args:
+            weight_format: its format.
+            block: rows and columns within which no scale changes.
+            shape: `[out, in]`, or `[matrices, out, in]`.
+            grouped: whether these are for `Ops.grouped_linear`.
+        """
+        ...
 
 
-def as_stored(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], grouped: bool) -> None:
+def as_stored(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...], *, grouped: bool) -> None:
     """Of every weight."""
     del weight_format, block, shape, grouped
 
@@ -167,7 +179,7 @@ class _CountingOps:
         made, rows, columns = parts[0].format, sum(part.shape[0] for part in parts), parts[0].shape[1]
         shape = (rows, columns) if num_matrices is None else (num_matrices, rows // num_matrices, columns)
         block = common_block(parts, shape)
-        way = self.way_of(made, block, shape, grouped)
+        way = self.way_of(made, block, shape, grouped=grouped)
         if way is not None:
             self.products[made, way] += 1
         if way is Way.BF16:

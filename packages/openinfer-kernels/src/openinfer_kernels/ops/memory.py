@@ -50,7 +50,7 @@ class MemoryOps(Protocol):
         Args:
             parts: one or more, with as many columns each.
             num_matrices: None gives one matrix `[out, in]`; a number, so many of equal height, `[matrices, out, in]`.
-            grouped: whether these are for `grouped_linear`, rather than for `experts`, which a device may hold otherwise.
+            grouped: whether these are for `grouped_linear`, rather than for `experts`, which may be held otherwise.
 
         Raises:
             WeightDtypeError: codes or scales in a dtype that the format does not have.

@@ -49,7 +49,7 @@ def way_of(
         shape: `[out, in]`, or `[matrices, out, in]`.
         has_lowbit: whether `lowbit_gemm` may multiply it: on Hopper, and not with batch invariance, as its sums depend
             on how many tokens there are.
-        grouped: whether several matrices each have a piece of every token (`Ops.grouped_linear`), not tokens of their own.
+        grouped: whether several matrices each have a piece of every token, for `Ops.grouped_linear`.
     """
     if len(shape) == 3 and has_lowbit and not grouped and expert_tiles_hold(weight_format, block, shape):
         return Way.EXPERT_TILES

@@ -14,9 +14,7 @@ from openinfer_kernels.weights.quantised import Code, QuantisedPart, RandomCodes
 from openinfer_kernels.weights.scale_blocks import common_block, float32_scales, of_blocks, stacked_shape
 
 
-def upload_quantised(
-    *parts: QuantisedPart, num_matrices: int | None = None, grouped: bool = False
-) -> QuantisedWeight:
+def upload_quantised(*parts: QuantisedPart, num_matrices: int | None = None, grouped: bool = False) -> QuantisedWeight:
     """The bytes of the codes `[..., out, bytes of a row]`, and float32 scales, zero points and minimums."""
     del grouped
     shape = stacked_shape(parts, num_matrices)

@@ -40,9 +40,11 @@ class Kernel:
         if shared_bytes > _FREE_SHARED_BYTES:
             attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
-        # Blocks of two kernels run on a multiprocessor together only if they divide its L1 cache alike.
-        attribute = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        check(driver.cuFuncSetAttribute(function, attribute, _ALL_PERCENT))
+        if may_overlap:
+            # Blocks of two kernels run on a multiprocessor together only if they divide its L1 cache alike. On older
+            # GPUs they never do, and attention reads through that cache.
+            attribute = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            check(driver.cuFuncSetAttribute(function, attribute, _ALL_PERCENT))
         self._shared_bytes = shared_bytes
         self._may_overlap = may_overlap
         self._configs: dict[tuple[bool, int], Any] = {}

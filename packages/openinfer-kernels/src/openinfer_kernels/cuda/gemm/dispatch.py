@@ -27,8 +27,8 @@ MOST_EXPERT_TOKENS: Mapping[int, int] = {8: 6, 32: 40, 128: 160}
 for."""
 
 MOST_E4M3_EXPERT_TOKENS: Mapping[str, int] = {"fp8": 2, "int4": 2, "fp4": 2}
-"""Of the same, by the name of kernels: up to so many tokens of an expert, in the mean, its codes are multiplied as numbers
-of E4M3."""
+"""Of the same, by the name of kernels: up to so many tokens of an expert, in the mean, its codes are multiplied as
+numbers of E4M3."""
 
 MOST_E4M3_TOKENS: Mapping[str, int] = {"fp8": 2, "int4": 1}
 """Of a matrix in tiles, by the name of kernels: up to so many its codes are multiplied as numbers of E4M3, and never

@@ -1,6 +1,5 @@
 """Products of quantised experts on Hopper: `csrc/lowbit/lowbit_gemm.cuh` with a plan of which tokens each has."""
 
-import ctypes
 from collections.abc import Mapping, Sequence
 
 from openinfer_kernels.cuda.common.arrays import address

@@ -59,7 +59,9 @@ _LAYOUTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledWeight(QuantisedWeight):
-    """Quantised matrices, one after the other, whose `codes [tiles along the rows, along the columns, bytes of a tile]` hold its scales."""
+    """Quantised matrices, below each other: `codes [tiles along the rows, along the columns, bytes of a tile]` hold
+    their scales.
+    """
 
     kernels: str
     groups: int
