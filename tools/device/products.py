@@ -1,6 +1,6 @@
 """Times the products of a Qwen3-4B step on a GPU, by our kernels where they serve and by cuBLASLt alone.
 
-    python3 tools/device/products.py [--commit COMMIT] [--out FILE] [--tokens N ...] [--chains-only]
+    python3 tools/device/products.py [--commit COMMIT] [--out FILE] [--tokens N ...] [--chains-only] [--model qwen3-8b]
 
 Each product alone (weights from memory: all layers' in turn), and all 145 products of a step with and without the 73
 norms between them, each kernel after the one before, in CUDA graphs. The clocks are warmed before each measurement.
@@ -34,6 +34,13 @@ NUM_LAYERS = 36
 H = 2560
 SHAPES = {"qkv": (6144, H), "o_proj": (H, 4096), "gate_up": (19456, H), "down": (H, 9728)}
 HEAD = (151936, H)
+MODELS = {
+    "qwen3-4b": (SHAPES, HEAD),
+    "qwen3-8b": (
+        {"qkv": (6144, 4096), "o_proj": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)},
+        (151936, 4096),
+    ),
+}
 BYTES_PER_S = 4.3e12
 WARM_S = 0.15
 
@@ -48,16 +55,18 @@ class Unused:
 class Step:
     """The weights of a step, random, and its chains of products."""
 
-    def __init__(self):
-        self.layers = [{name: random_bf16(shape) for name, shape in SHAPES.items()} for _ in range(NUM_LAYERS)]
-        self.head = random_bf16(HEAD)
-        self.norm = random_bf16((H,))
+    def __init__(self, model="qwen3-4b"):
+        self.shapes, head = MODELS[model]
+        self.layers = [{name: random_bf16(shape) for name, shape in self.shapes.items()} for _ in range(NUM_LAYERS)]
+        self.head = random_bf16(head)
+        self.norm = random_bf16((head[1],))
         self.num_bytes = sum(weight.nbytes for layer in self.layers for weight in layer.values()) + self.head.nbytes
 
     def run(self, linear, norm, num_tokens):
         """`norm` None leaves the norms out."""
-        x, attended = random_bf16((num_tokens, H)), random_bf16((num_tokens, 4096))
-        residual = random_bf16((num_tokens, H)).astype(np.float32)
+        h = self.norm.size
+        x, attended = random_bf16((num_tokens, h)), random_bf16((num_tokens, 4096))
+        residual = random_bf16((num_tokens, h)).astype(np.float32)
 
         def normed(x):
             return x if norm is None else norm.add_rms_norm(x, residual, self.norm, eps=1e-6)
@@ -106,7 +115,7 @@ def median_ms(run, repeats=11):
 
 def time_products(step, linears, num_tokens):
     rows = []
-    for name, (n, k) in [*SHAPES.items(), ("head", HEAD)]:
+    for name, (n, k) in [*step.shapes.items(), ("head", step.head.shape)]:
         x = random_bf16((num_tokens, k))
         weights = [step.head] * 4 if name == "head" else [layer[name] for layer in step.layers]
         row = {"product": name, "n": n, "k": k, "tokens": num_tokens, "floor_us": n * k * 2 / BYTES_PER_S * 1e6}
@@ -135,6 +144,7 @@ def main():
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 32, 48, 64, 96, 128, 192, 256])
     parser.add_argument("--chains-only", action="store_true")
+    parser.add_argument("--model", choices=MODELS, default="qwen3-4b")
     arguments = parser.parse_args()
     device = Device.open()
     norm, linears = (
@@ -144,7 +154,7 @@ def main():
             "cublaslt": Linear(device, Unused(), Unused(), LibraryProducts(device)),
         },
     )
-    step = Step()
+    step = Step(arguments.model)
     for linear in linears.values():
         with linear.tuning():
             for num_tokens in arguments.tokens:
@@ -157,6 +167,7 @@ def main():
         record = {
             "commit": arguments.commit,
             "gpu": device.name,
+            "model": arguments.model,
             "date": dt.datetime.now(dt.UTC).date().isoformat(),
             "versions": {
                 "driver": cupy.cuda.runtime.driverGetVersion(),

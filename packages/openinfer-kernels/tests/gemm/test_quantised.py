@@ -217,13 +217,18 @@ NVFP4 = DESCRIBED[-1]
 
 
 def test_ways_are_told_by_format_cut_and_gpu():
-    def way(described: WeightFormat, columns: int = 128, *shape: int, has_lowbit: bool = True) -> Way:
-        return way_of(described, (1, columns), shape or (64, 256), has_lowbit=has_lowbit)
+    def way(described: WeightFormat, columns: int = 128, *shape: int, has_lowbit: bool = True, **more: bool) -> Way:
+        return way_of(described, (1, columns), shape or (64, 256), has_lowbit=has_lowbit, **more)
 
     assert [way(each) for each in (FP8, INT4_ZEROS, DESCRIBED[5])] == [Way.TILES] * 3
     assert [way(each, has_lowbit=False) for each in (FP8, INT4_ZEROS)] == [Way.ROWS, Way.TILES_DEQUANTISED]
     assert way(FP8, 128, 4, 64, 256) is Way.ROWS
     assert way(INT4_ZEROS, 128, 4, 64, 256) is Way.BF16
+    assert [way(each, 128, 4, 128, 256) for each in (FP8, INT4_ZEROS)] == [Way.EXPERT_TILES] * 2
+    assert way(FP8, 128, 4, 128, 256, grouped=True) is Way.ROWS
+    assert way(FP8, 64, 4, 128, 256) is Way.ROWS  # of E4M3 the sums of 128 columns alone are scaled
+    assert way(INT4_ZEROS, 32, 4, 128, 256) is Way.EXPERT_TILES
+    assert way(FP8, 128, 4, 128, 256, has_lowbit=False) is Way.ROWS
     assert way(FP8, 16) is Way.BF16  # a rank's cut inside a group
     assert way(NVFP4, 16) is Way.BF16
     assert way(replace(INT4_ZEROS, scales=ScaleType.F32)) is Way.BF16
@@ -384,7 +389,7 @@ def test_products_of_groups_equal_float64(ops, activation, host, weight_format, 
         values = host(weight)
     else:
         part, values = make_part(weight_format, groups * 72, 160)
-        weight = ops.upload_quantised(part, num_matrices=groups)
+        weight = ops.upload_quantised(part, num_matrices=groups, grouped=True)
     values = values.astype(np.float64).reshape(groups, 72, 160)
     expected = np.einsum("tgi,goi->tgo", host(x).astype(np.float64).reshape(tokens, groups, 160), values)
     got = host(ops.grouped_linear(x, weight))

@@ -6,6 +6,7 @@ from openinfer_kernels.cuda.gemm.dispatch import tile_of
 from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, GroupedGemm, kernels_of
 from openinfer_kernels.cuda.gemm.linear import Linear
 from openinfer_kernels.cuda.gemm.quantised import Quantised
+from openinfer_kernels.cuda.lowbit.lowbit_tiles import TiledWeight
 from openinfer_kernels.cuda.moe.experts import check_weight
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, LinearWeight, QuantisedWeight
@@ -25,6 +26,8 @@ class GroupedLinear:
         groups, rows, columns = weight.shape
         if x.shape[1] != groups * columns:
             raise ArrayMismatchError(f"x {x.shape} has no {groups} pieces for the weights {list(weight.shape)}")
+        if isinstance(weight, TiledWeight):
+            raise ArrayMismatchError(f"the weights {list(weight.shape)} are held for experts: upload them as grouped")
         quantised = isinstance(weight, QuantisedWeight)
         tile_tokens = tile_of(kernels_of(weight), len(x))
         if self._gemm.chooses and (tile_tokens is None or (groups == 1 and not quantised)):
