@@ -102,16 +102,16 @@ def run(line: Line, configs: Path, commit: str, tokens: int, device: Sequence[st
 def kept(line: Line, report: dict[str, Any]) -> dict[str, Any]:
     if "failed" in report:
         return {"name": line.name, "model": line.model, "options": line.options, "failed": report["failed"]}
-    set_up = report["set_up"]
+    plan = report["set_up"]["model"]
     return {
         "name": line.name,
         "model": line.model,
         "options": [*line.options],
-        "weight_format": set_up["model"]["parts"].get("weight_format"),
-        "weights_bytes": set_up["memory_bytes"]["weights"],
-        "kernels": {part: name for part, name in set_up["kernels"].items() if part == "quantised weights"},
-        "limits": set_up["limits"],
-        "load_s": report["load_s"],
+        "weight_format": plan["parts"].get("weight_format"),
+        "weights_bytes": plan["memory_bytes"]["weights"],
+        "kernels": plan["kernels"].get("quantised weights"),
+        "limits": plan["limits"],
+        "load_s": report["set_up"]["load_s"],
         "rows": [
             {
                 "size": f"{row['batch']}x{row['prompt_tokens']}",
