@@ -39,6 +39,11 @@ def lines(names: Mapping[str, str], sizes: Sequence[str]) -> list[Line]:
 
 
 THREE = {"BF16": "qwen3-4b", "FP8 blocks": "qwen3-4b-fp8", "AWQ": "qwen3-4b-awq"}
+MIXTURES = {
+    f"{size} {name}": f"{model}{end}"
+    for size, model in (("30B-A3B", "qwen3-30b-a3b"), ("35B-A3B", "qwen3.5-35b-a3b"))
+    for name, end in (("BF16", ""), ("FP8", "-fp8"), ("AWQ", "-awq"))
+}
 PLANS: Mapping[str, Sequence[Line]] = {
     "dense": [
         *lines(THREE, ALL),
@@ -63,14 +68,10 @@ PLANS: Mapping[str, Sequence[Line]] = {
         Line("BF16", "qwen3-4b", SOME),
     ],
     "larger": lines({"8B BF16": "qwen3-8b", "8B FP8": "qwen3-8b-fp8", "8B AWQ": "qwen3-8b-awq"}, FEW),
-    "mixtures": lines(
-        {
-            f"{size} {name}": f"{model}{end}"
-            for size, model in (("30B-A3B", "qwen3-30b-a3b"), ("35B-A3B", "qwen3.5-35b-a3b"))
-            for name, end in (("BF16", ""), ("FP8", "-fp8"), ("AWQ", "-awq"))
-        },
-        ("1x1024", "8x1024", "32x1024", "64x1024"),
-    ),
+    "mixtures": [
+        *lines(MIXTURES, ("1x1024", "8x1024", "32x1024", "64x1024")),
+        Line("35B-A3B FP8 in 80 GB", "qwen3.5-35b-a3b-fp8", FEW, ("gpu_memory_fraction=0.51",)),
+    ],
 }
 
 

@@ -1,11 +1,11 @@
 """Every operator under NVIDIA's compute-sanitizer, on small and odd shapes, against the CPU's results.
 
     python3 tools/device/sanitize.py [memcheck|racecheck|synccheck|initcheck ...] [--only OPERATOR ...] [--limit S]
-                                       [--logs FOLDER] [--as-capability 8.0]
+                                       [--logs FOLDER] [--as-capability 8.0 --cubins FOLDER]
 
 Without a tool the operators run as they are, to see that the script itself passes. Each tool runs in a process of its
 own for at most S seconds and ends with what it found; operators that are named as right were reached by then. With
-`--as-capability` they run on the kernels alone that an older GPU has.
+`--as-capability` they run on the kernels alone that an older GPU has, as `older_gpu.py` compiles them.
 """
 
 import argparse
@@ -42,10 +42,11 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=60)
     parser.add_argument("--logs", type=Path, help="a folder for all that the tools say")
     parser.add_argument("--as-capability", default="", metavar="8.0")
+    parser.add_argument("--cubins", default="", metavar="FOLDER")
     options = parser.parse_args()
     if not options.tools:
-        return run(options.only, options.as_capability)
-    given = ["--as-capability", options.as_capability] if options.as_capability else []
+        return run(options.only, options.as_capability, options.cubins)
+    given = ["--as-capability", options.as_capability, "--cubins", options.cubins] if options.as_capability else []
     return sum(sanitized(tool, options.only, options.limit, options.logs, given) for tool in options.tools)
 
 
@@ -67,8 +68,12 @@ def sanitized(tool: str, only: list[str], limit: float, logs: Path | None, given
     return code != 0
 
 
-def run(only: list[str], as_capability: str) -> int:
-    ops = CudaOps(Device.open(as_capability=_numbers(as_capability))) if as_capability else CudaOps()
+def run(only: list[str], as_capability: str, cubins: str) -> int:
+    if as_capability:
+        found = {path.stem: path for path in Path(cubins).glob("*.cubin")} if cubins else None
+        ops = CudaOps(Device.open(as_capability=_numbers(as_capability), cubins=found))
+    else:
+        ops = CudaOps()
     larger = Larger(ops)
     for name in only or [*PROVIDABLE, "products", "attention", "fp8_cache", "sampling", "fused_adapters"]:
         if name in WITHOUT_GPU_KERNEL:

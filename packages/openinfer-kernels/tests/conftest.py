@@ -9,6 +9,7 @@ implementation is one more entry in `IMPLEMENTATIONS`.
 import dataclasses
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from openinfer_kernels.testing.paged import PagedCase, make_paged_case
 
 AS_CAPABILITY = os.environ.get("OPENINFER_TEST_AS_CAPABILITY", "")
 """`8.0` runs the tests of a GPU with the kernels alone that Ampere has: paths that a newer GPU never takes."""
+CUBINS = os.environ.get("OPENINFER_TEST_CUBINS", "")
+"""A folder with these kernels as `tools/device/older_gpu.py` compiles them."""
 
 
 def cuda_ops() -> Ops:
@@ -29,7 +32,8 @@ def cuda_ops() -> Ops:
     if not AS_CAPABILITY:
         return CudaOps()
     major, minor = AS_CAPABILITY.split(".")
-    return CudaOps(Device.open(as_capability=(int(major), int(minor))))
+    cubins = {path.stem: path for path in Path(CUBINS).glob("*.cubin")} if CUBINS else None
+    return CudaOps(Device.open(as_capability=(int(major), int(minor)), cubins=cubins))
 
 
 def why_no_gpu() -> str | None:

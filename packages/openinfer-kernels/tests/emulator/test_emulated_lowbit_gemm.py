@@ -487,9 +487,9 @@ def test_codes_after_the_last_column_which_may_be_nan_are_not_multiplied_as_e4m3
         ("fp8", ("Factor<1>& factor = factors[i / 4 * 8 + i % 2]", "Factor<1>& factor = factors[i / 4 * 8]")),
         ("int4", ("zeros[i / 2 % 2] * factor.sums[0]", "zeros[0] * factor.sums[0]")),
         ("int4", ("d[i] += scales[i / 2 % 2] * sum", "d[i] += scales[0] * sum")),
-        ("int4 in groups", ("zero * factor.sums[mma]", "zero * factor.sums[0]")),
-        ("int4 with minimums", ("middle(stored) * factor.sums[mma]", "middle(stored) * factor.sums[0]")),
-        ("int4 in groups", ("group = mma * p.scales.groups / kMmasOfTile", "group = 0")),
+        ("int4 in groups", (".sums[first + at];", ".sums[0];")),
+        ("int4 with minimums", ("middle(stored[at][half])", "middle(stored[at][0])")),
+        ("int4 in groups", ("group = (first + at) * p.scales.groups / kMmasOfTile", "group = 0")),
     ],
     ids=[
         "half of the lower number",
@@ -497,7 +497,7 @@ def test_codes_after_the_last_column_which_may_be_nan_are_not_multiplied_as_e4m3
         "zero points of the lower row",
         "its scales",
         "sums of the first group",
-        "minimums of those",
+        "minimums of the lower row",
         "its scale",
     ],
 )
@@ -617,7 +617,7 @@ def test_experts_multiply_the_tokens_of_a_plan(modules, expert_libraries, on_dev
     [
         ("fp8", ("from += piece.tile.matrix * p.matrix_bytes", "from += 0")),
         ("fp4", ("planned.y + planned.z, planned.x}", "m, planned.x}")),
-        ("fp4", ("group = mma * p.scales.groups / kMmasOfTile", "group = 0")),
+        ("fp4", ("group = (first + at) * p.scales.groups / kMmasOfTile", "group = 0")),
         ("int4", ("return {planned.y, wide % wide_tiles", "return {planned.y + 1, wide % wide_tiles")),
     ],
     ids=["another matrix", "tokens after a tile's last", "scales of the first group", "the token after"],

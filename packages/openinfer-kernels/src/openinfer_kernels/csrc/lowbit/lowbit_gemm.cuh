@@ -30,6 +30,9 @@
 // whole tiles first, alone or as multicast CTAs, so that the last round of tiles keeps all multiprocessors busy. One run
 // twice is bit-identical.
 #pragma once
+#ifndef LOWBIT_AT_ONCE
+#define LOWBIT_AT_ONCE 2
+#endif
 #include "common/hopper.cuh"
 #include "gemm/gemm_epilogue.cuh"
 #include "gemm/limited_swiglu.cuh"
@@ -464,7 +467,7 @@ struct Consumer {
   // The same where 32 columns of a chunk have scales of their own.
   __device__ __forceinline__ void multiply_grouped_codes(float (&d)[S::kSums], int num_chunks) {
     static_assert(S::kChunks > 1 && S::kGroups == kMmasOfTile);
-    constexpr int kAtOnce = kTokens == 8 ? 2 : 1;  // sums of 32 columns, which take registers
+    constexpr int kAtOnce = kTokens == 8 ? LOWBIT_AT_ONCE : 1;  // sums of 32 columns, which take registers
     const int chunk = warpgroup;
 #pragma unroll
     for (int i = 0; i < S::kSums; i++) d[i] = 0;
@@ -478,6 +481,9 @@ struct Consumer {
       if (is_there) {
         const uint64_t x = tile_descriptor(s.x(x_slot.at) + chunk * (2 * kTokens * kTileColumns));
         const Factor<kMmasOfTile>* factors = s.factor(x_slot.at, chunk) + thread % 4 * 2;
+        float part[S::kSums];  // of the chunk, before its tokens' scale
+#pragma unroll
+        for (int i = 0; i < S::kSums; i++) part[i] = 0;
 #pragma unroll
         for (int first = 0; first < kMmasOfTile; first += kAtOnce) {
           float sums[kAtOnce][2 * S::kSums];
@@ -486,28 +492,35 @@ struct Consumer {
           for (int at = 0; at < kAtOnce; at++)
             wgmma_of_codes<2 * kTokens>(sums[at], a[first + at], x + (first + at) * (kMmaColumns / 16), false);
           wgmma_commit();
+          float scales[kAtOnce][2];  // read while the tensor cores multiply
+          typename Format::Zero stored[kAtOnce][2];
+#pragma unroll
+          for (int at = 0; at < kAtOnce; at++) {
+            const int group = (first + at) * p.scales.groups / kMmasOfTile;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              scales[at][half] = from.scale(p.scales, half, group);
+              stored[at][half] = from.zero(p.scales, half, group);
+            }
+          }
           wgmma_wait<0>();
 #pragma unroll
           for (int at = 0; at < kAtOnce; at++) {
-            const int mma = first + at, group = mma * p.scales.groups / kMmasOfTile;
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-              const float scale = from.scale(p.scales, half, group);
-              const typename Format::Zero stored = from.zero(p.scales, half, group);
-              const float zero = E4m3Operands<Format>::zero(stored);
-#pragma unroll
-              for (int j = 0; j < S::kSums / 2; j++) {
-                const int i = j / 2 * 4 + half * 2 + j % 2;
-                const Factor<kMmasOfTile>& factor = factors[i / 4 * 8 + i % 2];
-                float sum = factor.scale * (sums[at][i] + sums[at][i + S::kSums] * 0.0625f);
-                if constexpr (Format::kHasZeros) sum -= zero * factor.sums[mma];
-                d[i] += scale * sum;
+            for (int i = 0; i < S::kSums; i++) {
+              const int half = i / 2 % 2;
+              part[i] += scales[at][half] * (sums[at][i] + sums[at][i + S::kSums] * 0.0625f);
+              if constexpr (Format::kHasZeros) {
+                const float inputs = factors[i / 4 * 8 + i % 2].sums[first + at];
+                d[i] -= scales[at][half] * E4m3Operands<Format>::zero(stored[at][half]) * inputs;
                 if constexpr (E4m3Operands<Format>::kHasMiddles)
-                  d[i] += E4m3Operands<Format>::middle(stored) * factor.sums[mma];
+                  d[i] += E4m3Operands<Format>::middle(stored[at][half]) * inputs;
               }
             }
           }
         }
+#pragma unroll
+        for (int i = 0; i < S::kSums; i++) d[i] += factors[i / 4 * 8 + i % 2].scale * part[i];
       }
       release_w(w_slot.at);
       release_x(x_slot.at);

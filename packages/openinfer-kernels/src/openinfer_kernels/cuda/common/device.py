@@ -1,5 +1,6 @@
 """The GPU that operators run on: whether there is one, what it can do, and our kernels loaded on it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,24 +36,30 @@ class Device:
         self._modules: dict[str, Module] = {}
 
     @classmethod
-    def open(cls, index: int = 0, *, as_capability: tuple[int, int] | None = None) -> Self:
+    def open(
+        cls,
+        index: int = 0,
+        *,
+        as_capability: tuple[int, int] | None = None,
+        cubins: Mapping[str, Path] | None = None,
+    ) -> Self:
         """The GPU `index`, for the calling thread; compiles the kernels that neither wheel nor cache has.
 
         `as_capability` is for tests: the device has the sources and features alone that one of an older capability has,
-        so that what it would run is run here.
+        so that what it would run is run here; `cubins` are those sources compiled for that one, which this GPU runs.
 
         Raises:
             DeviceUnavailableError: there is no such GPU, or it or its driver is too old.
             KernelBuildError: kernels had to be compiled and could not be.
         """
         properties, capability = _look_at(index)
-        cubins = require_cubins(architecture_of(*capability))
+        found = dict(cubins or require_cubins(architecture_of(*capability)))
         _use(index)
         if as_capability is not None:
             names = {source.stem for source in sources(architecture_of(*as_capability))}
-            cubins = {stem: path for stem, path in cubins.items() if stem in names}
+            found = {stem: path for stem, path in found.items() if stem in names}
             properties |= dict(zip(("major", "minor"), as_capability, strict=True))
-        return cls(index, properties, cubins)
+        return cls(index, properties, found)
 
     @property
     def architecture(self) -> str:

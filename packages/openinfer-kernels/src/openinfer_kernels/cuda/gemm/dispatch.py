@@ -26,9 +26,9 @@ MOST_EXPERT_TOKENS: Mapping[int, int] = {8: 6, 32: 40, 128: 160}
 """Of quantised experts in tiles: tokens of a tile of the plan -> the most tokens of an expert, in the mean, that it is
 for."""
 
-MOST_E4M3_EXPERT_TOKENS: Mapping[str, int] = {"fp8": 2, "int4": 2, "fp4": 2}
+MOST_E4M3_EXPERT_TOKENS: Mapping[str, int] = {"fp8": 2, "int4": 2}
 """Of the same, by the name of kernels: up to so many tokens of an expert, in the mean, its codes are multiplied as
-numbers of E4M3."""
+numbers of E4M3, where the sums of 128 columns may be scaled. Where those of 32 are, all tiles of 8 tokens do so."""
 
 MOST_E4M3_TOKENS: Mapping[str, int] = {"fp8": 2, "int4": 1}
 """Of a matrix in tiles, by the name of kernels: up to so many its codes are multiplied as numbers of E4M3, and never

@@ -125,5 +125,5 @@ def tile_tokens(num_positions: int, num_matrices: int) -> int:
 
 
 def _fastest(scalings: Sequence[Scaling], weight: TiledWeight, plan: Plan) -> Scaling:
-    few = plan.expected_tokens <= dispatch.MOST_E4M3_EXPERT_TOKENS[weight.kernels]
-    return next(each for each in scalings if few or each not in (Scaling.E4M3, Scaling.E4M3_GROUPS))
+    few = plan.expected_tokens <= dispatch.MOST_E4M3_EXPERT_TOKENS.get(weight.kernels, 0)
+    return next(each for each in scalings if few or each is not Scaling.E4M3)
