@@ -3,13 +3,12 @@
     python3 tools/device/experts_hit.py MODEL [--layers N] [--rows 1 8 64] [--device cpu] [--json FILE]
 
 MODEL needs the config.json of a mixture alone. Its first layers have random weights; rows have random prompts of 32
-tokens, then the experts of one more token each are counted. Bytes are those of BF16: of all weights that every step
-reads, and of the experts that were hit, both of all the model's layers; not those of KV and states.
+tokens, then the experts of one more token each are counted. Bytes are those of the config's format: of all weights that
+every step reads, and of the experts that were hit, both of all the model's layers; not those of KV and states.
 """
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from openinfer_core import claim, list_plugins, read_config  # noqa: E402
 from openinfer_core.plugins import MODELS  # noqa: E402
 from openinfer_engine.distributed.communicator import SoloCommunicator  # noqa: E402
 from openinfer_engine.weights.dummy import DeviceDummyWeights  # noqa: E402
+from openinfer_engine.weights.stored_tensor import spec_bytes  # noqa: E402
 from openinfer_engine.worker.paged_tensors import make_pool  # noqa: E402
 from openinfer_kernels import AttentionBatch  # noqa: E402
 from openinfer_kv_cache import KvDtype, KvLayout  # noqa: E402
@@ -95,11 +95,11 @@ def measure(definition: Any, given: dict[str, Any], ops: Any, *, layers: int, ro
     run.step(0, rng.integers(0, whole.vocab_size, (rows, PROMPT_TOKENS)))
     run.step(PROMPT_TOKENS, rng.integers(0, whole.vocab_size, (rows, 1)))
     hit, experts = float(np.mean(run.hit)), whole.num_experts + whole.experts(0).routing.shared_expert
-    expert_bytes = 2 * 3 * whole.hidden_size * whole.moe_intermediate_size
-    shapes = definition.tensors(whole)
-    all_bytes = 2 * sum(math.prod(shape) for name, shape in shapes.items() if "embed_tokens" not in name)
-    always = all_bytes - whole.num_hidden_layers * experts * expert_bytes
-    read = always + whole.num_hidden_layers * hit * expert_bytes
+    specs = definition.tensors(whole)
+    sizes = {name: spec_bytes(spec, itemsize_bytes=2) for name, spec in specs.items() if "embed_tokens" not in name}
+    all_bytes = sum(sizes.values())
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name or ".shared_expert." in name)
+    read = all_bytes - of_experts + hit / experts * of_experts
     return {
         "rows": rows,
         "experts_hit": round(hit, 1),

@@ -249,6 +249,7 @@ def time(made: Made, shape: str, tokens: list[int], ways: list[str]) -> list[dic
                         random_matrices(up, FORMATS[name], (local, 2 * width, h)),
                         random_matrices(up, FORMATS[name], (local, h, width)),
                     ]
+                    cupy.cuda.Device().synchronize()  # the stream that is timed waits for no other
                 turns, limit = itertools.cycle(choices), LIMITS.get(shape)
                 with chosen(way):
                     call = lambda: made.experts[where].experts(x, next(turns), *held[where], limit=limit)  # noqa: E731, B023

@@ -75,7 +75,8 @@ def run(only: list[str], as_capability: str, cubins: str) -> int:
     else:
         ops = CudaOps()
     larger = Larger(ops)
-    for name in only or [*PROVIDABLE, "products", "attention", "fp8_cache", "sampling", "fused_adapters"]:
+    fused = [] if ops.fused_adapters is None else ["fused_adapters"]  # which Hopper alone has
+    for name in only or [*PROVIDABLE, "products", "attention", "fp8_cache", "sampling", *fused]:
         if name in WITHOUT_GPU_KERNEL:
             continue
         if name in PROVIDABLE:

@@ -627,3 +627,9 @@ def test_mistakes_with_several_matrices_are_noticed(modules, make_library, on_de
     library = make_library([f"lowbit_experts_{held}_store_{scaling}_8"], mistake)
     with pytest.raises(AssertionError):
         check_experts(modules, library, on_device, held, 8, scaling, gates=False)
+
+
+def test_plans_have_larger_tiles_where_experts_have_more_tokens(modules):
+    found = [modules.experts.tile_tokens(positions, 128) for positions in (1, 8, 512, 4096, 16384, 65536)]
+    assert found == sorted(found)
+    assert set(found) == set(modules.experts.TILE_TOKENS)

@@ -75,12 +75,15 @@ def test_products_are_those_of_the_cpu(cuda, made, rows, columns, tokens):
 
 @pytest.mark.parametrize(("rows", "columns"), [(1000, 96), (4096, 2560)])
 def test_heads_and_their_logits_are_those_of_the_cpu(cuda, rows, columns):
+    from openinfer_kernels.cuda.gemm.dispatch import MOST_E4M3_TOKENS
+
     bits = bf16_bits(np.random.default_rng(3).normal(size=(rows, columns)))
     head, expected = cuda.quantise_head(bits[:300], bits[300:]), LowBitCpuOps(fp8_head=True).quantise_head(bits)
     for tokens in (1, 16, 64, 100, 300):
         hidden = bf16_bits(np.random.default_rng(tokens).normal(size=(tokens, columns)))
         found = cuda.download(cuda.logits(cuda.upload_weight(hidden), head))
         assert found.dtype == np.float32
-        # Beyond 64 tokens weights are scaled, and rounded, before they are multiplied.
-        error = 1e-5 if tokens <= 64 else BF16_ERROR
+        # Codes of few tokens are multiplied as E4M3, which Hopper's tensor cores add to about 14 bits; beyond 64 tokens
+        # weights are scaled, and rounded, before they are multiplied.
+        error = 3e-4 if tokens <= MOST_E4M3_TOKENS["fp8"] else 1e-5 if tokens <= 64 else BF16_ERROR
         assert_near(found, LowBitCpuOps().logits(float32_of(hidden), expected), error)

@@ -80,9 +80,15 @@ def expert_tiles_hold(weight_format: WeightFormat, block: tuple[int, int], shape
     """Whether experts may be in these tiles: whole ones of each, and a code that has kernels."""
     if not tiles_hold(weight_format, block, shape) or shape[-2] % _EXPERT_ROWS:
         return False
-    # Of E4M3 the sums of whole tiles alone are scaled.
-    is_whole = block[1] % _TILE_COLUMNS == 0 or block[1] == shape[-1]
-    return tiles_kernels(weight_format) in ("int4", "fp4") or (weight_format.code is Code.E4M3 and is_whole)
+    match tiles_kernels(weight_format):
+        case "fp4":
+            return True
+        case "int4" | "fp8":
+            # Of E4M3 the sums of whole tiles alone are scaled; few tokens of narrow groups of INT4 are faster in rows.
+            is_whole = block[1] % _TILE_COLUMNS == 0 or block[1] == shape[-1]
+            return is_whole or (weight_format.code is Code.INT4 and not rows_hold(weight_format, block, shape))
+        case _:
+            return False
 
 
 def tiles_kernels(weight_format: WeightFormat) -> str:

@@ -30,9 +30,6 @@
 // whole tiles first, alone or as multicast CTAs, so that the last round of tiles keeps all multiprocessors busy. One run
 // twice is bit-identical.
 #pragma once
-#ifndef LOWBIT_AT_ONCE
-#define LOWBIT_AT_ONCE 2
-#endif
 #include "common/hopper.cuh"
 #include "gemm/gemm_epilogue.cuh"
 #include "gemm/limited_swiglu.cuh"
@@ -467,7 +464,7 @@ struct Consumer {
   // The same where 32 columns of a chunk have scales of their own.
   __device__ __forceinline__ void multiply_grouped_codes(float (&d)[S::kSums], int num_chunks) {
     static_assert(S::kChunks > 1 && S::kGroups == kMmasOfTile);
-    constexpr int kAtOnce = kTokens == 8 ? LOWBIT_AT_ONCE : 1;  // sums of 32 columns, which take registers
+    constexpr int kAtOnce = kTokens == 8 ? 2 : 1;  // sums of 32 columns, which take registers
     const int chunk = warpgroup;
 #pragma unroll
     for (int i = 0; i < S::kSums; i++) d[i] = 0;
