@@ -5,10 +5,10 @@
 MODEL needs the config.json of a DeepSeek over latents alone: weights are random, the same for both. Ways take turns
 (tensor, data, tensor), each an engine in a process of its own. Tokens of KV are those that all ranks hold;
 log-probabilities are of the same prompts. Last, how choices spread over experts, in a model of fewer layers on one GPU.
-Data-parallel ranks are refused on GPUs so far (`engine/data_parallel/choice.py`): that has to go first.
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import subprocess
@@ -33,7 +33,7 @@ from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.worker.process_group import start_workers
 
 TURNS = ("tensor", "data", "tensor")
-LIMIT_S = 70
+LIMIT_S = 50
 SPREAD_LAYERS, SPREAD_ROWS = 4, 256
 
 
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--way", choices=("tensor", "data", "spread"))
     given = parser.parse_args()
     if given.way is not None:
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # ranks that wait for each other: where each thread is
         one_way(given)
         return
     runs: list[dict[str, Any]] = []
@@ -56,7 +57,7 @@ def main() -> None:
             out = Path(folder) / f"{turn}.json"
             again = [argument for argument in sys.argv[1:] if argument not in (str(given.out),)]
             command = [sys.executable, __file__, *again[:1], str(out), *again[1:], "--way", way]
-            done = subprocess.run(command, check=False, timeout=LIMIT_S, env=os.environ)
+            done = subprocess.run(command, check=False, env=os.environ)
             if done.returncode or not out.exists():
                 print(f"{way}: ended with {done.returncode}", flush=True)
                 continue

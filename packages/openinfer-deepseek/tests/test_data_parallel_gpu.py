@@ -1,7 +1,6 @@
 """Data-parallel ranks on two GPUs: the answers of one GPU, in graphs that all ranks replay and without graphs.
 
-Random weights, the attention of the published sizes. Skipped, with the reason, where there are not two GPUs, and while
-`data_parallel/choice.py` refuses GPUs: without that refusal they are what has to pass for it to go.
+Random weights, the attention of the published sizes. Skipped, with the reason, where there are not two GPUs.
 """
 
 import json
@@ -15,7 +14,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
-from openinfer_core.errors import Refused
 from openinfer_deepseek.family import DeepseekV2
 from openinfer_deepseek.model import DeepseekModel
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
@@ -50,6 +48,20 @@ BF16_LOGPROB = 0.5
 """How far a log-probability may be from another number of ranks': BF16 turns near ties of the router, so experts."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_gpus() -> None:
+    pytest.importorskip("cupy", reason="data-parallel ranks on GPUs need CuPy")
+    from openinfer_kernels import DeviceUnavailableError
+    from openinfer_kernels.cuda.common.device import gpu_count
+
+    try:
+        count = gpu_count()
+    except DeviceUnavailableError as reason:
+        pytest.skip(str(reason))
+    if count < 2:
+        pytest.skip(f"two GPUs are needed, and there is {count}")
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
@@ -63,12 +75,7 @@ def options(**given: Any) -> EngineOptions:
 
 
 def apart(model_dir: Path, **given: Any) -> DataParallelLoop:
-    try:
-        return build_data_parallel_loop(
-            resolve(DeepseekV2().definition, model_dir, options(data_parallel_size=2, **given))
-        )
-    except Refused as reason:
-        pytest.skip(str(reason))
+    return build_data_parallel_loop(resolve(DeepseekV2().definition, model_dir, options(data_parallel_size=2, **given)))
 
 
 def together(model_dir: Path, ranks: int) -> StepLoop:

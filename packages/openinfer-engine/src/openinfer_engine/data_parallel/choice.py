@@ -4,7 +4,7 @@ from typing import Any
 
 from openinfer_core import Refused
 from openinfer_engine.model import ModelDefinition
-from openinfer_engine.options import THREAD_RANKS, DeviceKind, EngineOptions
+from openinfer_engine.options import THREAD_RANKS, EngineOptions
 
 
 def check_data_parallel(definition: ModelDefinition[Any], config: Any, options: EngineOptions) -> None:
@@ -12,11 +12,6 @@ def check_data_parallel(definition: ModelDefinition[Any], config: Any, options: 
     if options.data_parallel_size == 1:
         return
     definition.check_data_parallel(config, options.data_parallel_size)
-    if options.device is not DeviceKind.CPU:
-        raise Refused(
-            "data_parallel_size: data-parallel ranks are built for GPUs and have not run there to the end, so they are "
-            "refused; on GPUs experts are dealt out by --tensor-parallel-size"
-        )
     excluded = {
         "--tensor-parallel-size": options.tensor_parallel_size > 1,
         f"--rank-host {options.rank_host}": options.rank_host not in (None, THREAD_RANKS),

@@ -170,9 +170,6 @@ class NcclCommunicator:
             logger.exception("rank %d cannot join", self._rank)
             self._break(GroupBroken(f"rank {self._rank} cannot join: {type(error).__name__}: {error}"))
             return
-        arrays = RankArrays(
-            self._device
-        )  # on this thread, whose device it is: the one that makes this may have another
         sums = ExactSums(group, arrays, rank=self._rank, size=self._size, nodes=self._nodes)
         with self._changed:
             self._joined = _Joined(group, arrays, sums, one_shot)
