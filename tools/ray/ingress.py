@@ -1,14 +1,14 @@
 """What a way to an engine costs: the plain server, our server before a replica, and Ray Serve's proxy before that.
 
     python tools/ray/ingress.py --json benchmarks/results/ray/ingress.json
+    python tools/ray/ingress.py --model DIR --device cuda --load-format dummy --num-blocks 8192     (on a GPU)
 
-One engine of the tiny model each, on a CPU, all three there at the same time and measured in turns, so that what else
-the machine does falls on all. A step of the tiny model takes milliseconds, so what is before the engine weighs more
-here than before a GPU.
+One engine each, all three there at the same time and measured in turns, so that what else the machine does falls on
+all. Flags that are not listed go to all servers. Load is that of `openinfer bench serve`: token ids, from processes of
+their own. By default the model is the tiny one on a CPU, whose steps take milliseconds.
 """
 
 import argparse
-import json
 import os
 import re
 import socket
@@ -17,21 +17,25 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
 from recorded import begun, say
 
+from openinfer_bench.serve.figures import row_of
+from openinfer_bench.serve.load import send_load
+from openinfer_bench.serve.messages import Target
+from openinfer_bench.serve.workloads import Sizes, phases
+
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OPENBLAS_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-m", "openinfer.commands.main"]
 ENGINE = ["--max-num-seqs", "64", "--max-waiting", "256"]
 RAY = ["--ray-address", "local", "--replica-timeout-s", "120"]
-TOKENS = 48
 GIVE_UP_S = 600.0
+FIGURES = ("tokens_per_s", "ttft_p50_ms", "ttft_p50_under_load_ms", "itl_p99_under_load_ms")
 
 
 class Arrangement:
@@ -48,26 +52,19 @@ class Arrangement:
         watchdog.cancel()
         found = re.search(r"on (http\S+?),?\s", said)
         assert found is not None, (said, log.read_text("utf-8", errors="replace")[-3000:])
-        self._client = httpx.Client(base_url=found[1], timeout=GIVE_UP_S, limits=httpx.Limits(max_connections=256))
+        url = urlsplit(found[1])
+        (model,) = httpx.get(f"{found[1]}/v1/models", timeout=GIVE_UP_S).json()["data"]
+        self._target = Target(host=str(url.hostname), port=url.port or 80, path="", model=model["id"])
 
-    def stream(self, max_tokens: int, number: int) -> tuple[float, int]:
-        """Seconds to the first token, and how many events with text there were."""
-        body = {"model": "tiny", "prompt": f"{number} Where is Paris?", "max_tokens": max_tokens, "stream": True}
-        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
-        began_s, first_s, tokens = time.perf_counter(), 0.0, 0
-        with self._client.stream("POST", "/v1/completions", json=body) as answer:
-            answer.raise_for_status()
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                first_s = first_s or time.perf_counter() - began_s
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-        return first_s, tokens
+    def send(self, workload: str, sizes: Sizes, *, processes: int) -> dict[str, Any]:
+        """A row of `openinfer bench serve`."""
+        (phase,) = phases(workload, sizes)
+        outcomes = send_load(self._target, phase, processes=processes)[phase.thrown_away :]
+        row = row_of(workload, outcomes)
+        assert not row["failed"], row["errors"]
+        return row
 
     def close(self) -> None:
-        self._client.close()
         children = psutil.Process(self._process.pid).children(recursive=True)
         self._process.terminate()
         try:
@@ -82,25 +79,34 @@ class Arrangement:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", default="tiny", help="a folder, or a name")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    seen = begun(streams=arguments.streams, tokens_each=TOKENS)
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--output-tokens", type=int, default=48)
+    parser.add_argument("--num-token-ids", type=int, default=256)
+    parser.add_argument("--processes", type=int, default=1, help="of clients")
+    given, flags = parser.parse_known_args()
+    seen = begun(**{name: value for name, value in vars(given).items() if name != "json"}, flags=flags)
+    seen["model"] = Path(given.model).name
+    engine = [*ENGINE, *flags]
     with tempfile.TemporaryDirectory() as folder:
-        proxied = ["ray", "serve", "tiny", *RAY, *ENGINE, "--ray-servers", "1", "--port", str(free_port())]
+        proxied = ["ray", "serve", given.model, *RAY, *engine, "--ray-servers", "1", "--port", str(free_port())]
         commands = {
-            "plain": ["serve", "tiny", "--port", "0", *ENGINE],
-            "tcp ingress": ["ray", "serve", "tiny", "--port", "0", *RAY, *ENGINE],
+            "plain": ["serve", given.model, "--port", "0", *engine],
+            "tcp ingress": ["ray", "serve", given.model, "--port", "0", *RAY, *engine],
             "serve proxy": proxied,
         }
-        ways = [Arrangement(name, command, Path(folder) / name) for name, command in commands.items()]
+        ways: list[Arrangement] = []
         try:
-            seen["rounds"] = measure(ways, arguments.streams, arguments.rounds)
+            for name, command in commands.items():
+                ways.append(Arrangement(name, command, Path(folder) / name))
+            seen["rounds"] = measure(ways, given)
         finally:
             for each in ways:
                 each.close()
     seen["median"] = medians(seen["rounds"])
-    say(seen, arguments.json)
+    say(seen, given.json)
 
 
 def free_port() -> int:
@@ -109,24 +115,26 @@ def free_port() -> int:
         return port
 
 
-def measure(ways: list[Arrangement], streams: int, rounds: int) -> list[dict[str, Any]]:
+def measure(ways: list[Arrangement], given: argparse.Namespace) -> list[dict[str, Any]]:
     """Each round goes through all ways; the first is left out."""
     measured: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(streams) as clients:
-        for turn in range(rounds + 1):
-            found: dict[str, Any] = {}
-            for way in [*ways[turn % len(ways) :], *ways[: turn % len(ways)]]:
-                alone_ms = [way.stream(1, 1000 * turn + number)[0] * 1e3 for number in range(15)]
-                began_s = time.perf_counter()
-                answers = list(clients.map(way.stream, [TOKENS] * streams, range(streams)))
-                took_s = time.perf_counter() - began_s
-                found[way.name] = {
-                    "tokens_per_s": round(sum(tokens for _, tokens in answers) / took_s, 1),
-                    "ttft_p50_ms": round(statistics.median(alone_ms), 2),
-                    "ttft_p50_under_load_ms": round(statistics.median(first for first, _ in answers) * 1e3, 1),
-                }
-            if turn:
-                measured.append(found)
+    for turn in range(given.rounds + 1):
+        sizes = Sizes(
+            prompt_tokens=given.prompt_tokens,
+            output_tokens=given.output_tokens,
+            seconds=0.0,
+            num_token_ids=given.num_token_ids,
+            seed=turn,
+        )
+        found: dict[str, Any] = {}
+        for way in [*ways[turn % len(ways) :], *ways[: turn % len(ways)]]:
+            alone = way.send("bs1", sizes, processes=1)
+            loaded = way.send(f"conc={given.streams}", sizes, processes=given.processes)
+            figures = (loaded["out_tok_s"], alone["ttft_ms"]["p50"], loaded["ttft_ms"]["p50"], loaded["itl_ms"]["p99"])
+            found[way.name] = dict(zip(FIGURES, figures, strict=True))
+        print(found, flush=True)
+        if turn:
+            measured.append(found)
     return measured
 
 

@@ -10,7 +10,7 @@ from openinfer_core.provenance import provenance
 
 def begun(**more: Any) -> dict[str, Any]:
     """A record of a run that begins: the machine, its load, versions and commit, and what else is said."""
-    given = provenance()
+    given = provenance(commit=os.environ.get("COMMIT"))
     seen: dict[str, Any] = {name: getattr(given, name) for name in given.__struct_fields__}
     return seen | {"load_average": round(os.getloadavg()[0], 2)} | more
 
