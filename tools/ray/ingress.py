@@ -42,7 +42,7 @@ class Arrangement:
     """A command that serves, and where."""
 
     def __init__(self, name: str, command: list[str], log: Path) -> None:
-        self.name = name
+        self.name, self._log = name, log
         with log.open("wb") as errors:
             self._process = subprocess.Popen([*COMMAND, *command], stdout=subprocess.PIPE, stderr=errors, text=True)
         watchdog = threading.Timer(GIVE_UP_S, self._process.kill)
@@ -51,7 +51,7 @@ class Arrangement:
         said = self._process.stdout.readline()
         watchdog.cancel()
         found = re.search(r"on (http\S+?),?\s", said)
-        assert found is not None, (said, log.read_text("utf-8", errors="replace")[-3000:])
+        assert found is not None, (said, self._said())
         url = urlsplit(found[1])
         (model,) = httpx.get(f"{found[1]}/v1/models", timeout=GIVE_UP_S).json()["data"]
         self._target = Target(host=str(url.hostname), port=url.port or 80, path="", model=model["id"])
@@ -61,8 +61,11 @@ class Arrangement:
         (phase,) = phases(workload, sizes)
         outcomes = send_load(self._target, phase, processes=processes)[phase.thrown_away :]
         row = row_of(workload, outcomes)
-        assert not row["failed"], row["errors"]
+        assert not row["failed"], (self.name, workload, row["failed"], row["errors"], self._said())
         return row
+
+    def _said(self) -> str:
+        return self._log.read_text("utf-8", errors="replace")[-3000:]
 
     def close(self) -> None:
         children = psutil.Process(self._process.pid).children(recursive=True)

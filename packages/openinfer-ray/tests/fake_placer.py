@@ -31,7 +31,7 @@ def main(way: str, *, signs: Path | None = None) -> None:
     if way == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if way == "refuses":
-        say(Failed(why=f"no {order.num_nodes} nodes"))
+        say(Failed(why=f"no {len(order.shares)} nodes"))
     else:
         say(Placed(host="127.0.0.1"))
         invite = to_placer.decode(sys.stdin.buffer.readline())
@@ -48,8 +48,8 @@ def main(way: str, *, signs: Path | None = None) -> None:
 
 
 def _join(order: Place, invite: Invite) -> None:
-    for index in range(1, order.num_nodes + 1):
-        told = Invitation(to=invite, node=f"node-{index}", node_index=index, ranks=order.ranks_per_node)
+    for index, ranks in enumerate(order.shares, 1):
+        told = Invitation(to=invite, node=f"node-{index}", node_index=index, ranks=ranks, model=order.model)
         threading.Thread(target=_run, args=(msgspec.json.encode(told),)).start()
 
 

@@ -7,12 +7,12 @@ import msgspec
 import pytest
 
 from openinfer_core import InvalidRequest, Refused, find_plugin
-from openinfer_ray.cluster import Bundle, places_on
+from openinfer_ray.bundles import Bundle, places_on
 from openinfer_ray.command import run
 from openinfer_ray.options import RayOptions
 from openinfer_ray.replica import launch
 from openinfer_ray.replica_spec import ReplicaAddress, ReplicaSpec
-from openinfer_ray.serve import bundle_of
+from openinfer_ray.serve import bundle_of, shares_asked
 from openinfer_tiny_model import model_dir
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="replicas on Ray need Linux")
@@ -21,6 +21,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="replicas on Ray need
 class FamilyOptions(msgspec.Struct):
     device: str = "cpu"
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
 
 
 def spec(**changed: object) -> ReplicaSpec:
@@ -45,22 +46,26 @@ def test_the_command_is_found_by_its_name() -> None:
 
 def test_a_replica_has_a_gpu_for_each_rank_and_none_on_a_cpu() -> None:
     options = RayOptions(replica_cpus=3)
-    assert bundle_of(FamilyOptions(device="cuda", tensor_parallel_size=4), options) == Bundle(cpus=3, gpus=4)
-    assert bundle_of(FamilyOptions(tensor_parallel_size=4), options) == Bundle(cpus=3, gpus=0)
+    assert bundle_of(FamilyOptions(device="cuda", tensor_parallel_size=4), options) == Bundle(cpus=3, gpus=(4,))
+    assert bundle_of(FamilyOptions(tensor_parallel_size=4), options) == Bundle(cpus=3, gpus=(0,))
+    assert bundle_of(FamilyOptions(device="cuda", data_parallel_size=2), options) == Bundle(cpus=3, gpus=(2,))
 
 
-def test_a_replica_on_several_nodes_has_as_much_of_each() -> None:
-    options = RayOptions(replica_cpus=3, ranks_per_node=2)
-    assert bundle_of(FamilyOptions(device="cuda", tensor_parallel_size=8), options) == Bundle(cpus=3, gpus=2, nodes=4)
-    assert bundle_of(FamilyOptions(tensor_parallel_size=4), options) == Bundle(cpus=3, gpus=0, nodes=2)
+def test_a_replica_on_several_nodes_has_a_gpu_for_each_rank_there() -> None:
+    on_gpus, on_cpus = FamilyOptions(device="cuda", tensor_parallel_size=8), FamilyOptions(tensor_parallel_size=8)
+    for asked, shares in (("2", (2, 2, 2, 2)), ("4+3+1", (4, 3, 1))):
+        options = RayOptions(replica_cpus=3, ranks_per_node=asked)
+        assert shares_asked(on_gpus, options) == shares_asked(on_cpus, options) == shares
+        assert bundle_of(on_gpus, options, shares) == Bundle(cpus=3, gpus=shares)
+        assert bundle_of(on_cpus, options, shares) == Bundle(cpus=3, gpus=(0,) * len(shares))
 
 
 def test_room_is_counted_by_whole_replicas_of_one_node() -> None:
-    bundle = Bundle(cpus=2, gpus=4)
-    assert places_on({"CPU": 64.0, "GPU": 8.0}, bundle) == 2
-    assert places_on({"CPU": 64.0, "GPU": 7.0}, bundle) == 1
-    assert places_on({"CPU": 3.0, "GPU": 8.0}, bundle) == 1
-    assert places_on({"CPU": 64.0}, bundle) == 0
+    (needs,) = Bundle(cpus=2, gpus=(4,)).resources
+    assert places_on({"CPU": 64.0, "GPU": 8.0}, needs) == 2
+    assert places_on({"CPU": 64.0, "GPU": 7.0}, needs) == 1
+    assert places_on({"CPU": 3.0, "GPU": 8.0}, needs) == 1
+    assert places_on({"CPU": 64.0}, needs) == 0
 
 
 @pytest.mark.parametrize(
@@ -69,8 +74,12 @@ def test_room_is_counted_by_whole_replicas_of_one_node() -> None:
         {"replicas": 0},
         {"replicas": 5000},
         {"replica_cpus": 0},
-        {"ranks_per_node": 0},
-        {"ranks_per_node": 5000},
+        {"ranks_per_node": "0"},
+        {"ranks_per_node": "5000"},
+        {"ranks_per_node": "1000+1000"},
+        {"ranks_per_node": "2+"},
+        {"ranks_per_node": "-1"},
+        {"ranks_per_node": "most"},
         {"replica_health_period_s": float("nan")},
         {"replica_timeout_s": 0.0},
         {"ray_address": ""},
@@ -91,9 +100,10 @@ def test_an_option_out_of_range_is_refused_by_its_name(wrong: dict[str, object])
     [
         (["--workers", "2"], "--workers 1"),
         (["--rank-host", "join=127.0.0.1:7000,token-file=F"], "leave --rank-host out"),
-        (["--ranks-per-node", "1"], "must divide the 1 ranks"),
-        (["--ranks-per-node", "2", "--tensor-parallel-size", "2"], "must divide the 2 ranks .* and be less"),
-        (["--ranks-per-node", "2", "--tensor-parallel-size", "3"], "must divide the 3 ranks"),
+        (["--ranks-per-node", "1"], "1 ranks are not two or more nodes of 1"),
+        (["--ranks-per-node", "2", "--tensor-parallel-size", "2"], "2 ranks are not two or more nodes of 2"),
+        (["--ranks-per-node", "2", "--tensor-parallel-size", "3"], "3 ranks are not two or more nodes of 2"),
+        (["--ranks-per-node", "2+1", "--tensor-parallel-size", "2"], r"2\+1 are 3 ranks, not 2"),
         (["--ranks-per-node", "1", "--tensor-parallel-size", "2", "--rank-host", "thread"], "ranks in threads"),
         (["--replicas", "0"], "replicas must be in"),
         (["--ray-servers", "257"], "ray_servers must be in"),
@@ -118,7 +128,7 @@ def test_an_application_cannot_be_deleted_from_a_cluster_that_is_started_for_it(
 
 
 def test_a_node_without_the_model_says_so() -> None:
-    with pytest.raises(Refused, match="every node needs the model at the same path"):
+    with pytest.raises(Refused, match="no folder /nonexistent/model: .* OPENINFER_RAY_MODEL_PATHS"):
         launch(spec(model_dir="/nonexistent/model"))
 
 

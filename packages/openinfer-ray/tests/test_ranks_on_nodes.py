@@ -1,8 +1,10 @@
-"""Ranks of one replica on two nodes of a real Ray cluster: their tokens, their ends, and the death of a node."""
+"""Ranks of one replica on two nodes of a real Ray cluster: their tokens and ends, a node's death, shares and paths."""
 
 import importlib
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,19 +18,26 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from safetensors.numpy import save_file
 
+import openinfer_tiny_model
 from openinfer import LLM
+from openinfer_engine.testing import random_weights
+from openinfer_qwen3.family import Qwen3
+from openinfer_ray.model_paths import VARIABLE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="replicas on Ray need Linux")
 
 COMMAND = [sys.executable, "-m", "openinfer.commands.main", "ray"]
 GIVE_UP_S = 900.0  # of the whole test, whatever the machine does meanwhile
 NODES = 3  # that may have ranks: two, and one to take the place of one that dies
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 PROMPTS = ["Where is Paris?", "Count to nine: one, two,", "a b c d e"]
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Each node has the model of the folder `model` in another folder."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("OPENINFER_LOG_LEVEL", "info")
@@ -40,8 +49,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small}
     )
     try:
-        for _ in range(NODES):
-            started.add_node(num_cpus=1, **small)
+        for index in range(NODES):
+            paths = {VARIABLE: f"{tmp_path / 'model'}={tmp_path / f'node-{index}'}"}
+            started.add_node(num_cpus=1, env_vars=paths, **small)
         yield started
     finally:
         started.shutdown()
@@ -50,17 +60,19 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 class Served:
     """`openinfer ray serve` on a cluster, with the ranks of one replica on two nodes."""
 
-    def __init__(self, address: str, log: Path) -> None:
+    def __init__(self, address: str, log: Path, *, model: str = "tiny", ranks: int = 2, shares: str = "1") -> None:
         self._log = log
-        flags = ["--ray-address", address, "--tensor-parallel-size", "2", "--ranks-per-node", "1", "--port", "0"]
+        flags = ["--ray-address", address, "--port", "0", "--model-name", "tiny"]
+        flags += ["--tensor-parallel-size", str(ranks), "--ranks-per-node", shares]
         flags += ["--replica-health-period-s", "0.5", "--replica-timeout-s", "120", "--drain-deadline-s", "240"]
         # Neither silence nor a step that takes long may be what ends the engine.
         flags += ["--rank-timeout-s", "3600", "--health-max-step-age-s", "3600"]
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
-                [*COMMAND, "serve", "tiny", *flags], stdout=subprocess.PIPE, stderr=errors, text=True
+                [*COMMAND, "serve", model, *flags], stdout=subprocess.PIPE, stderr=errors, text=True
             )
         self._watchdog = threading.Timer(GIVE_UP_S, self.process.kill)
+        self._watchdog.daemon = True
         self._watchdog.start()
         assert self.process.stdout is not None
         said = self.process.stdout.readline()
@@ -130,8 +142,42 @@ def test_ranks_on_two_nodes_say_what_one_process_says_and_outlive_neither_a_node
     assert left == []
 
 
-def said_by_an_engine(**options: Any) -> list[str]:
-    with LLM("tiny", **options) as llm:
+def test_nodes_with_unequal_shares_find_the_model_at_paths_of_their_own(cluster: Any, tmp_path: Path) -> None:
+    folders = [tmp_path / f"node-{index}" for index in range(NODES)]
+    for folder in folders:
+        write_model(folder)
+    expected = said_by_an_engine(str(folders[0]), tensor_parallel_size=3)
+    # What the command reads is here; weights are on the nodes alone.
+    here = tmp_path / "model"
+    here.mkdir()
+    for name in ("config.json", *TOKENIZER):
+        shutil.copy(folders[0] / name, here)
+    served = Served(cluster.address, tmp_path / "log", model=str(here), ranks=3, shares="2+1")
+    try:
+        assert [text_of(served.ask(prompt, 24)) for prompt in PROMPTS] == expected
+        paths = [folder for each in ranks() for folder in folders if str(folder) in command_line(each)]
+        assert len(ranks()) == 2  # rank 1 is on the node of rank 0, which the engine's process is
+        assert len(paths) == 1
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait() == 0
+    finally:
+        served.end()
+
+
+def write_model(folder: Path) -> None:
+    """A model that three ranks can share."""
+    source = openinfer_tiny_model.model_dir()
+    config = json.loads((source / "config.json").read_bytes())
+    config |= {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 384, "num_hidden_layers": 2}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(Qwen3().definition, config), folder / "model.safetensors")
+    for name in TOKENIZER:
+        shutil.copy(source / name, folder)
+
+
+def said_by_an_engine(model: str = "tiny", **options: Any) -> list[str]:
+    with LLM(model, **options) as llm:
         return [each.text for each in llm.generate(PROMPTS, ignore_eos=True, max_tokens=24, temperature=0)]
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from openinfer_core import Refused
 from openinfer_core.process.processors import usable_processors
+from openinfer_ray.bundles import Bundle, replicas_on
 from openinfer_ray.directory import Directory, read_listing
 from openinfer_ray.options import LOCAL, RayOptions
 from openinfer_ray.replica_spec import ReplicaAddress, ReplicaSpec
@@ -52,18 +53,6 @@ def import_ray(module: str = "ray") -> Any:
         ) from error
 
 
-class Bundle(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica needs of each of its nodes."""
-
-    cpus: int
-    gpus: int
-    nodes: int = 1
-
-    @property
-    def resources(self) -> dict[str, float]:
-        return {"CPU": float(self.cpus), **({"GPU": float(self.gpus)} if self.gpus else {})}
-
-
 def connect(options: RayOptions, bundle: Bundle) -> None:
     """Connects this process to the cluster, or starts one that ends with it; raises `Refused`."""
     started: dict[str, Any] = {}
@@ -87,19 +76,25 @@ def connect_driver(address: str, **started: Any) -> None:
         raise Refused(f"the Ray cluster {address} cannot be had: {error}") from error
 
 
+def node_resources() -> list[Mapping[str, float]]:
+    """What each node has, were it empty."""
+    ray: Any = import_ray()
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
 def require_room(options: RayOptions, bundle: Bundle) -> None:
     """Raises `Refused` if the nodes that are there could not hold all replicas, were they empty.
 
     Ray would wait for more nodes, without an end.
     """
-    ray: Any = import_ray()
-    nodes: list[Mapping[str, float]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = node_resources()
     room = replicas_on(nodes, bundle, most=options.most_replicas)
     if room < options.most_replicas:
         have = "; ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
-        of = "one node" if bundle.nodes == 1 else f"each of {bundle.nodes} nodes"
+        gpus = " + ".join(map(str, bundle.gpus))
+        of = "one node" if len(bundle.gpus) == 1 else f"{len(bundle.gpus)} nodes"
         raise Refused(
-            f"{options.most_replicas} replicas, each with {bundle.cpus} CPUs and {bundle.gpus} GPUs of {of}, do not "
+            f"{options.most_replicas} replicas, each with {gpus} GPUs of {of} and {bundle.cpus} CPUs of each, do not "
             f"fit: the cluster has room for {room}. Its nodes have: {have}" + _advice(nodes, bundle)
         )
 
@@ -107,21 +102,9 @@ def require_room(options: RayOptions, bundle: Bundle) -> None:
 def _advice(nodes: Sequence[Mapping[str, float]], bundle: Bundle) -> str:
     """What would fit, where no node has the GPUs of a replica."""
     largest = math.floor(max((node.get("GPU", 0.0) for node in nodes), default=0.0))
-    if bundle.nodes > 1 or not 0 < largest < bundle.gpus:
+    if len(bundle.gpus) > 1 or not 0 < largest < bundle.gpus[0]:
         return ""
-    return f". No node has {bundle.gpus} GPUs: --ranks-per-node puts the ranks of a replica on several"
-
-
-def replicas_on(nodes: Sequence[Mapping[str, float]], bundle: Bundle, *, most: int) -> int:
-    """How many replicas, up to so many, empty nodes of these resources hold; a replica's nodes are different ones."""
-    room = [places_on(node, bundle) for node in nodes]
-    fitting = (count for count in range(most, 0, -1) if sum(min(each, count) for each in room) >= count * bundle.nodes)
-    return next(fitting, 0)
-
-
-def places_on(node: Mapping[str, float], bundle: Bundle) -> int:
-    """How many bundles an empty node of these resources holds."""
-    return min(math.floor(node.get(name, 0.0) / amount) for name, amount in bundle.resources.items())
+    return f". No node has {bundle.gpus[0]} GPUs: --ranks-per-node auto spreads the ranks of a replica over several"
 
 
 def deploy(options: RayOptions, bundle: Bundle, spec: ReplicaSpec) -> None:
@@ -138,9 +121,9 @@ def deploy(options: RayOptions, bundle: Bundle, spec: ReplicaSpec) -> None:
     deployment = serve.deployment(Replica).options(
         name=DEPLOYMENT,
         **number_of_replicas(options),
-        placement_group_bundles=[bundle.resources] * bundle.nodes,
-        placement_group_strategy="STRICT_PACK" if bundle.nodes == 1 else "STRICT_SPREAD",
-        ray_actor_options={"num_cpus": bundle.cpus, "num_gpus": bundle.gpus},
+        placement_group_bundles=bundle.resources,
+        placement_group_strategy="STRICT_PACK" if len(bundle.gpus) == 1 else "STRICT_SPREAD",
+        ray_actor_options={"num_cpus": bundle.cpus, "num_gpus": bundle.gpus[0]},
         health_check_period_s=options.replica_health_period_s,
         health_check_timeout_s=spec.timeout_s + _HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=spec.drain_deadline_s + _SHUTDOWN_GRACE_S,

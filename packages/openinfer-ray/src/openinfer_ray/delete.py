@@ -8,6 +8,7 @@ from openinfer.flags import add_flags, read_flags
 from openinfer_core import Refused
 from openinfer_core.process.logs import set_up_logs
 from openinfer_ray import cluster
+from openinfer_ray.bundles import Bundle
 from openinfer_ray.options import LOCAL, RayOptions
 
 _OF_SERVE = frozenset(
@@ -35,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     if options.ray_address == LOCAL:
         raise Refused("a cluster that is started now has no application: --ray-address auto or HOST:PORT")
     set_up_logs(os.environ)
-    cluster.connect(options, cluster.Bundle(cpus=1, gpus=0))
+    cluster.connect(options, Bundle(cpus=1, gpus=(0,)))
     try:
         if not cluster.delete(options.ray_app):
             raise Refused(f"there is no application {options.ray_app} in Ray Serve")

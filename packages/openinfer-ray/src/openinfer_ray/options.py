@@ -7,13 +7,13 @@ import msgspec
 from openinfer_core import InvalidRequest
 from openinfer_ray.replica_spec import Routing
 from openinfer_ray.scaling import ScaleLimits
+from openinfer_ray.shares import AUTO, parse_shares
 
 LOCAL = "local"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _MOST_REPLICAS = 1024
 _MOST_SERVERS = 256
 _MOST_CPUS = 1024
-_MOST_RANKS = 1024
 _MOST_WAITING_TOKENS = 10**9
 _LONGEST_PERIOD_S = 3600.0
 _LONGEST_SCALE_S = 86_400.0
@@ -41,9 +41,9 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds for which more must have waited before there are more replicas."""
     scale_down_after_s: float = 300.0
     """Seconds for which nothing must have waited, and one replica less would have done, before there is one less."""
-    ranks_per_node: int | None = None
-    """Ranks of a replica on one node, a divisor of --tensor-parallel-size: the others are on other nodes and join over
-    TCP. By default all ranks of a replica are on one node."""
+    ranks_per_node: str | None = None
+    """Ranks of a replica on one node; the others are on other nodes and join over TCP. N: on each, N+N+...: on the node
+    of the replica and on the others, auto: on as few nodes as GPUs allow. By default all are on one node."""
     replica_cpus: int = 1
     """CPUs that Ray keeps for each replica, on each of its nodes."""
     replica_routing: Routing = Routing.KV_EVENTS
@@ -68,8 +68,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name, most in (("replicas", _MOST_REPLICAS), ("replica_cpus", _MOST_CPUS)):
             if not 1 <= getattr(self, name) <= most:
                 raise InvalidRequest(f"{name} must be in 1 .. {most}", field=name)
-        if self.ranks_per_node is not None and not 1 <= self.ranks_per_node <= _MOST_RANKS:
-            raise InvalidRequest(f"ranks_per_node must be in 1 .. {_MOST_RANKS}", field="ranks_per_node")
+        self._check_shares()
         if not 0 <= self.ray_servers <= _MOST_SERVERS:
             raise InvalidRequest(f"ray_servers must be in 0 .. {_MOST_SERVERS}", field="ray_servers")
         self._check_scaling()
@@ -86,6 +85,14 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidRequest(
                 f"ray_app is {self.ray_app!r}; it must have 1 to 63 letters, digits, - and _", field="ray_app"
             )
+
+    def _check_shares(self) -> None:
+        if self.ranks_per_node in (None, AUTO):
+            return
+        try:
+            parse_shares(self.ranks_per_node)
+        except ValueError as error:
+            raise InvalidRequest(f"ranks_per_node: {error}; or it is {AUTO}", field="ranks_per_node") from error
 
     def _check_scaling(self) -> None:
         if self.max_replicas is not None and not self.replicas <= self.max_replicas <= _MOST_REPLICAS:

@@ -111,12 +111,12 @@ class Replica:
 
 def rank_options(spec: ReplicaSpec) -> dict[str, str]:
     """Options of an engine whose ranks are on the nodes of this actor's placement group."""
-    if spec.ranks_per_node is None:
+    if not spec.shares:
         return {}
     from openinfer_ray.ranks.setting import RaySetting  # imports the engine
 
     address, group = cluster.own_group()
-    setting = RaySetting(address=address, ranks_per_node=spec.ranks_per_node, cpus=spec.cpus, group=group)
+    setting = RaySetting(address=address, shares=spec.shares, cpus=spec.cpus, group=group, model=spec.model_dir)
     return {"rank_host": f"ray={setting.text}"}
 
 

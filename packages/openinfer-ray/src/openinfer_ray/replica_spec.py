@@ -1,5 +1,6 @@
 """What a replica is told to run, and what is told of it: both as JSON, which Ray carries as bytes."""
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ import msgspec
 from openinfer_core import InvalidRequest, Refused
 from openinfer_core.process.mutual_proof import read_token
 from openinfer_ray.kv_events.keys import digest_key
+from openinfer_ray.model_paths import VARIABLE, path_here
 
 
 class Routing(StrEnum):
@@ -25,10 +27,10 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     app: str
     family: str  # name in the group `openinfer.models`
-    model_dir: str  # on every node
+    model_dir: str  # on every node, but for those that have another path of it: `model_paths`
     options: msgspec.Raw  # the family's own options type, as JSON
     cpus: int  # of each node
-    ranks_per_node: int | None = None  # None: all are on one
+    shares: tuple[int, ...] = ()  # ranks of each of its nodes; empty: all are on one
     token: str | None  # None: it is in `token_file`
     token_file: str
     drain_deadline_s: float
@@ -54,9 +56,12 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def require_model(self) -> Path:
         """The folder of the model; raises `Refused` if this node does not have it."""
-        folder = Path(self.model_dir)
+        folder = path_here(self.model_dir, os.environ)
         if not folder.is_dir():
-            raise Refused(f"this node has no folder {folder}: every node needs the model at the same path")
+            raise Refused(
+                f"this node has no folder {folder}: every node needs the model, at the path that the command has or "
+                f"where {VARIABLE} of the node says"
+            )
         return folder
 
 

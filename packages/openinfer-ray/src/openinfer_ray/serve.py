@@ -21,10 +21,11 @@ from openinfer_core.errors import brought_by
 from openinfer_core.process.logs import set_up_logs
 from openinfer_ray import cluster
 from openinfer_ray.application import join_application
-from openinfer_ray.cluster import Bundle
+from openinfer_ray.bundles import Bundle
 from openinfer_ray.options import RayOptions
 from openinfer_ray.ray_engine import RayEngine
 from openinfer_ray.replica_spec import ReplicaSpec, Routing
+from openinfer_ray.shares import AUTO, choose_shares, parse_shares, shares_of, text_of
 from openinfer_server import ServerOptions
 
 logger = logging.getLogger("openinfer")
@@ -46,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     options = read_flags(arguments.namespace, RayOptions)
     set_up_logs(os.environ)
     _refuse_what_is_not_there(arguments.options, options, server)
-    bundle = bundle_of(arguments.options, options)
+    shares = shares_asked(arguments.options, options)
     if options.replica_routing is Routing.KV_EVENTS:
         _require_kv_events(arguments.options)
     frontend_parts(arguments.model_dir, arguments.family.name, server)  # a wrong name is told before anything starts
@@ -57,10 +58,12 @@ def run(argv: Sequence[str]) -> int:
         print(f"openinfer: serving {name} on {url}, {options.replicas} replicas on Ray", flush=True)  # noqa: T201
 
     spec.read_digest_key(spec.read_token())  # a file that is not here is told before anything starts
-    launch = functools.partial(start, options, bundle, spec)
     # In this thread: on Linux the processes of a cluster end with the thread that has started them.
-    cluster.connect(options, bundle)
+    cluster.connect(options, bundle_of(arguments.options, options, shares))
     try:
+        shares = shares or spread(arguments.options, options)
+        bundle, spec = bundle_of(arguments.options, options, shares), msgspec.structs.replace(spec, shares=shares)
+        launch = functools.partial(start, options, bundle, spec)
         if options.ray_servers:
             return _serve_through_proxies(options, bundle, spec, server)
         return run_starting(launch, arguments.model_dir, server, on_ready=announce)
@@ -89,13 +92,43 @@ def _serve_through_proxies(options: RayOptions, bundle: Bundle, spec: ReplicaSpe
     return 0
 
 
-def bundle_of(options: msgspec.Struct, replicas: RayOptions) -> Bundle:
-    """What one replica of these options of a family needs."""
-    of_family: Any = options
-    on_gpus = str(getattr(of_family, "device", "")) == _ON_GPUS
-    ranks: int = getattr(of_family, "tensor_parallel_size", 1)
-    on_node = replicas.ranks_per_node or ranks
-    return Bundle(cpus=replicas.replica_cpus, gpus=on_node if on_gpus else 0, nodes=ranks // on_node)
+def bundle_of(options: msgspec.Struct, replicas: RayOptions, shares: tuple[int, ...] = ()) -> Bundle:
+    """What one replica of these options of a family needs; `shares` are ranks of each of its nodes, none: of one."""
+    shares = shares or (_num_ranks(options),)
+    return Bundle(cpus=replicas.replica_cpus, gpus=shares if _on_gpus(options) else (0,) * len(shares))
+
+
+def shares_asked(options: msgspec.Struct, replicas: RayOptions) -> tuple[int, ...]:
+    """Ranks of each node of a replica; none if all are on one, or the cluster's nodes decide."""
+    if replicas.ranks_per_node in (None, AUTO):
+        return ()
+    try:
+        return shares_of(parse_shares(replicas.ranks_per_node), ranks=_num_ranks(options))
+    except ValueError as error:
+        raise InvalidRequest(
+            f"ranks_per_node: {error} of --tensor-parallel-size; without it they are on one node",
+            field="ranks_per_node",
+        ) from error
+
+
+def spread(options: msgspec.Struct, replicas: RayOptions) -> tuple[int, ...]:
+    """`shares_asked` of the nodes that there are, where they decide; raises `Refused` if replicas fit in no way."""
+    if replicas.ranks_per_node != AUTO or not _on_gpus(options):
+        return ()
+    nodes, ranks = cluster.node_resources(), _num_ranks(options)
+    shares = choose_shares(nodes, ranks=ranks, cpus=replicas.replica_cpus, most=replicas.most_replicas)
+    logger.info("each replica has %s ranks on %d nodes", text_of(shares), len(shares))
+    return shares if len(shares) > 1 else ()
+
+
+def _on_gpus(options: msgspec.Struct) -> bool:
+    return str(getattr(options, "device", "")) == _ON_GPUS
+
+
+def _num_ranks(options: msgspec.Struct) -> int:
+    tensor: int = getattr(options, "tensor_parallel_size", 1)
+    data: int = getattr(options, "data_parallel_size", 1)
+    return tensor * data
 
 
 def spec_of(arguments: ModelArguments, options: RayOptions, server: ServerOptions) -> ReplicaSpec:
@@ -108,7 +141,6 @@ def spec_of(arguments: ModelArguments, options: RayOptions, server: ServerOption
         model_dir=str(arguments.model_dir.resolve()),
         options=msgspec.Raw(msgspec.json.encode(arguments.options)),
         cpus=options.replica_cpus,
-        ranks_per_node=options.ranks_per_node,
         token=token,
         token_file=str(Path(options.replica_token_file).resolve()) if options.replica_token_file else "",
         drain_deadline_s=server.drain_deadline_s,
@@ -153,17 +185,12 @@ def _refuse_what_is_not_there(of_family: msgspec.Struct, options: RayOptions, se
             field="rank_host",
         )
     if options.ranks_per_node is not None:
-        _check_nodes(of_family, options.ranks_per_node)
+        _check_nodes(of_family)
 
 
-def _check_nodes(of_family: Any, on_node: int) -> None:
-    ranks: int = getattr(of_family, "tensor_parallel_size", 1)
-    if ranks % on_node or ranks == on_node:
-        raise InvalidRequest(
-            f"ranks_per_node is {on_node}; it must divide the {ranks} ranks of --tensor-parallel-size, and be less: "
-            "without it they are on one node",
-            field="ranks_per_node",
-        )
+def _check_nodes(of_family: Any) -> None:
+    if getattr(of_family, "data_parallel_size", 1) > 1:
+        raise InvalidRequest("data-parallel ranks are on one node: leave --ranks-per-node out", field="ranks_per_node")
     if getattr(of_family, "rank_host", None) == "thread":
         raise InvalidRequest("ranks in threads are on one node: leave --rank-host out", field="rank_host")
 

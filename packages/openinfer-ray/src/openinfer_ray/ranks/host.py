@@ -2,7 +2,7 @@
 
 openinfer serve --model DIR --tensor-parallel-size 16 --rank-host ray=auto,ranks-per-node=8
 
-engine's process: rank 0 and `ranks-per-node - 1` more, as processes      an actor on each other node
+engine's process: rank 0 and the others of its node, as processes         an actor on each other node
   ├─ pipe ─► placer ═ Ray ═ starts actors, tells them where to join ═════► RankNode
   └─ TCP ◄═ token, then steps and heartbeats ════════════════════════════ the processes that it starts
 """
@@ -43,9 +43,8 @@ class RanksOnRay:
 
     def planned(self, setting: str, spec: RankSpec) -> Placement:
         """Each node's ranks on its first GPUs."""
-        parsed = RaySetting.parse(setting)
-        nodes = 1 + parsed.num_other_nodes(spec)
-        return Placement(tuple(RankPlace(node, gpu) for node in range(nodes) for gpu in range(parsed.ranks_per_node)))
+        shares = RaySetting.parse(setting).shares_of(spec)
+        return Placement(tuple(RankPlace(node, gpu) for node, count in enumerate(shares) for gpu in range(count)))
 
 
 open_on_ray = RanksOnRay()
@@ -85,19 +84,20 @@ class RayRankHost:
     def _invite(self, spec: RankSpec) -> JoinRankHost:
         """A head that listens where the actors have been told to join."""
         setting = self._setting
+        local, *others = setting.shares_of(spec)
         order = Place(
             address=setting.address,
-            num_nodes=setting.num_other_nodes(spec),
-            ranks_per_node=setting.ranks_per_node,
+            shares=tuple(others),
             cpus=setting.cpus,
-            gpus=setting.ranks_per_node if spec.on_gpu else 0,
+            on_gpu=spec.on_gpu,
             wait_s=setting.wait_s,
             group=setting.group,
+            model=setting.model,
         )
         self._placer = _Placer(self._command)
         address = self._placer.place(order)
         token = secrets.token_hex(_TOKEN_BYTES).encode()
-        at = HeadSetting(host=address, port=0, local=setting.ranks_per_node, node=_HEAD, wait_s=setting.wait_s)
+        at = HeadSetting(host=address, port=0, local=local, node=_HEAD, wait_s=setting.wait_s)
         head = JoinRankHost(at, token=token)
         invite = Invite(host=address, port=head.port, token=token)
         self._placer.invite(invite, failed=head.give_up)

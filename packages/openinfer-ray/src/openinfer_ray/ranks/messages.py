@@ -14,12 +14,12 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, tag="place"):
     """Where ranks are to be had."""
 
     address: str
-    num_nodes: int  # but the head's
-    ranks_per_node: int
+    shares: tuple[int, ...]  # ranks of each node but the head's
     cpus: int  # of each node
-    gpus: int  # of each node
+    on_gpu: bool  # whether each rank needs one
     wait_s: float
     group: str
+    model: str  # its folder's path on these nodes; empty: the engine's own
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True, tag="placed"):
@@ -50,6 +50,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     node_index: int
     ranks: int
+    model: str  # before the node's own `model_paths`; empty: the engine's own
 
 
 FromPlacer = Placed | Failed

@@ -10,6 +10,7 @@ from openinfer_core import OpenInferError
 from openinfer_core.process.logs import set_up_logs
 from openinfer_engine.ranks.joining import Joining, join_head
 from openinfer_ray.cluster import import_ray
+from openinfer_ray.model_paths import path_here
 from openinfer_ray.ranks.messages import Invitation
 
 logger = logging.getLogger("openinfer.engine")
@@ -42,7 +43,8 @@ class RankNode:
         ranks = [Joining(name=asked.node, index=asked.node_index, gpu=gpu) for gpu in range(asked.ranks)]
         try:
             address = (asked.to.host, asked.to.port)
-            codes = join_head(address, ranks, token=asked.to.token, wait_s=_CONNECT_S)
+            model_dir = path_here(asked.model, os.environ) if asked.model else None
+            codes = join_head(address, ranks, token=asked.to.token, model_dir=model_dir, wait_s=_CONNECT_S)
         except OpenInferError as error:
             return str(error)
         logger.info("the ranks of this node have ended with the exit codes %s", codes)

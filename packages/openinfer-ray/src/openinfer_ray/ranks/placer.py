@@ -20,7 +20,8 @@ import msgspec
 
 from openinfer_core import OpenInferError, Refused
 from openinfer_core.process.logs import set_up_logs
-from openinfer_ray.cluster import Bundle, connect_driver, import_ray, places_on
+from openinfer_ray.bundles import Bundle, replicas_on
+from openinfer_ray.cluster import connect_driver, import_ray
 from openinfer_ray.ranks.messages import Failed, Invitation, Invite, Place, Placed, line_of, to_placer
 from openinfer_ray.ranks.node import RankNode
 
@@ -85,23 +86,27 @@ def _serve(orders: Orders, engine: io.FileIO, ends: contextlib.ExitStack) -> Non
         _watch(_invite(actors, invite, order), orders, engine)
 
 
-def _place(order: Place, ends: contextlib.ExitStack) -> list[tuple[str, Any]]:
-    """An actor on each node, with the node's name, in the order of addresses: the same nodes get the same ranks."""
+def _place(order: Place, ends: contextlib.ExitStack) -> list[tuple[str, Any, int]]:
+    """The name of each node, an actor on it, and its ranks, in the order of addresses: the same nodes get the same."""
     ray: Any = import_ray()
     strategies: Any = import_ray("ray.util.scheduling_strategies")
     group, first = (_group_of(order.group), 1) if order.group else (_new_group(order, ends), 0)
     actors: list[Any] = []
-    for index in range(first, first + order.num_nodes):
+    for index, gpus in enumerate(_bundle(order).gpus, first):
         strategy = strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        options = {"num_cpus": order.cpus, "num_gpus": order.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+        options = {"num_cpus": order.cpus, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
         actors.append(ray.remote(RankNode).options(**options).remote(order.cpus))
         ends.callback(_end_actor, actors[-1])
     try:
         places = ray.get([actor.where.remote() for actor in actors], timeout=order.wait_s)
     except ray.exceptions.GetTimeoutError as error:
-        raise Refused(f"Ray has not started actors on {order.num_nodes} nodes within {order.wait_s:g} s") from error
-    in_order = sorted(zip(places, actors, strict=True), key=lambda each: each[0])
-    return [(f"{host}-{node[:12]}", actor) for (host, node), actor in in_order]
+        raise Refused(f"Ray has not started actors on {len(order.shares)} nodes within {order.wait_s:g} s") from error
+    in_order = sorted(zip(places, actors, order.shares, strict=True), key=lambda each: each[0])
+    return [(f"{host}-{node[:12]}", actor, ranks) for (host, node), actor, ranks in in_order]
+
+
+def _bundle(order: Place) -> Bundle:
+    return Bundle(cpus=order.cpus, gpus=order.shares if order.on_gpu else (0,) * len(order.shares))
 
 
 def _group_of(group: str) -> Any:
@@ -115,18 +120,16 @@ def _new_group(order: Place, ends: contextlib.ExitStack) -> Any:
     ray: Any = import_ray()
     groups: Any = import_ray("ray.util.placement_group")
     own = ray.get_runtime_context().get_node_id()
-    bundle = Bundle(cpus=order.cpus, gpus=order.gpus)
-    nodes: list[Mapping[str, Any]] = ray.nodes()
-    room = sum(
-        1 for node in nodes if node["Alive"] and node["NodeID"] != own and places_on(node["Resources"], bundle) > 0
-    )
-    wanted = f"{order.num_nodes} nodes, other than this one, with {order.cpus} CPUs and {order.gpus} GPUs each"
-    if room < order.num_nodes:
-        raise Refused(f"--rank-host ray needs {wanted}; the cluster has {room}")
+    bundle, nodes = _bundle(order), list[Mapping[str, Any]](ray.nodes())
+    others = [node["Resources"] for node in nodes if node["Alive"] and node["NodeID"] != own]
+    gpus = " + ".join(map(str, bundle.gpus))
+    wanted = f"{len(order.shares)} nodes, other than this one, with {order.cpus} CPUs each and {gpus} GPUs"
+    if not replicas_on(others, bundle, most=1):
+        raise Refused(f"--rank-host ray needs {wanted}; the cluster has {len(others)} others, without that")
     group = groups.placement_group(
-        [bundle.resources] * order.num_nodes,
+        bundle.resources,
         strategy="STRICT_SPREAD",
-        bundle_label_selector=[{"ray.io/node-id": f"!{own}"}] * order.num_nodes,
+        bundle_label_selector=[{"ray.io/node-id": f"!{own}"}] * len(order.shares),
     )
     ends.callback(groups.remove_placement_group, group)
     if not group.wait(order.wait_s):
@@ -134,11 +137,11 @@ def _new_group(order: Place, ends: contextlib.ExitStack) -> Any:
     return group
 
 
-def _invite(actors: list[tuple[str, Any]], invite: Invite, order: Place) -> dict[Any, str]:
+def _invite(actors: list[tuple[str, Any, int]], invite: Invite, order: Place) -> dict[Any, str]:
     """The calls that join, by which the end of an actor is seen; each with the name of its node."""
     calls: dict[Any, str] = {}
-    for index, (node, actor) in enumerate(actors, 1):
-        invitation = Invitation(to=invite, node=node, node_index=index, ranks=order.ranks_per_node)
+    for index, (node, actor, ranks) in enumerate(actors, 1):
+        invitation = Invitation(to=invite, node=node, node_index=index, ranks=ranks, model=order.model)
         calls[actor.join.remote(msgspec.json.encode(invitation))] = node
     return calls
 
