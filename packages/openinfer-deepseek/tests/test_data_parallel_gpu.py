@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
@@ -118,17 +119,52 @@ def test_log_probabilities_are_those_of_one_gpu_and_of_tensor_parallel(model_dir
         assert np.mean(differences) < BF16_LOGPROB / 10, ranks
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 7}])
-def test_tokens_are_those_of_one_gpu_in_graphs_and_without(model_dir: Path, sampling: dict[str, Any]) -> None:
-    asked = uneven(**sampling)
-    captured = tokens_of(run(apart(model_dir), asked))
-    again = tokens_of(run(apart(model_dir), asked))
+def regrets(model_dir: Path, asked: Sequence[GenerateRequest], said: dict[int, list[int]]) -> NDArray[np.float64]:
+    """How much likelier the likeliest token is than each one that was said, for one GPU that is given all of them."""
+    given = [
+        GenerateRequest(
+            request_id=each.request_id,
+            prompt_token_ids=(*each.prompt_token_ids, *said[each.request_id]),
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1),
+        )
+        for each in asked
+    ]
+    scored = run(together(model_dir, 1), given)
+    found = [one for i, tokens in said.items() for one in scored[i].prompt_logprobs[-len(tokens) :]]
+    return np.asarray([each.top_logprobs[0] - each.logprob for each in found])
+
+
+def test_greedy_tokens_are_the_likeliest_of_one_gpu_in_graphs_and_without(model_dir: Path) -> None:
+    """Not the same ones: other sizes of batches round elsewhere, which turns near ties of these random weights."""
+    asked = uneven()
+    captured, again = (tokens_of(run(apart(model_dir), asked)) for _ in range(2))
+    one_by_one = tokens_of(run(apart(model_dir, cuda_graph=False), asked))
+    assert captured == again
+    for said in (captured, one_by_one):
+        found = regrets(model_dir, asked, said)
+        assert len(found) > 200
+        assert found.max() < BF16_LOGPROB
+        assert found.mean() < BF16_LOGPROB / 10
+    others = {i: [(token + 1) % CONFIG["vocab_size"] for token in tokens] for i, tokens in captured.items()}
+    assert regrets(model_dir, asked, others).mean() > 2 * BF16_LOGPROB
+
+
+def test_draws_are_those_of_one_gpu_in_graphs_and_without(model_dir: Path) -> None:
+    """Of the first tokens: after a near tie of the draw everything is another."""
+    drawn: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    asked = uneven(**drawn, seed=7)
+    captured, again = (tokens_of(run(apart(model_dir), asked)) for _ in range(2))
+    assert captured == again
     one_by_one = tokens_of(run(apart(model_dir, cuda_graph=False), asked))
     alone = tokens_of(run(together(model_dir, 1), asked))
-    assert captured == again
-    # Other sizes of batches round elsewhere, which turns a near tie of BF16, rarely.
-    assert num_different(captured, one_by_one) <= 1
-    assert num_different(captured, alone) <= 1
+    others = tokens_of(run(together(model_dir, 1), uneven(**drawn, seed=8)))
+    assert num_different(first_tokens(captured), first_tokens(one_by_one)) <= len(asked) // 3
+    assert num_different(first_tokens(captured), first_tokens(alone)) <= len(asked) // 3
+    assert num_different(first_tokens(captured), first_tokens(others)) > 2 * len(asked) // 3
+
+
+def first_tokens(said: dict[int, list[int]], count: int = 4) -> dict[int, list[int]]:
+    return {i: tokens[:count] for i, tokens in said.items()}
 
 
 def test_a_rank_without_rows_and_long_prompts_join(model_dir: Path) -> None:
@@ -172,7 +208,8 @@ def test_a_prefix_is_found_on_its_rank(model_dir: Path) -> None:
     with closing(loop):
         first = run_at_once(loop, long_prompts(0, count=4, num_tokens=200))
         again = run_at_once(loop, long_prompts(10, count=4, num_tokens=200))
-        assert [each.stats().prompt_tokens for each in loop.loops] == [800, 800]
+        # Two prompts a rank, and of each the second time what is no whole block.
+        assert [each.stats().prompt_tokens for each in loop.loops] == [416, 416]
     assert [each.cached_tokens for each in again.values()] == [192] * 4
     different = num_different({10 + each: tokens for each, tokens in tokens_of(first).items()}, tokens_of(again))
     assert different <= 1

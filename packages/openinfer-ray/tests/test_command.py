@@ -128,7 +128,7 @@ def test_an_application_cannot_be_deleted_from_a_cluster_that_is_started_for_it(
 
 
 def test_a_node_without_the_model_says_so() -> None:
-    with pytest.raises(Refused, match="no folder /nonexistent/model: .* OPENINFER_RAY_MODEL_PATHS"):
+    with pytest.raises(Refused, match=r"no folder /nonexistent/model: .* OPENINFER_RAY_MODEL_PATHS"):
         launch(spec(model_dir="/nonexistent/model"))
 
 

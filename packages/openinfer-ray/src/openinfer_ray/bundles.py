@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import msgspec
 
@@ -65,7 +66,7 @@ class _Placing:
         taken: nodes that each replica has already, of which it gets no further share.
     """
 
-    def __init__(self, room: Sequence[int], taken: Sequence[Set[int]]) -> None:
+    def __init__(self, room: Sequence[int], taken: Sequence[AbstractSet[int]]) -> None:
         self._room = room
         self._taken = taken
         self.of_node: list[list[int]] = [[] for _ in room]

@@ -27,6 +27,7 @@ logger = logging.getLogger("openinfer.engine")
 
 # of the first collectives: NCCL connects ranks when it first uses a way between them, which depends on the size
 _WARM_VALUES = (1 << 11, 1 << 16, 1 << 20, 1 << 23)
+_END_DEADLINE_S = 5.0  # what ending a broken group may take of a close
 _CALL_DEADLINE_S = 1.0  # what a call that is being made may take until it is aborted all the same
 
 
@@ -71,6 +72,7 @@ class NcclCommunicator:
         self._calling = threading.RLock()
         self._joined: _Joined | None = None
         self._broken: GroupBroken | None = None
+        self._ending: threading.Thread | None = None
         threading.Thread(target=self._join, args=(group_id,), name="openinfer-join", daemon=True).start()
 
     @property
@@ -148,9 +150,12 @@ class NcclCommunicator:
     def close(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._joined is not None or self._broken is not None)
-            joined, is_whole = self._joined, self._broken is None
+            joined, is_whole, ending = self._joined, self._broken is None, self._ending
             self._broken = self._broken or GroupBroken(f"rank {self._rank} has closed its end")
-        # A broken group was ended by `_end`, with its memory.
+        # A broken group is ended by `_end`, with its memory. An interpreter that ends meanwhile takes NCCL's library
+        # away beneath it.
+        if ending is not None:
+            ending.join(_END_DEADLINE_S)
         if joined is not None and is_whole:
             if joined.one_shot is not None:
                 joined.one_shot.close()
@@ -218,13 +223,14 @@ class NcclCommunicator:
             if self._broken is not None:
                 return
             self._broken = error
-            joined = self._joined
+            if (joined := self._joined) is not None:
+                if joined.one_shot is not None:
+                    joined.one_shot.abort()
+                # In a thread of its own: `abort` must never block, and `_end` waits for a call.
+                ending = threading.Thread(target=self._end, args=(joined.group,), name="openinfer-abort", daemon=True)
+                ending.start()
+                self._ending = ending
             self._changed.notify_all()
-        if joined is not None:
-            if joined.one_shot is not None:
-                joined.one_shot.abort()
-            # In a thread of its own: `abort` must never block, and `_end` waits for a call.
-            threading.Thread(target=self._end, args=(joined.group,), name="openinfer-abort", daemon=True).start()
 
     def _end(self, group: NcclGroup) -> None:
         has_lock = self._calling.acquire(timeout=_CALL_DEADLINE_S)
