@@ -102,9 +102,10 @@ def require_room(options: RayOptions, bundle: Bundle) -> None:
 def _advice(nodes: Sequence[Mapping[str, float]], bundle: Bundle) -> str:
     """What would fit, where no node has the GPUs of a replica."""
     largest = math.floor(max((node.get("GPU", 0.0) for node in nodes), default=0.0))
-    if len(bundle.gpus) > 1 or not 0 < largest < bundle.gpus[0]:
+    gpus, *others = bundle.gpus
+    if others or not 0 < largest < gpus:
         return ""
-    return f". No node has {bundle.gpus[0]} GPUs: --ranks-per-node auto spreads the ranks of a replica over several"
+    return f". No node has {gpus} GPUs: --ranks-per-node auto spreads the ranks of a replica over several"
 
 
 def deploy(options: RayOptions, bundle: Bundle, spec: ReplicaSpec) -> None:
