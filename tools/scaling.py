@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from openinfer_core import (
@@ -43,6 +44,8 @@ from openinfer_core.scheduling import StepPlan
 from openinfer_core.simulated import SimulatedLoop, SimulatedOptions, spawn_simulated
 from openinfer_engine.kv_events.schema import BlockStored, KvEventBatch
 from openinfer_engine.worker.messages import RunStep
+from openinfer_ray.kv_events.stream import KvEventStream
+from openinfer_ray.kv_events.told_prefixes import ToldPrefixes
 from openinfer_ray.ray_engine import RayEngine, join_replica
 from openinfer_ray.relay import Relay
 from openinfer_ray.replica_spec import ReplicaAddress
@@ -138,17 +141,38 @@ def event_frame(rows: int) -> dict[str, float]:
 
 
 def kv_events() -> dict[str, float]:
-    """What `--kv-events` publishes of one sealed block; two more bounds are its removal, which names it alone."""
-    import msgspec
+    """What `--kv-events` publishes of one sealed block, and what a router's server takes to hear of it.
 
+    Two more bounds are a block's removal, which names it alone. Sockets and their encryption are not in these times.
+    """
     chosen = random.Random(0)
-    stored = BlockStored(
-        [chosen.getrandbits(64)], chosen.getrandbits(64), [100_000 + each for each in range(BLOCK_TOKENS)],
-        BLOCK_TOKENS, None, "GPU", None, None,
-    )  # fmt: skip
-    alone = len(msgspec.msgpack.encode(KvEventBatch(time.time(), [stored])))
-    many = len(msgspec.msgpack.encode(KvEventBatch(time.time(), [stored] * 64)))
-    return {"bytes_of_a_batch_of_one": alone, "bytes_per_block": round(many / 64, 1)}
+
+    def batch_of(blocks: int) -> bytes:
+        stored = [
+            BlockStored(
+                [chosen.getrandbits(64)], chosen.getrandbits(64), [100_000 + each for each in range(BLOCK_TOKENS)],
+                BLOCK_TOKENS, None, "GPU", None, None,
+            )
+            for _ in range(blocks)
+        ]  # fmt: skip
+        return msgspec.msgpack.encode(KvEventBatch(time.time(), stored))
+
+    def hearing_us(blocks: int) -> float:
+        batches, stream = [batch_of(blocks) for _ in range(REPEATS + 1)], KvEventStream(ToldPrefixes(1 << 18))
+        sequence = iter(range(10**9))
+
+        def hear() -> None:
+            number = next(sequence)
+            stream.hear(number, batches[number % len(batches)])
+
+        return processor_us(hear) / blocks
+
+    return {
+        "bytes_of_a_batch_of_one": len(batch_of(1)),
+        "bytes_per_block": round(len(batch_of(64)) / 64, 1),
+        "hearing_us_of_a_batch_of_one": round(hearing_us(1), 2),
+        "hearing_us_per_block": round(hearing_us(64), 2),
+    }
 
 
 def route(replicas: int, tokens: int) -> dict[str, float]:

@@ -43,7 +43,7 @@ from openinfer_engine.data_parallel.launch import build_data_parallel_loop
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.worker.process_group import start_workers
 
-TURNS = ("tensor", "data", "tensor")
+WAYS = ("tensor", "data", "spread")
 LIMIT_S = 50
 TIMED_STEPS = 64
 SPREAD_LAYERS, SPREAD_ROWS = 4, 256
@@ -57,7 +57,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", nargs="+", default=["256x512", "64x1024", "2x1024"])
     parser.add_argument("--options", type=json.loads, default={}, help="further options of the engines, as JSON")
-    parser.add_argument("--way", choices=("tensor", "data", "spread"))
+    parser.add_argument("--turns", nargs="+", choices=WAYS, default=["tensor", "data", "tensor", "spread"])
+    parser.add_argument("--way", choices=WAYS)
     given = parser.parse_args()
     if given.way is not None:
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # ranks that wait for each other: where each thread is
@@ -65,7 +66,7 @@ def main() -> None:
         return
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for turn, way in enumerate((*TURNS, "spread")):
+        for turn, way in enumerate(given.turns):
             out = Path(folder) / f"{turn}.json"
             again = [argument for argument in sys.argv[1:] if argument not in (str(given.out),)]
             command = [sys.executable, __file__, *again[:1], str(out), *again[1:], "--way", way]
