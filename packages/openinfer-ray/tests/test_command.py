@@ -105,6 +105,7 @@ def test_an_option_out_of_range_is_refused_by_its_name(wrong: dict[str, object])
         (["--ranks-per-node", "2", "--tensor-parallel-size", "3"], "3 ranks are not two or more nodes of 2"),
         (["--ranks-per-node", "2+1", "--tensor-parallel-size", "2"], r"2\+1 are 3 ranks, not 2"),
         (["--ranks-per-node", "1", "--tensor-parallel-size", "2", "--rank-host", "thread"], "ranks in threads"),
+        (["--ranks-per-node", "1", "--data-parallel-size", "2"], "data-parallel ranks are on one node"),
         (["--replicas", "0"], "replicas must be in"),
         (["--ray-servers", "257"], "ray_servers must be in"),
         (["--ray-servers", "2"], "--port above 0"),
