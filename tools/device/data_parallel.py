@@ -5,6 +5,7 @@
 MODEL needs the config.json of a DeepSeek over latents alone: weights are random, the same for both. Ways take turns
 (tensor, data, tensor), each an engine in a process of its own. Tokens of KV are those that all ranks hold;
 log-probabilities are of the same prompts. Last, how choices spread over experts, in a model of fewer layers on one GPU.
+Data-parallel ranks are refused on GPUs so far (`engine/data_parallel/choice.py`): that has to go first.
 """
 
 import argparse

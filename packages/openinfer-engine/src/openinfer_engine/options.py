@@ -201,7 +201,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Ranks that share each layer."""
     data_parallel_size: int = 1
     """Ranks with whole attention, sequences, KV pool and tiers of their own, that share the experts of a mixture
-    (DeepSeek, Kimi); on GPUs one each. --max-num-seqs, --max-step-tokens, --num-blocks and --kv-tier are then of each.
+    (DeepSeek, Kimi); on a CPU so far. --max-num-seqs, --max-step-tokens, --num-blocks and --kv-tier are then of each.
     See docs/reference/parallel.md."""
     rank_host: str | None = None
     """Where ranks other than the first run, NAME or NAME=SETTING: thread (of the engine's process, on a CPU), or a name

@@ -4,7 +4,7 @@ from typing import Any
 
 from openinfer_core import Refused
 from openinfer_engine.model import ModelDefinition
-from openinfer_engine.options import THREAD_RANKS, EngineOptions
+from openinfer_engine.options import THREAD_RANKS, DeviceKind, EngineOptions
 
 
 def check_data_parallel(definition: ModelDefinition[Any], config: Any, options: EngineOptions) -> None:
@@ -12,6 +12,12 @@ def check_data_parallel(definition: ModelDefinition[Any], config: Any, options: 
     if options.data_parallel_size == 1:
         return
     definition.check_data_parallel(config, options.data_parallel_size)
+    if options.device is not DeviceKind.CPU:
+        raise Refused(
+            "data_parallel_size: data-parallel ranks have run on GPUs, where a process ended with a fault after them "
+            "that is not explained, and tokens/s were fewer than with tensor parallelism, so they are refused; on GPUs "
+            "experts are dealt out by --tensor-parallel-size"
+        )
     excluded = {
         "--tensor-parallel-size": options.tensor_parallel_size > 1,
         f"--rank-host {options.rank_host}": options.rank_host not in (None, THREAD_RANKS),
