@@ -1,5 +1,6 @@
 """Adapters of hostile and of odd folders: a clear error, before anything is made of them."""
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -116,7 +117,27 @@ def mixed_dtypes() -> dict[str, Any]:
 
 def test_digest_stays_what_it_was(tmp_path: Path) -> None:
     """KV in tiers is found by it after a restart, and by other releases."""
-    assert read(write(tmp_path / "adapter", mixed_dtypes())).digest.hex() == "3c93ad7f797dcdf955acb66c8b761d67"
+    assert read(write(tmp_path / "adapter", mixed_dtypes())).digest.hex() == "40fa4786f52d1aa88bde6ea885d9f627"
+
+
+def test_digest_is_of_the_numbers_of_each_module_whatever_the_order_of_the_file(tmp_path: Path) -> None:
+    """Tensors that lie apart in the file are read apart, and hashed together all the same."""
+    names = [f"base_model.model.model.{module}" for module in MODULES]
+    tensors = {name: each for seed, module in enumerate(names) for name, each in pair(module, seed=seed).items()}
+    mixed = dict(sorted(tensors.items(), key=lambda each: hash_of(each[0])))
+    assert list(mixed) != list(tensors)
+    taken = Taken()
+    found = read(write(tmp_path / "mixed", mixed), target=taken)
+    assert found.digest == read(write(tmp_path / "ordered", tensors)).digest
+    for (module, factor), values in taken.factors.items():
+        np.testing.assert_array_equal(values, tensors[f"base_model.model.model.{module}.lora_{factor}.weight"])
+    first, second = (f"{name}.lora_B.weight" for name in names[:2])
+    exchanged = {**tensors, first: tensors[second], second: tensors[first]}
+    assert read(write(tmp_path / "exchanged", exchanged)).digest != found.digest
+
+
+def hash_of(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
 
 
 def test_what_is_given_is_what_the_file_has_however_many_threads_read_it(tmp_path: Path) -> None:

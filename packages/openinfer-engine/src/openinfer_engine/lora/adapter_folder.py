@@ -44,6 +44,7 @@ _OTHER_MATHEMATICS = {
 
 
 Factor: TypeAlias = Literal["A", "B"]
+_FACTORS: tuple[Factor, Factor] = "A", "B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +133,19 @@ def read_adapter(
             key: LowRank(config.rank_of(factors.module), config.scale_of(factors.module))
             for key, factors in sorted(found.items())
         }
-        take = _taking(found, says, target)
         try:
-            digests = read_tensors(descriptor, path, tensors, data_start=data_start, take=take, num_threads=num_threads)
+            numbers = read_tensors(
+                descriptor,
+                path,
+                tensors,
+                order=_order(says, found),
+                data_start=data_start,
+                take=_taking(found, says, target),
+                num_threads=num_threads,
+            )
         except NotFiniteError as name:
             raise InvalidCheckpoint(f"{path}: {_shown(str(name))} has values that are not finite") from None
-    digest = _digest(says, found, tensors, digests)
+    digest = _digest(says, found, tensors, numbers)
     return Adapter(digest=digest, rank=max(each.rank for each in says.values()))
 
 
@@ -238,21 +246,21 @@ def _check(
             )
 
 
+def _order(says: Mapping[str, LowRank], found: Mapping[str, _Factors]) -> list[str]:
+    """Of the tensors, whatever the file's is; PEFT's is this one."""
+    return [found[key].names[factor] for key in says for factor in _FACTORS]
+
+
 def _digest(
-    says: Mapping[str, LowRank],
-    found: Mapping[str, _Factors],
-    tensors: Mapping[str, TensorInfo],
-    digests: Mapping[str, bytes],
+    says: Mapping[str, LowRank], found: Mapping[str, _Factors], tensors: Mapping[str, TensorInfo], numbers: bytes
 ) -> bytes:
-    """Of what is computed, in the order of modules, whatever the file's is."""
-    parts: list[bytes] = []
+    """Of what is computed; `numbers` are the digests of all numbers, in `_order`."""
+    parts: list[str] = []
     for key, each in says.items():
-        names = found[key].names
-        a, b = tensors[names["A"]], tensors[names["B"]]
+        a, b = (tensors[found[key].names[factor]] for factor in _FACTORS)
         shapes = f"{NUMPY_DTYPES[a.dtype].str} {a.shape} {NUMPY_DTYPES[b.dtype].str} {b.shape}"
-        parts.append(hashed(f"{key}\0{each.scale.hex()}\0{shapes}".encode()))
-        parts += (digests[names["A"]], digests[names["B"]])
-    return hashed(b"".join(parts))
+        parts.append(f"{key}\0{each.scale.hex()}\0{shapes}\0")
+    return hashed(hashed("".join(parts).encode()) + numbers)
 
 
 def _shown(name: str) -> str:

@@ -3,6 +3,9 @@
 What a thread has read is in the processor's cache by then, in memory that it uses again for the next tensors: hashing
 takes most of the time, each byte comes from the file once, and no copy of the file is made. The file is read, not
 mapped, and what was looked at and hashed is what is given: a file that is changed meanwhile cannot harm.
+
+The tensors of a task are read, looked at and hashed together, in one call each where they follow each other in the
+file, as in PEFT's: a thread waits for the interpreter after each call, and an adapter has hundreds of small tensors.
 """
 
 import hashlib
@@ -21,9 +24,9 @@ from openinfer_kernels import HostArray
 READ_DTYPES = ("F32", "BF16", "F16")
 DIGEST_BYTES = 16
 PIECE_BYTES = 4 << 20
-"""Of a tensor, hashed as one: part of what a digest is, as adapters are known by it."""
-_LEAST_TASK_BYTES = 256 << 10
-_TASKS_OF_THREAD = 4
+"""Of a task, hashed as one: part of what a digest is, as adapters are known by it."""
+LEAST_TASK_BYTES = 1 << 20
+"""Of a task, unless it is the last: part of what a digest is."""
 _MOST_THREADS = 16
 _PREFIX = b"openinfer-lora\0"
 _INFINITE_BITS: Mapping[str, int] = {"<u2": 0x7F80, "<f2": 0x7C00, "<f4": 0x7F800000}
@@ -51,7 +54,7 @@ class NotFiniteError(Exception):
 
 
 _Task: TypeAlias = Sequence[tuple[str, TensorInfo]]
-"""Tensors that follow each other in the file."""
+"""Tensors that are hashed together, as they follow each other."""
 
 
 def read_exactly(descriptor: int, begin: int, end: int, path: Path) -> bytes:
@@ -66,63 +69,75 @@ def read_tensors(
     path: Path,
     tensors: Mapping[str, TensorInfo],
     *,
+    order: Sequence[str],
     data_start: int,
     take: TakeTensor,
     num_threads: int | None = None,
-) -> Mapping[str, bytes]:
+) -> bytes:
     """Reads all tensors of a file, which cover its data, and gives each to `take`, called from several threads.
 
     `num_threads` is `adapter_threads` unless it is given.
 
     Returns:
-        By name, the digests of all pieces of a tensor, one after the other.
+        Digests of all numbers in this order of the tensors, whatever the file's is.
 
     Raises:
         InvalidCheckpoint: the file became shorter.
-        NotFiniteError: of the first such tensor in the file's order.
+        NotFiniteError: of the first such tensor in this order.
     """
-    ordered = sorted(tensors.items(), key=lambda each: each[1].data_offsets)
-    num_threads = num_threads or adapter_threads()
-    tasks = list(_tasks(ordered, num_threads))
+    tasks = list(_tasks((name, tensors[name]) for name in order))
     most = max((_num_bytes(task) for task in tasks), default=0)
     spare: list[HostArray] = []
 
-    def run(task: _Task) -> list[bytes]:
+    def run(task: _Task) -> bytes:
         memory: Any = spare.pop() if spare else np.empty(most, np.uint8)
-        begin = task[0][1].data_offsets[0]
         data = memoryview(memory)[: _num_bytes(task)]  # a buffer, which typing knows from 3.12 on
-        _read_into(descriptor, data, data_start + begin, path)
-        arrays = [_array(memory, info, begin) for _, info in task]
+        for begin, end, place in _ranges(task):
+            _read_into(descriptor, data[begin:end], data_start + place, path)
+        arrays = list(_arrays(memory, task))
         _require_finite(memory[: len(data)], task, arrays)
-        found = [_hashed_pieces(data[info.data_offsets[0] - begin : info.data_offsets[1] - begin]) for _, info in task]
+        found = _hashed_pieces(data)
         for (name, _), array in zip(task, arrays, strict=True):
             take(name, array)
         spare.append(memory)
         return found
 
-    digests: dict[str, bytes] = {}
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="openinfer-adapter-read") as pool:
-        for task, found in zip(tasks, pool.map(run, tasks), strict=True):
-            digests.update(zip((name for name, _ in task), found, strict=True))
-    return digests
+    with ThreadPoolExecutor(num_threads or adapter_threads(), thread_name_prefix="openinfer-adapter-read") as pool:
+        return b"".join(pool.map(run, tasks))
 
 
-def _tasks(ordered: Iterable[tuple[str, TensorInfo]], num_threads: int) -> Iterable[_Task]:
-    """A few for each thread: an adapter of a small rank has hundreds of tensors that are hashed in no time."""
-    ordered = list(ordered)
-    least = max(_LEAST_TASK_BYTES, _num_bytes(ordered) // (_TASKS_OF_THREAD * num_threads))
+def _tasks(ordered: Iterable[tuple[str, TensorInfo]]) -> Iterable[_Task]:
+    """Alike for any number of threads, as the digest is."""
     task: list[tuple[str, TensorInfo]] = []
+    num_bytes = 0
     for each in ordered:
         task.append(each)
-        if _num_bytes(task) >= least:
+        num_bytes += _size(each[1])
+        if num_bytes >= LEAST_TASK_BYTES:
             yield task
-            task = []
+            task, num_bytes = [], 0
     if task:
         yield task
 
 
+def _size(info: TensorInfo) -> int:
+    return info.data_offsets[1] - info.data_offsets[0]
+
+
 def _num_bytes(task: _Task) -> int:
-    return task[-1][1].data_offsets[1] - task[0][1].data_offsets[0] if task else 0
+    return sum(_size(info) for _, info in task)
+
+
+def _ranges(task: _Task) -> Iterable[tuple[int, int, int]]:
+    """Begin and end in a task's memory, and the place in the file's data, of tensors that follow each other there."""
+    begin = end = 0
+    place = task[0][1].data_offsets[0]
+    for _, info in task:
+        if info.data_offsets[0] != place + end - begin:
+            yield begin, end, place
+            begin, place = end, info.data_offsets[0]
+        end += _size(info)
+    yield begin, end, place
 
 
 def _hashed_pieces(data: memoryview) -> bytes:
@@ -156,7 +171,10 @@ def _is_finite(data: HostArray, dtype: "np.dtype[Any]") -> bool:
     return bool(data.view(f"i{size}").max() < infinite and data.view(f"u{size}").max() < infinite + sign)
 
 
-def _array(memory: HostArray, info: TensorInfo, begin: int) -> HostArray:
-    """A view, also where it is not aligned to its dtype."""
-    first, last = (each - begin for each in info.data_offsets)
-    return memory[first:last].view(NUMPY_DTYPES[info.dtype]).reshape(info.shape)
+def _arrays(memory: HostArray, task: _Task) -> Iterable[HostArray]:
+    """Views, also where they are not aligned to their dtype."""
+    begin = 0
+    for _, info in task:
+        end = begin + _size(info)
+        yield memory[begin:end].view(NUMPY_DTYPES[info.dtype]).reshape(info.shape)
+        begin = end
