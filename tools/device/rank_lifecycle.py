@@ -4,7 +4,7 @@
 
 Each part is a process with an engine of its own and a small model, and prints what it does as it goes. One that takes
 longer than its time is asked where each of its threads is, and so are the processes of its ranks (Python's stacks, by
-SIGUSR1), and then killed; the next part follows. With the default of 10 s six parts take a minute at most.
+SIGUSR1), and then killed; the next part follows. With the default of 25 s six parts take 150 s at most.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,8 @@ def children(process_id: int) -> list[int]:
 def ask_where(process_id: int) -> None:
     for each in (process_id, *children(process_id)):
         print(f"  == where process {each} is", flush=True)
-        os.kill(each, signal.SIGUSR1)
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(each, signal.SIGUSR1)
         time.sleep(DUMP_S / 2)
 
 
@@ -231,7 +233,8 @@ def supervise(name: str, folder: Path, given: argparse.Namespace) -> dict[str, A
         code = part.wait(given.timeout_s)
     except subprocess.TimeoutExpired:
         ask_where(part.pid)
-        os.killpg(part.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(part.pid, signal.SIGKILL)
         part.wait()
         code = None
     said = {0: "passed", None: f"did not end within {given.timeout_s:g} s"}.get(code, f"FAILED with {code}")
@@ -245,7 +248,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--timeout-s", type=float, default=10.0)
+    parser.add_argument("--timeout-s", type=float, default=25.0)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--json", type=Path)
