@@ -111,7 +111,7 @@ def read_adapter(
         modules: what can be adapted, by `module_key`.
         max_rank: that a module of the adapter may have.
         target: gets its factors; without one they are checked alone.
-        num_threads: that read it; by default as many as there are processors, 16 at most.
+        num_threads: that read it; by default as many as there are processors, 8 at most.
 
     Raises:
         InvalidCheckpoint: a file is missing or malformed, a tensor has not its module's shape, or is not finite.
