@@ -39,6 +39,17 @@ extern "C" __attribute__((visibility("default"))) int run_halves(
   return run_grid(blocks, threads, [&] {{
     groups == 1 ? shrink_halves_1(shrink, halves) : shrink_halves_4(shrink, halves); }});
 }}
+extern "C" __attribute__((visibility("default"))) int run_copies(
+    const WeightCopies* given, size_t bytes, int blocks, int copies, int threads) {{
+  if (bytes != sizeof(WeightCopies)) return kOtherArguments;
+  const WeightCopies all = *given;
+  gridDim = {{blocks, copies, 1}};
+  for (int copy = 0; copy < copies; copy++) {{
+    const int outcome = run_grid(blocks, threads, [&] {{ blockIdx.y = copy, lora_place_weights(all); }});
+    if (outcome != kDone) return outcome;
+  }}
+  return kDone;
+}}
 """
 
 
@@ -57,6 +68,21 @@ class Kernel:
             return
         size = ctypes.c_size_t(ctypes.sizeof(given))
         assert self._run(self._kind, ctypes.byref(given), size, grid[0], block[0]) == 0
+
+
+class Copying:
+    """The kernel that places weights, as `Kernel` is called."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._run = library.run_copies
+        self.copies: list[int] = []
+        """Of each launch."""
+
+    def __call__(self, grid: Any, block: Any, arguments: list[Any]) -> None:
+        (given,) = arguments
+        self.copies.append(grid[1])
+        size = ctypes.c_size_t(ctypes.sizeof(given))
+        assert self._run(ctypes.byref(given), size, grid[0], grid[1], block[0]) == 0
 
 
 TILE_UNITS = 4
@@ -144,6 +170,9 @@ def lora(compile_emulated: Any) -> Iterator[Any]:
         boxes = Boxes()
         patch.setattr(fused, "TensorMaps", lambda: boxes)
         made.fused = fused.AdaptedGemm(device, Products(boxes.boxes), Products(boxes.boxes))
+        memory = importlib.import_module("openinfer_kernels.cuda.common.memory")
+        made.copying = Copying(library)
+        made.memory = memory.Memory(SimpleNamespace(kernel=lambda stem, name: made.copying))
         yield made
     for name in set(sys.modules) - before:
         if name.startswith("openinfer_kernels.cuda"):
@@ -305,3 +334,22 @@ def test_other_pieces_are_refused(lora: Any, on_device: Any, starts: Any) -> Non
     x, y, a, b, _ = product(np.random.default_rng(6), on_device, inner=16, heights=(4, 4), rank=8)
     with pytest.raises(ArrayMismatchError, match="are not those of 2 pieces"):
         lora.lora_expand(y, lora.lora_shrink(x, a, SLOTS), b, SLOTS, starts=starts)
+
+
+def test_weights_are_placed_in_rows_that_lie_apart_and_in_whole_arrays(lora: Any) -> None:
+    """More copies than a launch has, of other sizes each, and zeros where there is none."""
+    rng = np.random.default_rng(3)
+    draw = lambda *shape: rng.integers(1, 1 << 16, shape, dtype=np.uint16)  # noqa: E731
+    copies, expected = [], []
+    for number in range(70):
+        whole, wide = draw(3, 8, 40 + 8 * number), draw(5 + 40 * number, 64)
+        apart = wide[:, 16:32]
+        sources = (None, None) if number == 7 else (draw(*whole.shape), draw(*apart.shape))
+        copies += zip(sources, (whole, apart), strict=True)
+        kept = wide.copy()
+        kept[:, 16:32] = 0 if sources[1] is None else sources[1]
+        expected += [(whole, 0 if sources[0] is None else sources[0]), (wide, kept)]
+    lora.memory.copy_weights(copies)
+    assert lora.copying.copies == [64, 64, 12]
+    for array, wanted in expected:
+        assert (array == wanted).all()

@@ -280,10 +280,11 @@ class AdapterArena:
 
         Called where steps are launched, between two.
         """
+        copies: list[tuple[HostArray | None, Array]] = []
         for product, factors in zip(self._products, share.factors, strict=True):
             a, b = (None, None) if factors is None else factors
-            self._ops.copy_weights(a, product.weights.a[slot])
-            self._ops.copy_weights(b, product.weights.b[slot])
+            copies += ((a, product.weights.a[slot]), (b, product.weights.b[slot]))
+        self._ops.copy_weights(copies)
 
 
 class ShareWriter:

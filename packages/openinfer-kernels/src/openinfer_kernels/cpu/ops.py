@@ -152,8 +152,9 @@ class CpuOps:
     def host_weights(self, num_values: int) -> HostArray:
         return np.empty(num_values, np.float32)
 
-    def copy_weights(self, host: HostArray | None, array: Array) -> None:
-        array[...] = 0 if host is None else host
+    def copy_weights(self, copies: Sequence[tuple[HostArray | None, Array]]) -> None:
+        for host, array in copies:
+            array[...] = 0 if host is None else host
 
     def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
         array[list(targets)] = array[list(sources)]

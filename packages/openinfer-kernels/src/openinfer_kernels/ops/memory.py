@@ -108,12 +108,12 @@ class MemoryOps(Protocol):
         """
         ...
 
-    def copy_weights(self, host: HostArray | None, array: Array) -> None:
-        """Begins to copy what `host_weights` gave, or a part of it, over a device array; None: zeros.
+    def copy_weights(self, copies: Sequence[tuple[HostArray | None, Array]]) -> None:
+        """Begins to copy what `host_weights` gave, or parts of it, over device arrays; None: zeros.
 
-        The array is contiguous, or a matrix whose rows of whole 16 bytes lie apart.
-        After everything that was queued before, and ahead of what is queued next; `host` stays as it is until that
-        has run.
+        An array is contiguous, or a matrix whose rows lie apart; it has, or they have, a multiple of 16 bytes.
+        After everything that was queued before, and ahead of what is queued next; what is copied stays as it is until
+        that has run.
         """
         ...
 

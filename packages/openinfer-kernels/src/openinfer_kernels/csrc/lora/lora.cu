@@ -188,12 +188,26 @@ __device__ __forceinline__ void expand(const Expand& given) {
 }  // namespace
 
 // Rows of `row_vectors` times 16 bytes from pinned host memory, in which they follow each other, to the device, where
-// they lie apart; null: zeros.
-extern "C" __global__ void lora_place_rows(const uint4* from, uint8_t* to, int64_t vectors, int row_vectors,
-                                           int64_t pitch) {
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < vectors; i += int64_t(gridDim.x) * blockDim.x) {
-    uint4* target = reinterpret_cast<uint4*>(to + i / row_vectors * pitch) + i % row_vectors;
-    *target = from ? from[i] : make_uint4(0, 0, 0, 0);
+// they may lie apart; null: zeros. cuda/common/memory.py repeats it.
+struct WeightCopy {
+  const uint4* from;
+  uint8_t* to;
+  int64_t vectors, row_vectors, pitch;
+};
+
+constexpr int kMostCopies = 64;  // of a launch: an adapter has hundreds
+
+struct WeightCopies {
+  WeightCopy each[kMostCopies];
+};
+
+// A row of the grid makes a copy.
+extern "C" __global__ void lora_place_weights(const __grid_constant__ WeightCopies copies) {
+  const WeightCopy& copy = copies.each[blockIdx.y];
+  const int64_t stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < copy.vectors; i += stride) {
+    uint4* target = reinterpret_cast<uint4*>(copy.to + i / copy.row_vectors * copy.pitch) + i % copy.row_vectors;
+    *target = copy.from ? copy.from[i] : make_uint4(0, 0, 0, 0);
   }
 }
 

@@ -27,12 +27,27 @@ from openinfer_kernels.weights.plain import RandomWeight, WeightPart, stacked_sh
 _THREADS = 256
 _RANDOM_PER_THREAD = 8
 _PLACING_BLOCKS = 64
+"""Of one copy."""
+_MOST_COPIES = 64
 _PIECE_VALUES = 1 << 24
 """Values that are converted at once: bounds the memory in addition to the weight."""
 _TO_DEVICE = 1
 """`cudaMemcpyHostToDevice`."""
 _ON_DEVICE = 3
 """`cudaMemcpyDeviceToDevice`."""
+
+
+class _WeightCopy(ctypes.Structure):
+    """The struct of that name in `csrc/lora/lora.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("source", "target")),
+        *((name, ctypes.c_int64) for name in ("vectors", "row_vectors", "pitch")),
+    )
+
+
+class _WeightCopies(ctypes.Structure):
+    _fields_ = (("each", _WeightCopy * _MOST_COPIES),)
 
 
 class Memory:
@@ -141,36 +156,23 @@ class Memory:
         memory: Any = cupy.cuda.alloc_pinned_memory(nbytes)
         return np.frombuffer(memory, np.uint8, nbytes).view(bfloat16)
 
-    def copy_weights(self, host: HostArray | None, array: Array) -> None:
-        stream = cupy.cuda.get_current_stream().ptr
-        if not array.flags.c_contiguous:
-            self._place_rows(host, array)
-        elif host is None:
-            cupy.cuda.runtime.memsetAsync(address(array), 0, array.nbytes, stream)
-        else:
-            cupy.cuda.runtime.memcpyAsync(address(array), host.ctypes.data, array.nbytes, _TO_DEVICE, stream)
+    def copy_weights(self, copies: Sequence[tuple[HostArray | None, Array]]) -> None:
+        # By a kernel that reads host memory: to queue a copy takes the host longer than its bytes need.
+        if self._placing is None:
+            self._placing = self._device.kernel("lora", "lora_place_weights")
+        for first in range(0, len(copies), _MOST_COPIES):
+            some = [_weight_copy(*each) for each in copies[first : first + _MOST_COPIES]]
+            vectors = max(each.vectors for each in some)
+            blocks = min(_PLACING_BLOCKS, -(-vectors // _THREADS))
+            self._placing(
+                (max(1, blocks), len(some), 1), (_THREADS, 1, 1), [_WeightCopies((_WeightCopy * _MOST_COPIES)(*some))]
+            )
 
     def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
         row_bytes, stream = array[0].nbytes, cupy.cuda.get_current_stream().ptr
         for source, target in zip(sources, targets, strict=True):
             places = (address(array) + row * row_bytes for row in (target, source))
             cupy.cuda.runtime.memcpyAsync(*places, row_bytes, _ON_DEVICE, stream)
-
-    def _place_rows(self, host: HostArray | None, array: Array) -> None:
-        """Into rows of 16 bytes or a multiple; by a kernel, which copy engines are slower than."""
-        if self._placing is None:
-            self._placing = self._device.kernel("lora", "lora_place_rows")
-        row_vectors = array.shape[1] * array.dtype.itemsize // VECTOR_BYTES
-        vectors = len(array) * row_vectors
-        arguments = [
-            ctypes.c_void_p(None if host is None else host.ctypes.data),
-            array,
-            ctypes.c_int64(vectors),
-            ctypes.c_int(row_vectors),
-            ctypes.c_int64(array.strides[0]),
-        ]
-        blocks = min(_PLACING_BLOCKS, -(-vectors // _THREADS))
-        self._placing((blocks, 1, 1), (_THREADS, 1, 1), arguments)
 
     def rounded(self, values: Array) -> Array:
         """A copy of float32 in BF16."""
@@ -223,3 +225,11 @@ def _copy(host: HostArray, out: Array) -> None:
     if host.nbytes:
         stream = cupy.cuda.get_current_stream().ptr
         cupy.cuda.runtime.memcpyAsync(address(out), host.ctypes.data, host.nbytes, _TO_DEVICE, stream)
+
+
+def _weight_copy(host: HostArray | None, array: Array) -> _WeightCopy:
+    vectors = array.nbytes // VECTOR_BYTES
+    is_whole = array.flags.c_contiguous
+    row_vectors = vectors if is_whole else array.shape[1] * array.dtype.itemsize // VECTOR_BYTES
+    pitch = array.nbytes if is_whole else array.strides[0]
+    return _WeightCopy(None if host is None else host.ctypes.data, address(array), vectors, row_vectors, pitch)
