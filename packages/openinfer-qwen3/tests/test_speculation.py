@@ -9,10 +9,11 @@ import pytest
 from openinfer_engine import EngineOptions, resolve
 from openinfer_engine.engine_plan import EnginePlan
 from openinfer_engine.options import KvCacheDtype
-from openinfer_engine.testing.drafters import DraftKind, scripted_drafter, with_drafter
+from openinfer_engine.testing.drafters import DraftKind, scripted_drafter, with_drafter, with_scripted_drafts
 from openinfer_engine.testing.speculation import SpeculationCounts, check_on_is_off, mixed_requests
 from openinfer_qwen3.family import Qwen3Definition
 
+EAGLE3 = Path(__file__).parent / "fixtures_eagle3"
 ROOMY: dict[str, Any] = {
     "num_blocks": 600,
     "max_num_seqs": 16,
@@ -87,3 +88,20 @@ def test_scripted_drafts_that_may_be_of_other_answers_end_where_these_differ(fix
 
     counts = check_on_is_off(off, make_on, requests, seed=1)
     assert counts.drafts > counts.accepted > 0
+
+
+def test_a_drafter_computes_in_each_step_also_where_its_drafts_are_replaced() -> None:
+    def engine(**given: Any) -> EnginePlan:
+        return resolve(Qwen3Definition(), EAGLE3 / "model", EngineOptions(**ROOMY | given))
+
+    off = engine(prefix_cache=False)
+    requests = mixed_requests(off.worker_limits.num_token_ids, count=30, seed=1, length=2)
+    given = f"eagle3,k=3,adaptive=false,model={EAGLE3 / 'drafter'}"
+
+    def make_on(outputs: Mapping[int, Sequence[int]]) -> EnginePlan:
+        return with_scripted_drafts(engine(speculative=given, num_blocks=60), DraftKind.RIGHT, outputs)
+
+    counts = check_on_is_off(off, make_on, requests, seed=1)
+    assert counts.drafts == counts.accepted > 0
+    own = check_on_is_off(off, lambda _: engine(speculative=given), requests, seed=1)
+    assert 0 < own.accepted < own.drafts

@@ -9,7 +9,13 @@ from openinfer_engine.testing.answers import (
     top_differences,
 )
 from openinfer_engine.testing.drafted_steps import DraftedAnswer, DraftedSizes, DraftedSteps
-from openinfer_engine.testing.drafters import DraftKind, ScriptedDrafter, scripted_drafter, with_drafter
+from openinfer_engine.testing.drafters import (
+    DraftKind,
+    ScriptedDrafter,
+    scripted_drafter,
+    with_drafter,
+    with_scripted_drafts,
+)
 from openinfer_engine.testing.drafts import check_drafts, check_drafts_in_traffic, drafted_requests
 from openinfer_engine.testing.family import FamilyHarness, check_family, check_steps, step_at_random
 from openinfer_engine.testing.golden import Golden, record_golden
@@ -83,4 +89,5 @@ __all__ = [
     "step_at_random",
     "top_differences",
     "with_drafter",
+    "with_scripted_drafts",
 ]

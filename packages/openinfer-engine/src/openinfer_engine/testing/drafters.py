@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.metadata import EntryPoint
 from types import MappingProxyType
+from typing import cast
 
 import numpy as np
 
 from openinfer_core import GenerateRequest, Plugin
 from openinfer_core.plugins import DRAFTERS
 from openinfer_core.scheduling import SlotStart
-from openinfer_engine.drafting import ChosenDrafter, DrafterContext, DrafterFactory
+from openinfer_engine.drafters.contract import DraftMemory, KvDrafter, ObservedStep
+from openinfer_engine.drafting import ChosenDrafter, Drafter, DrafterContext, DrafterFactory
 from openinfer_engine.engine_plan import EnginePlan, resolve
 from openinfer_kernels import Array, HostArray
 
@@ -144,6 +146,59 @@ def with_drafter(
     if not hasattr(factory, "requirements"):
         return replace(engine_plan, drafter=chosen)
     return resolve(engine_plan.definition, engine_plan.model_dir, engine_plan.options, drafter=chosen)
+
+
+def with_scripted_drafts(
+    engine_plan: EnginePlan, kind: DraftKind, outputs: Mapping[int, Sequence[int]], *, seed: int = 0
+) -> EnginePlan:
+    """The same with scripted drafts in the place of those of its drafter, which observes and computes as ever.
+
+    So drafters whose own are hardly ever right are told of accepted ones, too; for ranks of this process.
+    """
+    chosen = engine_plan.drafter
+    assert chosen is not None
+    real = chosen.plugin.load()
+
+    def make(context: DrafterContext) -> Drafter:
+        scripted = ScriptedDrafter(kind, outputs, context, seed=seed)
+        own: Drafter = real(context)
+        return _ScriptedKvDrafter(own, scripted) if isinstance(own, KvDrafter) else _ReplacedDrafts(own, scripted)
+
+    for name in ("options", "takes_predictions", "requirements", "bytes_per_sequence"):
+        if hasattr(real, name):
+            setattr(make, name, getattr(real, name))
+    plugin = _GivenPlugin(DRAFTERS, chosen.plugin.name, chosen.plugin.entry_point, make)
+    return replace(engine_plan, drafter=replace(chosen, plugin=plugin))
+
+
+class _ReplacedDrafts:
+    """Two drafters that are told the same; the second one's drafts count."""
+
+    def __init__(self, own: Drafter, scripted: ScriptedDrafter) -> None:
+        self._own, self._scripted = own, scripted
+        self.max_drafts = scripted.max_drafts
+
+    def start(self, starts: Sequence[SlotStart]) -> None:
+        self._own.start(starts)
+        self._scripted.start(starts)
+
+    def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array:
+        self._own.draft(slots, last_ids, hidden, lengths)
+        return self._scripted.draft(slots, last_ids, hidden, lengths)
+
+
+class _ScriptedKvDrafter(_ReplacedDrafts):
+    """The same of a drafter that observes steps."""
+
+    def __init__(self, own: KvDrafter, scripted: ScriptedDrafter) -> None:
+        super().__init__(cast("Drafter", own), scripted)
+        self._observer = own
+
+    def attach(self, memory: DraftMemory) -> None:
+        self._observer.attach(memory)
+
+    def observe(self, step: ObservedStep) -> None:
+        self._observer.observe(step)
 
 
 def _at_random(count: int, num_token_ids: int, rng: np.random.Generator) -> HostArray:
