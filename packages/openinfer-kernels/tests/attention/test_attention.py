@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openinfer_kernels import PagedCache
+
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -105,6 +107,47 @@ def test_paged_attention_many_rows_of_mixed_kinds(run, prepared, check, head_dim
     for row, context in enumerate(case.contexts):
         tokens = slice(*case.batch.query_starts[row : row + 2])
         check(out[tokens], vectorised_attention(q[tokens], context[0], 0.2))
+
+
+def by_token(batch):
+    """The batch with its tokens as rows of their own, in host memory."""
+    counts = np.diff(batch.query_starts)
+    rows = dataclasses.replace(
+        batch,
+        query_starts=np.arange(len(batch.positions) + 1, dtype=np.int32),
+        context_lens=batch.positions + np.int32(1),
+        block_tables=tuple(np.repeat(table, counts, axis=0) for table in batch.block_tables),
+        max_query_tokens=1,
+        newest_tokens=len(batch.positions),
+    )
+    return dataclasses.replace(batch, token_rows=rows)
+
+
+def test_paged_attention_goes_by_the_rows_of_tokens(ops, upload, activation, host, prepared, check, head_dim):
+    """Steps of a few tokens of each row, one layer right after the other: each appends what its attention then reads."""
+    rng, layers, heads, kv_heads, dim = np.random.default_rng(17), 12, 8, 2, head_dim(64)
+    rows = [(5, 5), (200, 3), (17, 2), (1030, 8), (64, 1), (33, 4)]
+    shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "block_tokens": 16}
+    _, case = prepared(rng, rows, **shape, num_layers=layers)
+    cache_of_all, wide = activation(case.kv_cache), (heads + 2 * kv_heads) * dim
+    rope = np.stack([np.ones((2000, dim // 2)), np.zeros((2000, dim // 2))]).astype(np.float32)
+    qkv = [host(activation(rng.normal(size=(case.num_tokens, wide)).astype(np.float32))) for _ in range(layers)]
+    with_rows = by_token(case.batch)
+    batch = dataclasses.replace(upload(case.batch), token_rows=upload(with_rows.token_rows))
+    given, table, found = [activation(each) for each in qkv], upload(rope), []
+    for layer in range(layers):
+        cache = PagedCache(data=cache_of_all, layer=layer, is_first_layer=layer == 0)
+        q = ops.rope_append(given[layer], rope=table, cache=cache, batch=batch)
+        found.append(ops.paged_attention(q, cache, batch=batch, scale=dim**-0.5))
+    for layer, out in enumerate(found):
+        of_rows, first = [], 0
+        for context, queries in zip(case.contexts, np.diff(case.batch.query_starts).tolist(), strict=True):
+            new = qkv[layer][first : first + queries].reshape(queries, heads + 2 * kv_heads, dim)
+            for place, begin in enumerate((heads, heads + kv_heads)):
+                context[layer][place][:, -queries:] = new[:, begin : begin + kv_heads].transpose(1, 0, 2)
+            of_rows.append(vectorised_attention(new[:, :heads], context[layer], dim**-0.5))
+            first += queries
+        check(host(out), np.concatenate(of_rows))
 
 
 @settings(max_examples=25, deadline=None)

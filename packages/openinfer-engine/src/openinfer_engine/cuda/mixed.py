@@ -113,19 +113,16 @@ class MixedForward:
         return self.model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
 
     def leave_hidden_by_token(self, rows: TokenRows, inputs: MixedInputs, hidden: Array) -> None:
-        """As `hidden_of`, where each token is a row for the model; leaves the states in `hidden`."""
+        """As `hidden_of`, where each token is a row for the model's attention; leaves the states in `hidden`."""
         self._slots.prepare_mixed(inputs)
-        batch = rows.batch(inputs)
-        # A row sees what rows before it append, so that no layer may be read early.
-        layers = {
-            name: tuple(replace(cache, is_first_layer=True) for cache in caches)
-            for name, caches in self._kv_cache.items()
-        }
+        batch = replace(inputs.batch, token_rows=rows.batch(inputs))
         if self._observer is None:
-            found = self.model.forward(inputs.token_ids, batch=batch, kv_cache=layers)
+            found = self.model.forward(inputs.token_ids, batch=batch, kv_cache=self._kv_cache)
         else:
             slots = inputs.record[: len(inputs.batch.context_lens)]
-            found = self._observer.forward(slots, inputs.token_ids, batch=inputs.batch, kv_cache=layers, of_model=batch)
+            found = self._observer.forward(
+                slots, inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache, of_model=batch
+            )
         copy_array(found, hidden)
 
     def run(

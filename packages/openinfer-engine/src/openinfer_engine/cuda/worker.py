@@ -252,8 +252,8 @@ class CudaWorker:
         self._stream.synchronize()
 
     def _hidden_by_token(self) -> Callable[[MixedInputs, Array], None] | None:
-        """Of an engine whose rows have drafts, where tokens of a row may be rows for the model."""
-        if self._drafted is None or self._states is not None or self._limits.num_tables > 1:
+        """Of an engine whose rows have drafts, where tokens of a row may be rows for attention."""
+        if self._drafted is None or self._limits.num_tables > 1:
             return None
         return partial(self._mixed.leave_hidden_by_token, TokenRows(self._ops.device))
 

@@ -54,6 +54,12 @@ class AttentionBatch:
     padding, nowhere. A token is padding in all of them or in none."""
     max_query_tokens: int
     """Largest number of tokens in one row."""
+    newest_tokens: int = 1
+    """Of the last so many tokens of a context some may be appended by this step for other rows than its own: more than
+    one where several rows are of one sequence, each of whose tokens is a row. What is before them is there already."""
+    token_rows: "AttentionBatch | None" = None
+    """The same tokens as rows of one each, which attention over keys and values may go by instead; None where that is
+    slower."""
     max_context_tokens: int
     """Largest entry of `context_lens`."""
     chunk_context_tokens: int | None = None

@@ -69,6 +69,7 @@ def paged_attention(
     sinks: NDArray[Any] | None = None,
     first_key: int = 0,
 ) -> NDArray[Any]:
+    batch = batch.token_rows or batch
     check_first_key(first_key, window=window)
     num_kv_heads, block_tokens, head_dim = cache.data.shape[3:]
     scoring = _Scoring(window, soft_cap, sinks, first_key)

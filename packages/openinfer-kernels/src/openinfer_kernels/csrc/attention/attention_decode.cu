@@ -61,8 +61,8 @@ __device__ void run(const Arguments<V>& a) {
   WorkTile<V> ahead = here;
   typename W::Buffer buffers[2];
   typename V::Cache::Tile keys = key_at(here, block_at(here));
-  // What is read before the previous kernel has ended does not include the newest token.
-  const bool prefetched = a.early && here.left(warp) > kKvTile;
+  // What is read before the previous kernel has ended does not include the newest tokens.
+  const bool prefetched = a.early && here.left(warp) >= kKvTile + a.early;
   if (prefetched) {
     W::template load_k<From>(buffers[0], keys, 0, g, t);
     if constexpr (D <= 128) W::template load_v<From>(buffers[1], values_of(keys, value_offset), 0, g, t);

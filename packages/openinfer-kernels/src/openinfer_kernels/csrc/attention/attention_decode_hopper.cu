@@ -116,7 +116,7 @@ __device__ void run(const Arguments<V>& a) {
   if (lane < 2 * kDepth) barrier_init(&full[lane / 2][lane % 2], 1);
   hopper::barrier_init_fence();
   // Reading early is safe: a step's inputs are from a kernel or a copy that ends before the previous kernel begins, and
-  // no row reads what another row of the step appends.
+  // what the step appends, for other rows of the sequence as well, is among the newest tokens.
   if (!a.early) hopper::wait_for_previous_kernel();
   const int work_tiles = count_work_tiles(a, heads, rows, m.ends.counts);
   const Partition partition = {work_tiles, min(work_tiles, int(gridDim.x))};
@@ -130,9 +130,9 @@ __device__ void run(const Arguments<V>& a) {
   kv_tiles.find(a, rows, first, last, warp, tiles, D);
   auto keys = kv_tiles.keys(a.cache);
   int window = first;
-  // The first ring. What is read before the previous kernel has ended does not include the newest token.
+  // The first ring. What is read before the previous kernel has ended does not include the newest tokens.
   auto fill = [&](bool newest) {
-    if (lane < kDepth && kv_tiles.left > 0 && (kv_tiles.left <= kKvTile) == newest)
+    if (lane < kDepth && kv_tiles.left > 0 && (kv_tiles.left < kKvTile + a.early) == newest)
 #pragma unroll
       for (int kind = 0; kind < M::kKinds; kind++)
         copy_tile<M, V>(ring[lane][kind], kv_tiles, keys, kind * value_offset, &full[lane][kind]);

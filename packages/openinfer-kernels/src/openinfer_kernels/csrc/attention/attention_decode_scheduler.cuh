@@ -27,7 +27,8 @@ struct Arguments : V {
   float* partials;          // [blocks, 2, partial size]
   int* arrivals;            // [items], zero before and after
   int num_rows, table_stride, group;
-  int early;                // nonzero: batch and older tokens may be read before the previous kernel has ended
+  int early;                // nonzero: batch and all but so many of a context's newest tokens may be read before the
+                            // previous kernel has ended
   float scale;              // of scores, times log2(e)
 };
 

@@ -135,8 +135,8 @@ class AttentionDecode:
             batch.block_tables[cache.table].shape[1],
             group,
             # From the second layer on, the batch and all tokens but the newest are read before the kernel ahead ends:
-            # the step's inputs have long been written by then, and no row reads what another row of the step appends.
-            int(not cache.is_first_layer),
+            # the step's inputs have long been written by then, and the newest are all that the step appends.
+            0 if cache.is_first_layer else batch.newest_tokens,
             scale,
         )
         given = arguments if variant is None else _VariantArguments(variant, arguments)

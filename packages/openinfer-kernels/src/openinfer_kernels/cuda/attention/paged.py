@@ -71,6 +71,7 @@ class Attention:
         first_key: int = 0,
     ) -> Array:
         """H / K is at most 16, `scale` positive; a row without context, padding of captured steps, gets no result."""
+        batch = batch.token_rows or batch
         _check(q, cache, batch)
         _refuse_first_key(first_key, cache, batch)
         num_tokens, num_rows, most = q.shape[0], len(batch.context_lens), batch.max_query_tokens

@@ -27,21 +27,18 @@ class _Step(ctypes.Structure):
 
 
 class TokenRows:
-    """Of batches with one block table and without recurrent states, on one device; queued on the current stream."""
+    """Of batches with one block table, on one device; queued on the current stream."""
 
     def __init__(self, device: Device) -> None:
         self._kernel = device.kernel("drafters", "drafters_rows")
 
     def batch(self, inputs: MixedInputs) -> AttentionBatch:
-        """Where the tokens of prepared inputs stand, as rows; a row sees what rows before it append.
-
-        So attention may not read before the kernel ahead of it has ended (`PagedCache.is_first_layer`).
-        """
+        """Where the tokens of prepared inputs stand, as rows for attention; a row sees what rows before it append."""
         batch, num_tokens = inputs.batch, len(inputs.token_ids)
         num_rows = len(batch.context_lens)
         table, *others = batch.block_tables
-        if others or batch.state_slots is not None:
-            raise ArrayMismatchError("tokens are rows of their own where there are one block table and no states")
+        if others:
+            raise ArrayMismatchError("tokens are rows of their own where there is one block table")
         columns = table.shape[1]
         starts, context_lens = cupy.empty(num_tokens + 1, np.int32), cupy.empty(num_tokens, np.int32)
         tables = cupy.empty((num_tokens, columns), np.int32)
@@ -55,5 +52,6 @@ class TokenRows:
             context_lens=context_lens,
             block_tables=(tables,),
             max_query_tokens=1,
+            newest_tokens=num_tokens,
             chunk_context_tokens=None,
         )
