@@ -13,15 +13,19 @@ of steps has drafts. Each draft is right with one probability, and the first wro
     fixed      as many drafts as there may be, in every step: what they cost
     adaptive   as `--speculative` does by default
 
-Every token is compared with the one that is known. TPOT is the time of a run over tokens of one request.
+Every token is compared with the one that is known. TPOT is the time of a run over tokens of one request. `--profile`
+says of each kernel how long it is from its begin to that of the next one: unlike their own times, of which the next
+kernel's beginning is a part, these add up to the step.
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import EntryPoint
@@ -49,7 +53,7 @@ from openinfer_core import (  # noqa: E402
 from openinfer_core.plugins import DRAFTERS, MODELS  # noqa: E402
 from openinfer_core.process.resident import settle_memory  # noqa: E402
 from openinfer_core.provenance import provenance  # noqa: E402
-from openinfer_engine import build_loop, resolve  # noqa: E402
+from openinfer_engine import StepLoop, build_loop, resolve  # noqa: E402
 from openinfer_engine.drafters.contract import SettlingDrafter  # noqa: E402
 from openinfer_engine.drafting import Drafter, DrafterContext, KvDrafter  # noqa: E402
 
@@ -116,6 +120,7 @@ WHOLE_FOLDERS: dict[str, dict[str, Any]] = {
 ANSWER, WRONG = 1000, 1001
 BIAS = 100.0
 CALLS = 509  # whose drafts are made beforehand, taken in turn
+PROFILED_STEPS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +169,7 @@ class Simulated:
         self.inner = inner
         self.ops = context.ops
         self.max_drafts = inner.max_drafts
+        self.max_rows = context.max_num_seqs
         self.bank: Any = None
         self._is_real = is_real
         self._now = context.ops.zeros((context.max_num_seqs, inner.max_drafts), np.int32)
@@ -244,18 +250,27 @@ class Row:
 def main() -> int:
     given = arguments()
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(given.model)
-        if given.model in CONFIGS:
-            folder = Path(made)
-            config = CONFIGS[given.model] | json.loads(given.config)
-            (folder / "config.json").write_text(json.dumps(config))
-            write_drafter(given, folder / "drafter", config)
-        rows = measure(given, folder, given.modes[0]) if len(given.modes) == 1 else of_each_mode(given)
+        folder = model_folder(given, Path(made))
+        rows = (
+            measure(given, folder, given.modes[0])
+            if len(given.modes) == 1
+            else of_each_mode(given.modes, __file__, Row)
+        )
     if given.json is not None:
         write(given, rows)
     if len(given.modes) > 1:
         print(table(rows))
     return 0
+
+
+def model_folder(given: argparse.Namespace, made: Path) -> Path:
+    """The folder that is named, or one in `made` of a shape that is, and a drafter's, which the setting then names."""
+    if given.model not in CONFIGS:
+        return Path(given.model)
+    config = CONFIGS[given.model] | json.loads(given.config)
+    (made / "config.json").write_text(json.dumps(config))
+    write_drafter(given, made / "drafter", config)
+    return made
 
 
 def write_drafter(given: argparse.Namespace, folder: Path, model: dict[str, Any]) -> None:
@@ -280,19 +295,20 @@ def write_drafter(given: argparse.Namespace, folder: Path, model: dict[str, Any]
         given.speculative += f",model={folder}"
 
 
-def of_each_mode(given: argparse.Namespace) -> list[Row]:
-    """Each in a process of its own, as a GPU's memory is given back with the process."""
-    rows: list[Row] = []
-    for mode in given.modes:
+def of_each_mode(modes: Sequence[str], script: str, kind: type[Any]) -> list[Any]:
+    """Each by a process of its own of the same script, as a GPU's memory is given back with the process."""
+    rows: list[Any] = []
+    for mode in modes:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             # The last one of an option that is given twice counts.
-            command = [sys.executable, __file__, *sys.argv[1:], "--modes", mode, "--json", file.name]
+            command = [sys.executable, script, *sys.argv[1:], "--modes", mode, "--json", file.name]
             if subprocess.run(command, check=False).returncode == 0:
-                rows += [Row(**each) for each in json.loads(Path(file.name).read_text())["rows"]]
+                rows += [kind(**each) for each in json.loads(Path(file.name).read_text())["rows"]]
     return rows
 
 
-def measure(given: argparse.Namespace, folder: Path, mode: str) -> list[Row]:
+def open_engine(given: argparse.Namespace, folder: Path, mode: str) -> tuple[StepLoop, list[Simulated]]:
+    """The engine, and the drafters whose drafts are to be given."""
     family: Any = claim(read_config(folder), list_plugins(MODELS))[0]
     options = {"prefix_cache": False, "device": given.device, "load_format": "dummy", "max_model_tokens": 4096}
     options |= dict(each.split("=", 1) for each in given.option)
@@ -309,13 +325,30 @@ def measure(given: argparse.Namespace, folder: Path, mode: str) -> list[Row]:
     began = time.perf_counter()
     loop = build_loop(plan)
     settle_memory()
-    print(f"-- {mode}: started in {time.perf_counter() - began:.1f} s", flush=True)
+    phases = " ".join(f"{phase.name} {phase.seconds:.2f}" for phase in loop.info.start)
+    print(f"-- {mode}: started in {time.perf_counter() - began:.1f} s: {phases}", flush=True)
+    return loop, made
+
+
+def most_rows(made: Sequence[Simulated]) -> int:
+    """Of a step; what is drafted for them is no more than that."""
+    return max((drafter.max_rows for drafter in made), default=1)
+
+
+def give_drafts(given: argparse.Namespace, made: Sequence[Simulated], acceptance: Acceptance, *, batch: int) -> None:
+    """What drafters draft from here on."""
+    for drafter in made:
+        bank = acceptance.drafts(np.random.default_rng(5), rows=batch, k=drafter.max_drafts)
+        drafter.bank = None if given.real else drafter.ops.upload(bank)
+
+
+def measure(given: argparse.Namespace, folder: Path, mode: str) -> list[Row]:
+    loop, made = open_engine(given, folder, mode)
     rows: list[Row] = []
     for batch, prompt in (map(int, size.split("x")) for size in given.size):
-        for acceptance in given.accept if made else [Acceptance("plain", 1, 1), Acceptance("bias", 1, 1)]:
-            for drafter in made:
-                bank = acceptance.drafts(np.random.default_rng(5), rows=batch, k=drafter.max_drafts)
-                drafter.bank = None if given.real else drafter.ops.upload(bank)
+        without = [Acceptance(name, 1, 1) for name in (("bias",) if given.biased else ("plain", "bias"))]
+        for acceptance in given.accept if made else without:
+            give_drafts(given, made, acceptance, batch=batch)
             has_bias = acceptance.name != "plain" and not given.real
             runs = [run(loop, made, batch, prompt, given.output, has_bias=has_bias) for _ in range(given.repeats + 1)]
             tpot_ms, step_ms, tokens, prefill_s, before, after = min(runs[1:], key=lambda each: each[0])
@@ -335,6 +368,8 @@ def measure(given: argparse.Namespace, folder: Path, mode: str) -> list[Row]:
                 )
             )
             print(rows[-1], flush=True)
+            if given.profile:
+                profile(Requests(loop, made, batch, prompt, has_bias=has_bias))
     loop.close()
     return rows
 
@@ -401,6 +436,35 @@ def run(
     return elapsed * 1e3 * batch / tokens, elapsed * 1e3 / steps, tokens / batch / steps, prefill_s, stats, after
 
 
+def profile(requests: Requests) -> None:
+    """Prints what a step's kernels add to it, by name, and how many there are."""
+    import torch
+
+    while not all(requests.answers.values()):
+        requests.step()
+    for _ in range(8):
+        requests.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            requests.step()
+        torch.cuda.synchronize()
+    requests.end()
+    kernels = sorted(
+        (event.time_range.start, event.name)
+        for event in profiler.events()
+        if event.device_type == torch.profiler.DeviceType.CUDA
+    )
+    found: dict[str, list[float]] = defaultdict(list)
+    for (begin, name), (end, _) in itertools.pairwise(kernels):
+        found[name].append(end - begin)
+    total = sum(map(sum, found.values())) / PROFILED_STEPS
+    print(f"   {total:.0f} us a step, {len(kernels) / PROFILED_STEPS:.0f} kernels")
+    for name, times in sorted(found.items(), key=lambda each: -sum(each[1]))[:22]:
+        each = len(times) / PROFILED_STEPS
+        print(f"   {sum(times) / PROFILED_STEPS:8.1f} us {each:7.2f} x {sum(times) / len(times):7.2f} {name[:70]}")
+    sys.stdout.flush()
+
+
 def table(rows: Sequence[Row]) -> str:
     # Requests with drafts have the bias, which costs about a hundredth of a step by itself.
     plain = {(row.batch, row.prompt_tokens): row.tpot_ms for row in rows if row.acceptance == "bias"}
@@ -438,6 +502,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--drafter-config", default="{}", help="the same of the drafter's")
     parser.add_argument("--option", nargs="*", default=[], help="engine options: NAME=VALUE")
     parser.add_argument("--real", action="store_true", help="leave the drafts as they are, and requests without a bias")
+    parser.add_argument("--biased", action="store_true", help="without a drafter only requests with the bias")
+    parser.add_argument("--profile", action="store_true", help="kernels of each size, by PyTorch's profiler")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit")
     parser.add_argument("--json", type=Path)
