@@ -29,6 +29,7 @@ from openinfer_kernels.cuda.attention.paged import Attention  # noqa: E402
 from openinfer_kernels.ops import CacheFormat, PagedCache, SamplingBatch  # noqa: E402
 from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES, DEFAULTS  # noqa: E402
 from openinfer_kernels.providers import PROVIDABLE  # noqa: E402
+from openinfer_kernels.testing.drafting import check_drafting  # noqa: E402
 from openinfer_kernels.testing.paged import make_batch, make_paged_case  # noqa: E402
 from openinfer_kernels.testing.providers import check_operator  # noqa: E402
 
@@ -76,7 +77,8 @@ def run(only: list[str], as_capability: str, cubins: str) -> int:
         ops = CudaOps()
     larger = Larger(ops)
     fused = [] if ops.fused_adapters is None else ["fused_adapters"]  # which Hopper alone has
-    for name in only or [*PROVIDABLE, "products", "attention", "fp8_cache", "sampling", *fused]:
+    of_drafts = ["drafting", "token_rows"]
+    for name in only or [*PROVIDABLE, "products", "attention", "fp8_cache", "sampling", *fused, *of_drafts]:
         if name in WITHOUT_GPU_KERNEL:
             continue
         if name in PROVIDABLE:
@@ -158,6 +160,38 @@ class Larger:
                         q, PagedCache(data=cache, layer=1), batch=self._uploaded(case.batch), scale=scale, **there
                     )
                     self._require_close(f"attention of {rows} with {asked}", got, expected)
+
+    def drafting(self) -> None:
+        """What drafters that read hidden states call."""
+        assert check_drafting(self._ops, steps=12)
+
+    def token_rows(self) -> None:
+        """Rows of a few tokens, each of which is a row for attention, layer after layer."""
+        heads, kv_heads = 8, 2
+        for head_dim in (64, 128, 256):
+            rows = ((200, 3), (5, 5), (1030, 8), (64, 1))
+            case = make_paged_case(self._rng, rows, num_kv_heads=kv_heads, head_dim=head_dim, block_tokens=16)
+            counts, num_tokens = np.diff(case.batch.query_starts), case.num_tokens
+            of_tokens = dataclasses.replace(
+                case.batch,
+                query_starts=np.arange(num_tokens + 1, dtype=np.int32),
+                context_lens=case.batch.positions + np.int32(1),
+                block_tables=tuple(np.repeat(table, counts, axis=0) for table in case.batch.block_tables),
+                max_query_tokens=1,
+                newest_tokens=num_tokens,
+            )
+            batch = dataclasses.replace(self._uploaded(case.batch), token_rows=self._uploaded(of_tokens))
+            there = self._ops.upload_weight(case.kv_cache.reshape(len(case.kv_cache), -1)).reshape(case.kv_cache.shape)
+            host = self._host(there)
+            rope = np.stack([np.ones((2000, head_dim // 2)), np.zeros((2000, head_dim // 2))]).astype(np.float32)
+            for layer in range(2):
+                qkv = self._normal(num_tokens, (heads + 2 * kv_heads) * head_dim)
+                caches = [PagedCache(data=each, layer=layer, is_first_layer=layer == 0) for each in (there, host)]
+                q = self._ops.rope_append(qkv, rope=self._ops.upload(rope), cache=caches[0], batch=batch)
+                got = self._ops.paged_attention(q, caches[0], batch=batch, scale=head_dim**-0.5)
+                right = self._cpu.rope_append(self._host(qkv), rope=rope, cache=caches[1], batch=case.batch)
+                expected = self._cpu.paged_attention(right, caches[1], batch=case.batch, scale=head_dim**-0.5)
+                self._require_close(f"attention of tokens as rows, layer {layer}", got, expected)
 
     def fp8_cache(self) -> None:
         """A step's tokens appended to a cache in FP8, then attention over it: kernels for Hopper, and for any GPU."""
