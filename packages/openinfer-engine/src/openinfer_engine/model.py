@@ -168,6 +168,23 @@ class TappedModel(Protocol):
         ...
 
 
+@runtime_checkable
+class LastTokenTappedModel(TappedModel, Protocol):
+    """A `TappedModel` with last-token selection, for drafters that read taps alone."""
+
+    def forward_tapped_last_tokens(
+        self,
+        token_ids: Array,
+        *,
+        batch: AttentionBatch,
+        kv_cache: KvLayers,
+        taps: Sequence[int],
+        last: LogitsIndices,
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """As `forward_tapped`, all tokens' taps but the hidden states of these tokens alone: `[n, h]`."""
+        ...
+
+
 class RotaryConfig(Protocol):
     """What the defaults of `ModelDefinition` read of a config: names of `config.json`, and its rotary embedding."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import emulated_cuda
 import numpy as np
@@ -25,7 +25,7 @@ from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits, make_states
 from openinfer_engine.cuda.worker import CudaWorker
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafting import DrafterContext, DrafterFaults, SharedDrafter
-from openinfer_engine.model import KvLayers, Model, ReplayedModel
+from openinfer_engine.model import KvLayers, LastTokenModel, LogitsIndices, Model, ReplayedModel
 from openinfer_engine.speculation.step_times import measure_step_times
 from openinfer_engine.testing.drafted_steps import DraftedAnswer, DraftedSizes, DraftedSteps
 from openinfer_engine.testing.drafters import DraftKind, ScriptedDrafter
@@ -117,6 +117,19 @@ class PaddedModel:
         return emulated_cuda.array(self._model.logits(np.asarray(hidden)))
 
 
+class LastTokenPaddedModel(PaddedModel):
+    """One with last-token selection, which no captured step asks for."""
+
+    num_selected = 0
+
+    def forward_last_tokens(
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, last: LogitsIndices
+    ) -> Array:
+        LastTokenPaddedModel.num_selected += 1
+        model = cast("LastTokenModel", self._model)
+        return emulated_cuda.array(model.forward_last_tokens(token_ids, batch=batch, kv_cache=kv_cache, last=last))
+
+
 class ReplayedPaddedModel(PaddedModel):
     """A model that replays states, too."""
 
@@ -133,7 +146,9 @@ class ReplayedPaddedModel(PaddedModel):
 
 
 def padded(model: Model, *, replays: bool = True) -> PaddedModel:
-    return ReplayedPaddedModel(model) if replays and isinstance(model, ReplayedModel) else PaddedModel(model)
+    if replays and isinstance(model, ReplayedModel):
+        return ReplayedPaddedModel(model)
+    return LastTokenPaddedModel(model) if isinstance(model, LastTokenModel) else PaddedModel(model)
 
 
 class Bench:
@@ -425,6 +440,7 @@ if __name__ == "__main__":
         bench.replays = False
         check(bench, capture=True, max_drafts=3, kinds=[DraftKind.RANDOM])
         bench.replays = True
+    assert (sys.argv[1] == "qwen3") == (LastTokenPaddedModel.num_selected > 0), LastTokenPaddedModel.num_selected
     if bench.ranks == 1:  # several would have to be captured side by side
         check(bench, capture=True, max_drafts=1, kinds=[DraftKind.RIGHT, DraftKind.HOSTILE])
     sys.stdout.write("equal\n")

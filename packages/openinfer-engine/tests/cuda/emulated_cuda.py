@@ -77,6 +77,7 @@ def install() -> None:
     # What is not written yet may be anything on a GPU.
     cupy.empty = lambda shape, dtype: array(np.full(shape, 113, dtype))
     cupy.zeros = lambda shape, dtype: array(np.zeros(shape, dtype))
+    cupy.arange = lambda count, dtype: array(np.arange(count, dtype=dtype))
     cupy.asarray = lambda values: array(np.array(values))
     stream = SimpleNamespace(ptr=0, synchronize=lambda: None)
     cupy.cuda = SimpleNamespace(

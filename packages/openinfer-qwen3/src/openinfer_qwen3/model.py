@@ -342,6 +342,23 @@ class Qwen3Model:
         hidden = self._forward(token_ids, batch=batch, kv_cache=kv_cache, taps=taps, tapped=tapped)
         return hidden, tuple(tapped[tap] for tap in taps)
 
+    def forward_tapped_last_tokens(
+        self,
+        token_ids: Array,
+        *,
+        batch: AttentionBatch,
+        kv_cache: KvLayers,
+        taps: Sequence[int],
+        last: LogitsIndices,
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """As `forward_tapped`, with hidden states as `forward_last_tokens` has them."""
+        if taps and taps[-1] == len(self.weights.layers):  # which needs what the last layer leaves out
+            hidden, found = self.forward_tapped(token_ids, batch=batch, kv_cache=kv_cache, taps=taps)
+            return self._ops.embedding(last.tokens, hidden) if len(last.tokens) else hidden[:0], found
+        tapped: dict[int, Array] = {}
+        hidden = self._forward(token_ids, batch=batch, kv_cache=kv_cache, last=last, taps=taps, tapped=tapped)
+        return hidden, tuple(tapped[tap] for tap in taps)
+
     def _forward(
         self,
         token_ids: Array,

@@ -134,6 +134,7 @@ class DraftedSteps:
             correct=lambda inputs: self._drafts.place_rows(inputs, num_planned, max_new),
             least_tokens=0 if replayed is None else len(replayed.mixed.inputs.token_ids),
             by_token=replayed is not None and _reads_little(plan),
+            last_of=self._last_of(plan),
         )
         prompts = self._score_prompts(plan, hidden, staging)
         rows = np.flatnonzero(plan.max_new)
@@ -147,6 +148,12 @@ class DraftedSteps:
         if self._states is not None:
             self._states.settle(plan, tokens, inputs, staging)
         return tokens, prompts
+
+    def _last_of(self, plan: StepPlan) -> HostArray | None:
+        """The rows that sample, where each samples once and nothing else is read of hidden states."""
+        if (plan.max_new > 1).any() or self._slots.unscored(plan):
+            return None
+        return np.flatnonzero(plan.max_new)
 
     def begin_decode(self, inputs: DecodeInputs) -> None:
         """Queues what corrects a step of rows of one token each before it is computed; captured with it."""

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+import numpy as np
 
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.cpu.worker import WorkerLimits
@@ -10,9 +12,10 @@ from openinfer_engine.cuda.graphs import CapturedMixed
 from openinfer_engine.cuda.memory_budget import slot_sizes
 from openinfer_engine.cuda.step_buckets import ADAPTED_TOKEN_BUCKETS, TOKEN_BUCKETS, bucket_of
 from openinfer_engine.lora.adapter_rows import AdapterRows
-from openinfer_engine.model import KvLayers, Model
+from openinfer_engine.model import KvLayers, LastTokenModel, LogitsIndices, Model
 from openinfer_engine.worker.step_observer import StepObserver
-from openinfer_kernels import Array, HostArray
+from openinfer_kernels import Array, AttentionBatch, HostArray
+from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kernels.cuda.common.pinned import StagingBuffer
 from openinfer_kernels.cuda.sampling.step_inputs import BatchMemory, MixedInputs, mixed_record
 from openinfer_kernels.cuda.sampling.steps import SlotState, copy_array
@@ -112,6 +115,32 @@ class MixedForward:
             return self._observer.forward(slots, inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
         return self.model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
 
+    @property
+    def selects_last_tokens(self) -> bool:
+        """Whether a pass that is not replayed may leave out hidden states of tokens that nothing is sampled from."""
+        if self._observer is None:
+            return isinstance(self.model, LastTokenModel)
+        return self._observer.selects_last_tokens
+
+    def _hidden_of_last(self, inputs: MixedInputs, last_of: HostArray, tokens: Array, staging: StagingBuffer) -> Array:
+        """`[T, h]`, of which those of `tokens` are computed, the last ones of these rows; others are any numbers."""
+        self._slots.prepare_mixed(inputs)
+        token_ids, batch = inputs.token_ids, inputs.batch
+        (rows,) = staging.upload(last_of.astype(np.int32))
+        last = LogitsIndices(tokens=tokens, batch=_last_tokens(batch, rows, tokens))
+        if self._observer is None:
+            model = cast("LastTokenModel", self.model)
+            found = model.forward_last_tokens(token_ids, batch=batch, kv_cache=self._kv_cache, last=last)
+        else:
+            slots = inputs.record[: len(batch.context_lens)]
+            found = self._observer.forward_last_tokens(
+                slots, token_ids, batch=batch, kv_cache=self._kv_cache, last=last
+            )
+        whole = cupy.empty((len(token_ids), found.shape[1]), found.dtype)
+        if len(found):
+            whole[tokens] = found
+        return whole
+
     def leave_hidden_by_token(self, rows: TokenRows, inputs: MixedInputs, hidden: Array) -> None:
         """As `hidden_of`, where each token is a row for the model's attention; leaves the states in `hidden`."""
         self._slots.prepare_mixed(inputs)
@@ -133,6 +162,7 @@ class MixedForward:
         correct: Callable[[MixedInputs], None] | None = None,
         least_tokens: int = 0,
         by_token: bool = False,
+        last_of: HostArray | None = None,
     ) -> tuple[MixedInputs, Array]:
         """A forward pass of these rows.
 
@@ -142,6 +172,7 @@ class MixedForward:
             correct: queues what changes the record on the device before the pass reads it.
             least_tokens: what is replayed was captured for so many at least.
             by_token: attention may take each token for a row.
+            last_of: of the hidden states nothing is read but those of the last token of these rows; None: anything.
 
         Returns:
             Its inputs, and `[T or more, h]` hidden states; both are those of a graph if one was replayed.
@@ -158,8 +189,30 @@ class MixedForward:
             staging.upload_into(record, inputs.record[: len(record)])
         if correct is not None:
             correct(inputs)
+        if captured is None and last_of is not None and self.selects_last_tokens:
+            (tokens,) = staging.upload((np.cumsum(columns.counts)[last_of] - 1).astype(np.int32))
+            return inputs, self._hidden_of_last(inputs, last_of, tokens, staging)
         if captured is None:
             return inputs, self.hidden_of(inputs)
         graph = captured.by_token if by_token and captured.by_token is not None else captured.forward
         graph.launch()
         return inputs, captured.hidden
+
+
+def _last_tokens(batch: AttentionBatch, rows: Array, tokens: Array) -> AttentionBatch:
+    """The last `tokens [n]` of these rows again, as rows of one token each."""
+    if not len(tokens):
+        return batch
+    positions = batch.positions[tokens]
+    return replace(
+        batch,
+        positions=positions,
+        query_starts=cupy.arange(len(tokens) + 1, dtype=np.int32),
+        context_lens=positions + np.int32(1),
+        block_tables=tuple(table[rows] for table in batch.block_tables),
+        cache_slots=tuple(slots[tokens] for slots in batch.cache_slots),
+        max_query_tokens=1,
+        chunk_context_tokens=None,
+        state_slots=None if batch.state_slots is None else batch.state_slots[rows],
+        adapter_slots=None if batch.adapter_slots is None else batch.adapter_slots[tokens],
+    )

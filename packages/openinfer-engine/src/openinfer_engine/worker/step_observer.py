@@ -5,7 +5,14 @@ from typing import cast
 from openinfer_core import Refused
 from openinfer_engine.drafters.contract import ObservedStep
 from openinfer_engine.drafting import SharedDrafter
-from openinfer_engine.model import KvLayers, Model, TappedModel
+from openinfer_engine.model import (
+    KvLayers,
+    LastTokenModel,
+    LastTokenTappedModel,
+    LogitsIndices,
+    Model,
+    TappedModel,
+)
 from openinfer_kernels import Array, AttentionBatch
 
 
@@ -46,6 +53,30 @@ class StepObserver:
             batch=batch,
         )
         self._drafter.observe(step)
+        return hidden
+
+    @property
+    def selects_last_tokens(self) -> bool:
+        """Whether the drafter reads taps alone, and the model has those without hidden states that nothing reads."""
+        kind = LastTokenTappedModel if self._taps else LastTokenModel
+        return self._drafter.requirements.observes_late and isinstance(self._model, kind)
+
+    def forward_last_tokens(
+        self, slots: Array, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, last: LogitsIndices
+    ) -> Array:
+        """As `forward`, `[n, h]` for the tokens of `last` alone; where `selects_last_tokens`."""
+        taps: tuple[Array, ...] = ()
+        if self._taps:
+            tapped = cast("LastTokenTappedModel", self._model)
+            hidden, taps = tapped.forward_tapped_last_tokens(
+                token_ids, batch=batch, kv_cache=kv_cache, taps=self._taps, last=last
+            )
+        else:
+            model = cast("LastTokenModel", self._model)
+            hidden = model.forward_last_tokens(token_ids, batch=batch, kv_cache=kv_cache, last=last)
+        self._drafter.observe(
+            ObservedStep(token_ids=token_ids, hidden=token_ids[:0], taps=taps, slots=slots, batch=batch)
+        )
         return hidden
 
     def forward_unseen(
