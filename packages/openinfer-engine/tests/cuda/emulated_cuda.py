@@ -78,7 +78,7 @@ def install() -> None:
     cupy.empty = lambda shape, dtype: array(np.full(shape, 113, dtype))
     cupy.zeros = lambda shape, dtype: array(np.zeros(shape, dtype))
     cupy.arange = lambda count, dtype: array(np.arange(count, dtype=dtype))
-    cupy.asarray = lambda values: array(np.array(values))
+    cupy.asarray = _from_host
     stream = SimpleNamespace(ptr=0, synchronize=lambda: None)
     cupy.cuda = SimpleNamespace(
         Event=_Event,
@@ -102,6 +102,14 @@ def install() -> None:
     operators: Any = ModuleType("openinfer_kernels.cuda.ops")
     operators.CudaOps = object
     sys.modules["openinfer_kernels.cuda.ops"] = operators
+
+
+_capturing: list[Any] = []
+
+
+def _from_host(values: Any) -> Any:
+    assert not _capturing, "a copy from the host is not captured"
+    return array(np.array(values))
 
 
 class _Event:
@@ -143,8 +151,12 @@ class Replay:
 
 
 def capture(_: Any, work: Callable[[], Any]) -> tuple[Replay, Any]:
-    """In the place of `Stream.capture`."""
-    results = work()
+    """In the place of `Stream.capture`; nothing comes from the host in one, as on a GPU."""
+    _capturing.append(work)
+    try:
+        results = work()
+    finally:
+        _capturing.pop()
     return Replay(work, results), results
 
 

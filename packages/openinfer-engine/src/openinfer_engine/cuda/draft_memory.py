@@ -57,7 +57,13 @@ class CudaDraftMemory:
             num_bytes=num_bytes,
         )
         most = max_model_tokens + asked.span_tokens
-        self._spans = DraftSpans(slots.device, slots.block_tables[0], blocks, max_context_tokens=most)
+        self._spans = DraftSpans(
+            slots.device,
+            slots.block_tables[0],
+            blocks,
+            max_context_tokens=most,
+            most=(SPAN_ROWS, max(1, asked.span_tokens)),
+        )
 
     def span(self, slots: Array, lengths: Array) -> DraftSpan:
         return _CudaSpan(self._spans, *self._spans.tables_of(slots, lengths))

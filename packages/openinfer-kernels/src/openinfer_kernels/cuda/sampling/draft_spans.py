@@ -49,14 +49,21 @@ class DraftSpans:
         tables: `[slots, max_blocks]` int32, the block tables of sequence slots.
         blocks: of spans.
         max_context_tokens: of a sequence and its drafts.
+        most: spans of one step, and new positions of each.
     """
 
-    def __init__(self, device: Device, tables: Array, blocks: SpanBlocks, *, max_context_tokens: int) -> None:
+    def __init__(
+        self, device: Device, tables: Array, blocks: SpanBlocks, *, max_context_tokens: int, most: tuple[int, int]
+    ) -> None:
         self._kernels = {name: device.kernel("drafters", f"drafters_{name}") for name in ("spans", "place")}
         self._tables = tables
         self._blocks = blocks
         self._max_context_tokens = max_context_tokens
-        self._query_starts: dict[tuple[int, int], Array] = {}
+        # Made here, as nothing can be brought from the host in a capture, and any number of rows may come there first.
+        spans, positions = most
+        firsts = np.arange(spans + 1, dtype=np.int32) * np.arange(1, positions + 1, dtype=np.int32)[:, None]
+        self._starts_of_tokens = cupy.asarray(np.arange(spans * positions + 1, dtype=np.int32))
+        self._starts_of_spans = cupy.asarray(firsts)
         block_bytes = blocks.pool[0].nbytes
         if blocks.begin_bytes % VECTOR_BYTES or blocks.num_bytes % VECTOR_BYTES or block_bytes % VECTOR_BYTES:
             raise ArrayMismatchError("KV of a drafter that lies at no multiple of 16 bytes")
@@ -110,7 +117,5 @@ class DraftSpans:
         )
 
     def _starts_of(self, rows: int, count: int) -> Array:
-        if (rows, count) not in self._query_starts:
-            starts = np.arange(rows + 1, dtype=np.int32) * np.int32(count)
-            self._query_starts[rows, count] = cupy.asarray(starts)
-        return self._query_starts[rows, count]
+        starts = self._starts_of_tokens if count == 1 else self._starts_of_spans[count - 1]
+        return starts[: rows + 1]
