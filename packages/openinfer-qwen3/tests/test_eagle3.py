@@ -274,6 +274,22 @@ def test_trained_folder_drafts_what_the_model_samples(prefix_cache: bool) -> Non
     assert shares[0] == shares[1] > 0.25
 
 
+def test_a_head_in_fp8_drafts_what_the_model_samples_all_the_same() -> None:
+    named = {"model": str(TRAINED / "drafter")}
+    shares: list[float] = []
+    for options in (named | {"head": "fp8"}, named):
+        loop = make_drafting_loop(
+            Qwen3Definition(), TRAINED / "model", Eagle3Drafter, max_drafts=3, drafter_options=options
+        )
+        shares.append(accepted_share(loop, PROMPTS))
+        loop.close()
+    assert abs(shares[0] - shares[1]) < 0.05
+    with pytest.raises(Refused, match="head is fp8, or left out"):
+        make_drafting_loop(
+            Qwen3Definition(), TRAINED / "model", Eagle3Drafter, drafter_options=named | {"head": "e5m2"}
+        )
+
+
 def test_plan_shows_the_folders_weights_and_kv_and_other_weights_have_another_layout(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -285,6 +285,30 @@ def test_answers_with_drafts_of_a_part_of_the_vocabulary_are_those_without(mtp_d
     check_model_drafter(Qwen35Definition(), mtp_dir, MtpDrafter, seeds=[0], drafter_options=options)
 
 
+def test_answers_with_drafts_of_a_head_in_fp8_are_those_without(mtp_dir: Path) -> None:
+    check_model_drafter(Qwen35Definition(), mtp_dir, MtpDrafter, seeds=[0], drafter_options={"head": "fp8"})
+
+
+def test_a_head_in_fp8_drafts_what_the_model_samples_all_the_same() -> None:
+    shares: list[float] = []
+    for options in ({"head": "fp8"}, {}):
+        loop = make_drafting_loop(Qwen35Definition(), TRAINED, MtpDrafter, max_drafts=3, drafter_options=options)
+        shares.append(accepted_share(loop, PROMPTS))
+        loop.close()
+    assert abs(shares[0] - shares[1]) < 0.05
+
+
+def test_a_head_in_fp8_is_a_part_of_the_plan_and_refused_in_anything_else(mtp_dir: Path) -> None:
+    plans = [resolve(Qwen35Definition(), mtp_dir, EngineOptions(speculative=each)) for each in ("mtp,head=fp8", "mtp")]
+    limits, width = plans[0].worker_limits, json.loads((mtp_dir / "config.json").read_text())["hidden_size"]
+    assert plans[0].drafter_bytes - plans[1].drafter_bytes == limits.vocab_size * (width + 4)
+    assert "head is fp8, or left out, not 'int4'" in refused(TRAINED, "mtp,head=int4")
+    with pytest.raises(Refused, match="the head is cut by ranks"):
+        make_drafting_loop(
+            Qwen35Definition(), mtp_dir, MtpDrafter, drafter_options={"head": "fp8"}, tensor_parallel_size=2
+        )
+
+
 def test_answers_after_steps_were_timed_at_the_start_are_those_without(mtp_dir: Path) -> None:
     """Of a model with recurrent states, which the timed steps leave in their slots."""
 

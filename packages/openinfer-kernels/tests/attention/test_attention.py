@@ -124,7 +124,7 @@ def by_token(batch):
 
 
 def test_paged_attention_goes_by_the_rows_of_tokens(ops, upload, activation, host, prepared, check, head_dim):
-    """Steps of a few tokens of each row, one layer right after the other: each appends what its attention then reads."""
+    """Steps of a few tokens a row, one layer right after the other: each appends what its attention then reads."""
     rng, layers, heads, kv_heads, dim = np.random.default_rng(17), 12, 8, 2, head_dim(64)
     rows = [(5, 5), (200, 3), (17, 2), (1030, 8), (64, 1), (33, 4)]
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "block_tokens": 16}

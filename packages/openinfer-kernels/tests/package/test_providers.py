@@ -76,6 +76,7 @@ def test_every_operator_of_the_contract_is_providable_but_for_memory_and_samplin
     }
     choices = {"sample", "logprobs", "ngram_drafts", "top_experts", "table_experts"}
     drafting = {"hidden_before", "keep_hidden", "settle_hidden", "join_columns", "put_ids", "add_logits", "draft_ids"}
+    drafting |= {"draft_head", "draft_logits"}
     replay = {"keep_inputs", "replay_inputs"}
     assert contract - memory - choices - drafting - replay == {*PROVIDABLE}
     assert list(PROVIDABLE) == sorted(CASES)

@@ -95,3 +95,16 @@ def test_ids_of_drafts(mapped: Any) -> None:
     expected = [1, 0] if mapped is None else [4, 9]
     assert ids.tolist() == expected
     assert drafts.tolist() == [[-1, expected[0], -1], [-1, expected[1], -1]]
+
+
+def test_a_head_of_drafts_in_e4m3_is_the_head_but_for_its_rounding(ops: Any) -> None:
+    rng = np.random.default_rng(4)
+    head = ops.upload_weight(rng.normal(size=(640, 256)).astype(np.float32) / 16)
+    made = ops.draft_head(head)
+    whole = ops.download(head).astype(np.float32)
+    for count in (1, 3, 20):
+        hidden = ops.upload_weight(rng.normal(size=(count, 256)).astype(np.float32))
+        found = ops.download(ops.draft_logits(hidden, made))
+        right = ops.download(hidden).astype(np.float64) @ whole.T.astype(np.float64)
+        assert found.dtype == np.float32
+        assert 0.001 < np.linalg.norm(found - right) / np.linalg.norm(right) < 0.04  # E4M3 rounds by 2.6 % in the mean

@@ -17,7 +17,7 @@ prefix drafts as one that computed it.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, cast
 
@@ -38,6 +38,7 @@ from openinfer_engine.drafters.contract import (
     ObservedStep,
     late_bytes,
 )
+from openinfer_engine.drafters.draft_head import HEAD, asks_for_fp8, draft_logits, fp8_head, made_bytes
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.refusals import shortened
 from openinfer_engine.weights.loader import WeightLoader
@@ -227,7 +228,7 @@ class Eagle3Weights:
     """`[h, F]`"""
     norm: Array
     """`[h]`"""
-    lm_head: Array
+    lm_head: LinearWeight
     """`[V_d, h]`"""
     target_ids: Array
     """`[V_d]` int32: token id of each id of the head."""
@@ -279,8 +280,8 @@ class Eagle3Drafter(ChainedDrafter):
         InvalidCheckpoint: its tensors or its vocabulary map are not right.
     """
 
-    options: ClassVar[tuple[str, ...]] = ("model",)
-    """Of `--speculative`: the folder."""
+    options: ClassVar[tuple[str, ...]] = ("model", HEAD)
+    """Of `--speculative`: the folder, and what its head is in."""
 
     def __init__(self, context: DrafterContext) -> None:
         asked = context.requirements
@@ -302,6 +303,8 @@ class Eagle3Drafter(ChainedDrafter):
             communicator=context.communicator,
             max_positions=context.max_model_tokens + context.max_drafts + 1,
         )
+        if asks_for_fp8(context.options, num_ranks=1):  # every rank has all of the head
+            self._weights = replace(self._weights, lm_head=fp8_head(self._weights.lm_head, ops=context.ops))
         self._places: Array = self._ops.zeros((0,), np.int32)
 
     @staticmethod
@@ -334,6 +337,7 @@ class Eagle3Drafter(ChainedDrafter):
             taps=config.taps,
             span_tokens=setting.max_drafts,
             is_queued=True,
+            made_bytes=made_bytes(setting.options, config.draft_vocab_size, config.hidden_size),
             observes_late=True,
             # of a token: taps twice, five vectors of the layer, K and V; of a row: logits, scratch of their sampling
             bytes_per_token=2 * (2 * _TAPS * model.hidden_size + 5 * config.hidden_size + width),
@@ -363,7 +367,7 @@ class Eagle3Drafter(ChainedDrafter):
         del hidden
 
     def _likeliest(self, normed: Array, drafts: Array, column: int) -> Array:
-        logits = self._ops.logits(normed, self._weights.lm_head)
+        logits = draft_logits(normed, self._weights.lm_head, ops=self._ops)
         return self._ops.draft_ids(logits, drafts, column, token_ids=self._weights.target_ids)
 
     def _forward(self, token_ids: Array, hidden: Array, batch: AttentionBatch) -> tuple[Array, Array]:

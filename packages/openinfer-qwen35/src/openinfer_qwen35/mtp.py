@@ -19,6 +19,7 @@ DeepSeek-AI 2024, "DeepSeek-V3", section 2.2, for the idea.
 Most of a draft's time is the model's head. With the option `vocabulary=N` drafts are among the first N token ids: a
 tokenizer's ids are in the order in which its merges were found, those of frequent texts first. Zhao et al. 2025,
 "FR-Spec: Accelerating Large-Vocabulary Language Models via Frequency-Ranked Speculative Sampling", by counted ranks.
+With `head=fp8` a copy of the head in E4M3 is read instead (`openinfer_engine.drafters.draft_head`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafters.chained import ChainedDrafter
 from openinfer_engine.drafters.chains import HiddenBefore, kept_states
 from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting, DraftMemory, ObservedStep
+from openinfer_engine.drafters.draft_head import HEAD, asks_for_fp8, draft_logits, fp8_head, made_bytes
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.speculation.setting import read_integer
 from openinfer_engine.weights.loader import WeightLoader
@@ -134,8 +136,8 @@ class MtpDrafter(ChainedDrafter):
         InvalidCheckpoint: a tensor has numbers that are not finite.
     """
 
-    options: ClassVar[tuple[str, ...]] = (VOCABULARY,)
-    """Of `--speculative`: token ids that drafts are among."""
+    options: ClassVar[tuple[str, ...]] = (VOCABULARY, HEAD)
+    """Of `--speculative`: token ids that drafts are among, and what their head is in."""
 
     def __init__(self, context: DrafterContext) -> None:
         if not isinstance(context.model, Qwen35Model) or context.weights is None:
@@ -143,7 +145,11 @@ class MtpDrafter(ChainedDrafter):
         super().__init__(context)
         self._model = context.model
         self._communicator = context.communicator
-        self._head = _cut_head(context.model, context.options.get(VOCABULARY), num_ranks=context.communicator.size)
+        num_ranks = context.communicator.size
+        self._head: LinearWeight | None = _cut_head(context.model, context.options.get(VOCABULARY), num_ranks=num_ranks)
+        if asks_for_fp8(context.options, num_ranks=num_ranks):
+            whole = context.model.weights.lm_head if self._head is None else self._head
+            self._head = fp8_head(whole, ops=context.ops)
         asked = context.requirements or DrafterRequirements()
         self._config = mtp_config(context.model.config, asked.tensors)
         self._weights = load_mtp(
@@ -179,6 +185,7 @@ class MtpDrafter(ChainedDrafter):
             slots=(StateSlotGroup(name=STATE, num_layers=1, tensors=(hidden,)),),
             span_tokens=setting.max_drafts,
             is_queued=True,
+            made_bytes=made_bytes(setting.options, config.vocab_size, config.hidden_size),
             bytes_per_token=2 * 10 * config.hidden_size,
             bytes_per_sequence=2 * kept_states(setting.max_drafts) * config.hidden_size,
             bytes_per_row=12 * config.vocab_size + 256 * config.hidden_size,
@@ -199,7 +206,8 @@ class MtpDrafter(ChainedDrafter):
         states.take(step, step.hidden)
 
     def _likeliest(self, normed: Array, drafts: Array, column: int) -> Array:
-        logits = self._model.logits(normed) if self._head is None else self._ops.logits(normed, self._head)
+        head = self._head
+        logits = self._model.logits(normed) if head is None else draft_logits(normed, head, ops=self._ops)
         return self._ops.draft_ids(logits, drafts, column)
 
     def _forward(self, token_ids: Array, hidden: Array, batch: AttentionBatch) -> tuple[Array, Array]:

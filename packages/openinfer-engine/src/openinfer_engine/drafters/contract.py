@@ -79,6 +79,8 @@ class DrafterRequirements:
     """Whether `observe` reads `token_ids` and `taps` of a step, and not `hidden`: a GPU may then show it steps of one
     token a row later, up to `LATE_STEPS` at once and before drafts are asked for, where it reads its weights once for
     all. `hidden` has no rows then. Given with `is_queued`."""
+    made_bytes: int = 0
+    """Of weights that it makes of others when it is loaded, on one rank."""
     bytes_per_token: int = 0
     """Memory that `observe` works in for each token of a step, at most, next to what is kept."""
     bytes_per_sequence: int = 0

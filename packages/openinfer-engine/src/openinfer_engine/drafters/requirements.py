@@ -93,8 +93,9 @@ class AskedDrafter:
 
     def weights_bytes(self, num_ranks: int, *, itemsize_bytes: int) -> int:
         """What one rank has of its weights at most: they are counted whole."""
-        specs = self.requirements(num_ranks).tensors.values()
-        return sum(spec_bytes(spec, itemsize_bytes=itemsize_bytes) for spec in specs)
+        asked = self.requirements(num_ranks)
+        own = sum(spec_bytes(spec, itemsize_bytes=itemsize_bytes) for spec in asked.tensors.values())
+        return own + asked.made_bytes
 
     def work_bytes(self, num_ranks: int) -> int:
         """What one rank keeps and works in, next to weights and the blocks of the pool, at most."""

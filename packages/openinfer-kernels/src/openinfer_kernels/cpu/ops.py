@@ -45,7 +45,9 @@ from openinfer_kernels.cpu.norm.rms_norm import (
 )
 from openinfer_kernels.cpu.sampling.drafting import (
     add_logits,
+    draft_head,
     draft_ids,
+    draft_logits,
     hidden_before,
     join_columns,
     keep_hidden,
@@ -129,6 +131,8 @@ class CpuOps:
     draft_ids = staticmethod(draft_ids)
     put_ids = staticmethod(put_ids)
     add_logits = staticmethod(add_logits)
+    draft_head = staticmethod(draft_head)
+    draft_logits = staticmethod(draft_logits)
 
     def quantise_head(self, *parts: WeightPart) -> QuantisedWeight | None:
         """It stays as it is; `LowBitCpuOps` quantises it."""

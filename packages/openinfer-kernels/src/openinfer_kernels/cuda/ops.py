@@ -29,7 +29,7 @@ from openinfer_kernels.cuda.gemm.grouped_gemm import GroupedGemm
 from openinfer_kernels.cuda.gemm.grouped_linear import GroupedLinear
 from openinfer_kernels.cuda.gemm.library_products import LibraryProducts
 from openinfer_kernels.cuda.gemm.linear import Linear
-from openinfer_kernels.cuda.gemm.output_head import Fp8Heads, OutputHeads
+from openinfer_kernels.cuda.gemm.output_head import DraftHeads, Fp8Heads, OutputHeads
 from openinfer_kernels.cuda.gemm.projections import Projections
 from openinfer_kernels.cuda.gemm.quantised import Quantised
 from openinfer_kernels.cuda.linear_attention.causal_conv import CausalConv
@@ -110,6 +110,7 @@ class CudaOps:
         """
         self.device = Device.open() if device is None else device
         self._activations, self._fp8_head = activations, fp8_head
+        self._has_draft_heads = False
         for family in _OF_EVERY_MODEL:
             getattr(self, family)
 
@@ -122,6 +123,8 @@ class CudaOps:
         self._linear.close()
         if self._low_bit is not None:
             self._low_bit.close()
+        if self._has_draft_heads:
+            self._draft_heads.close()
 
     @cached_property
     def _memory(self) -> Memory:
@@ -147,6 +150,11 @@ class CudaOps:
     def _heads(self) -> OutputHeads:
         quantised = Fp8Heads(self.device, self._memory, self._low_bit) if self._fp8_head and self._low_bit else None
         return OutputHeads(self._linear, quantised)
+
+    @cached_property
+    def _draft_heads(self) -> DraftHeads:
+        self._has_draft_heads = True
+        return DraftHeads(self.device, self._memory, self._linear)
 
     @cached_property
     def _projections(self) -> Projections:
@@ -339,6 +347,8 @@ class CudaOps:
     draft_ids = served_by(_drafting, Drafting.draft_ids)
     put_ids = served_by(_drafting, Drafting.put_ids)
     add_logits = served_by(_drafting, Drafting.add_logits)
+    draft_head = served_by(_draft_heads, DraftHeads.draft_head)
+    draft_logits = served_by(_draft_heads, DraftHeads.draft_logits)
 
 
 _OF_EVERY_MODEL = (

@@ -11,6 +11,7 @@ from typing import Protocol
 from openinfer_kernels.ops.arrays import Array
 from openinfer_kernels.ops.batch import AttentionBatch
 from openinfer_kernels.ops.cache import PagedCache
+from openinfer_kernels.ops.quantised import QuantisedWeight
 
 LONGEST_NGRAM = 63
 """Bound of `NgramRule.n_max` and `reference_n_max`."""
@@ -157,6 +158,17 @@ class DraftingOps(Protocol):
             first: below `step`.
             step: rows of `logits` for each of the target's; there are at least `n * step`.
         """
+        ...
+
+    def draft_head(self, head: Array) -> QuantisedWeight:
+        """`head [V, h]` in E4M3 with a scale for each row, `max |w| / 448`, for `draft_logits`: half as much to read.
+
+        Drafts change no token, so that a head which is rounded costs acceptance alone.
+        """
+        ...
+
+    def draft_logits(self, hidden: Array, head: QuantisedWeight) -> Array:
+        """`[n, V]` float32 for `hidden [n, h]` and what `draft_head` made; a sum may depend on `n`."""
         ...
 
     def draft_ids(self, logits: Array, drafts: Array, column: int, *, token_ids: Array | None = None) -> Array:

@@ -2,8 +2,10 @@
 
 import numpy as np
 
+from openinfer_kernels.cpu.gemm.low_bit_activations import quantise_rows
+from openinfer_kernels.cpu.gemm.quantised import head_logits
 from openinfer_kernels.errors import ArrayMismatchError
-from openinfer_kernels.ops import Array, AttentionBatch, HostArray
+from openinfer_kernels.ops import Array, AttentionBatch, HostArray, QuantisedWeight
 from openinfer_kernels.ops.drafting import HiddenMemory
 
 
@@ -59,6 +61,14 @@ def draft_ids(logits: Array, drafts: Array, column: int, *, token_ids: Array | N
     ids = ids if token_ids is None else token_ids[ids]
     drafts[:, column] = ids
     return ids
+
+
+def draft_head(head: Array) -> QuantisedWeight:
+    return quantise_rows(np.asarray(head, np.float32))
+
+
+def draft_logits(hidden: Array, head: QuantisedWeight) -> Array:
+    return head_logits(hidden, head)
 
 
 def _rows(slots: Array, batch: AttentionBatch) -> HostArray:

@@ -1,5 +1,8 @@
 """Output heads: plain ones, and those that are quantised when they are loaded, E4M3 with a scale per row, in tiles."""
 
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
 import numpy as np
 
 from openinfer_kernels.cuda.common.arrays import fits_vectors, require
@@ -51,25 +54,28 @@ class Fp8Heads:
         self._low_bit = low_bit
 
     def quantise(self, *parts: WeightPart) -> TiledWeight:
-        shape = stacked_shape(parts)
+        return self._quantise(stacked_shape(parts), map(self._memory.upload_weight_now, _pieces(parts)))
+
+    def quantise_array(self, head: Array) -> TiledWeight:
+        """The same of one that is on the device, in BF16."""
+        require(head, bfloat16, ndim=2, what="the head")
+        at_once = max(1, _PIECE_VALUES // head.shape[1])
+        return self._quantise(head.shape, (head[begin : begin + at_once] for begin in range(0, len(head), at_once)))
+
+    def _quantise(self, shape: tuple[int, ...], pieces: Iterable[Array]) -> TiledWeight:
+        """Of rows in BF16, one piece after the other."""
         block = 1, shape[1]
         if not tiles_hold(FP8_ROWS, block, shape):
             raise ArrayMismatchError(f"a head {list(shape)} has no kernel in E4M3: its columns must be multiples of 32")
         weight = self._tiles.empty(FP8_ROWS, block, shape)
         self._lowbit.load(weight.kernels, (Epilogue.FLOAT32,))
         scales = cupy.empty(shape[0], np.float32)
-        rows_at_once = max(1, _PIECE_VALUES // shape[1])
         begin = 0
-        for part in parts:
-            for first in range(0, len(part), rows_at_once):
-                end = min(first + rows_at_once, len(part))
-                rows = part[first:end] if isinstance(part, np.ndarray) else part.rows(first, end)
-                codes, scales[begin : begin + len(rows)] = self._low_bit.quantise_rows(
-                    self._memory.upload_weight_now(rows)
-                )
-                place = self._tiles.place(weight, first_row=begin)
-                place(codes.view(np.uint32), place.view(len(rows)))
-                begin += len(rows)
+        for rows in pieces:
+            codes, scales[begin : begin + len(rows)] = self._low_bit.quantise_rows(rows)
+            place = self._tiles.place(weight, first_row=begin)
+            place(codes.view(np.uint32), place.view(len(rows)))
+            begin += len(rows)
         self._memory.tell(shape[0] * shape[1])
         # Codes are there already; scales take the way of a checkpoint's. Their copy waits for all of the above, whose
         # memory may then be a weight's that another stream fills.
@@ -88,3 +94,35 @@ class Fp8Heads:
             x = hidden if fits_vectors(hidden) else hidden.copy()
             self._lowbit.multiply(x, head, out, epilogue=Epilogue.FLOAT32)
         return out
+
+
+class DraftHeads:
+    """Heads of drafts in E4M3, whatever the model's is; on Hopper."""
+
+    def __init__(self, device: Device, memory: Memory, linear: Linear) -> None:
+        self._device = device
+        self._low_bit = LowBitActivations(device, linear)
+        self._fp8 = Fp8Heads(device, memory, self._low_bit)
+
+    def draft_head(self, head: Array) -> TiledWeight:
+        """Raises `ArrayMismatchError` on another GPU."""
+        if not LowbitGemm.there_is_one(self._device):
+            raise ArrayMismatchError("a head of drafts in E4M3 has kernels for Hopper alone")
+        return self._fp8.quantise_array(head)
+
+    def draft_logits(self, hidden: Array, head: QuantisedWeight) -> Array:
+        if not isinstance(head, TiledWeight):
+            raise ArrayMismatchError("the head is not one that draft_head made")
+        return self._fp8.logits(hidden, head)
+
+    def close(self) -> None:
+        self._low_bit.close()
+
+
+def _pieces(parts: Sequence[WeightPart]) -> Iterator[Any]:
+    """Rows of host memory, few enough for the device to have in BF16 next to the head."""
+    for part in parts:
+        at_once = max(1, _PIECE_VALUES // part.shape[1])
+        for first in range(0, len(part), at_once):
+            end = min(first + at_once, len(part))
+            yield part[first:end] if isinstance(part, np.ndarray) else part.rows(first, end)
