@@ -85,6 +85,11 @@ class DraftedSteps:
             draft=self._queue_draft if drafter.observes and drafter.requirements.is_queued else None,
         )
 
+    @property
+    def most_tokens(self) -> int:
+        """Of a row with drafts."""
+        return 1 + self._drafter.max_drafts
+
     def draft_pending(self, plan: StepPlan, *, is_decode: bool) -> None:
         """Before the slots are brought up to date for a plan: has done what was put off until something asks for it.
 
@@ -133,7 +138,7 @@ class DraftedSteps:
             staging,
             correct=lambda inputs: self._drafts.place_rows(inputs, num_planned, max_new),
             least_tokens=0 if replayed is None else len(replayed.mixed.inputs.token_ids),
-            by_token=replayed is not None and _reads_little(plan),
+            by_token=replayed is not None and plan.counts.max() <= self.most_tokens and _reads_little(plan),
             last_of=self._last_of(plan),
         )
         prompts = self._score_prompts(plan, hidden, staging)

@@ -141,10 +141,14 @@ class MixedForward:
             whole[tokens] = found
         return whole
 
-    def leave_hidden_by_token(self, rows: TokenRows, inputs: MixedInputs, hidden: Array) -> None:
-        """As `hidden_of`, where each token is a row for the model's attention; leaves the states in `hidden`."""
+    def leave_hidden_by_token(self, rows: TokenRows, inputs: MixedInputs, hidden: Array, *, most_tokens: int) -> None:
+        """As `hidden_of`, where each token is a row for the model's attention; leaves the states in `hidden`.
+
+        No row has more than `most_tokens`, so that recurrent states launch nothing that is made for prompts.
+        """
         self._slots.prepare_mixed(inputs)
-        batch = replace(inputs.batch, token_rows=rows.batch(inputs))
+        most = min(inputs.batch.max_query_tokens, most_tokens)
+        batch = replace(inputs.batch, token_rows=rows.batch(inputs), max_query_tokens=most)
         if self._observer is None:
             found = self.model.forward(inputs.token_ids, batch=batch, kv_cache=self._kv_cache)
         else:

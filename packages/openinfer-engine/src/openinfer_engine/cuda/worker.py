@@ -255,7 +255,8 @@ class CudaWorker:
         """Of an engine whose rows have drafts, where tokens of a row may be rows for attention."""
         if self._drafted is None or self._limits.num_tables > 1:
             return None
-        return partial(self._mixed.leave_hidden_by_token, TokenRows(self._ops.device))
+        rows, most_tokens = TokenRows(self._ops.device), self._drafted.most_tokens
+        return partial(self._mixed.leave_hidden_by_token, rows, most_tokens=most_tokens)
 
     def _warm_up_drafts(self, mixed: Sequence[MixedInputs]) -> None:
         if self._drafted is None:
