@@ -1,5 +1,6 @@
 """First come first served, priority, and weighted fair share; all three pass the kit."""
 
+from itertools import count
 from operator import attrgetter
 
 import pytest
@@ -77,6 +78,31 @@ def test_fair_share_gives_no_credit_for_having_been_idle() -> None:
     assert sorted(keys, key=keys.__getitem__) == [104, 100, 105, 101, 106, 102, 107, 103]
 
 
+@pytest.mark.parametrize("num_new", [1, 5])
+def test_fair_share_serves_a_tenant_next_to_ever_new_ones(num_new: int) -> None:
+    """Each request of a tenant that was never seen starts at the virtual time, which has to pass nevertheless."""
+    policy = FairShare(CONFIG)
+    queued: dict[int, GenerateRequest] = {}
+
+    def arrive(tenant: str) -> None:
+        one = request(next(numbers), tenant=tenant)
+        policy.key(waiting(one, one.request_id))
+        queued[one.request_id] = one
+
+    numbers = count()
+    for i in range(num_new):
+        arrive(f"new {i}")
+    arrive("known")
+    served: list[str] = []
+    for i in range(200):
+        one = queued.pop(policy.next(frozenset()))
+        policy.admitted(one)
+        policy.ended(one, generated_tokens=1)
+        served.append(one.tenant)
+        arrive(one.tenant if one.tenant == "known" else f"newer {i}")
+    assert served.count("known") == pytest.approx(200 / (num_new + 1), abs=3)
+
+
 def test_fair_share_refunds_a_withdrawn_request() -> None:
     policy = FairShare(CONFIG)
     huge = request(0, tenant="a", tokens=1000)
@@ -99,8 +125,9 @@ def test_fair_share_withdraws_a_request_of_a_tenant_it_has_forgotten() -> None:
 
 
 def test_fair_share_remembers_a_bounded_number_of_tenants() -> None:
-    policy = FairShare(CONFIG)
-    for i in range(3 * MAX_INDEBTED_TENANTS):
+    policy = FairShare(QueuePolicyConfig(tenant_weights={"heavy": 1e6}))
+    policy.key(waiting(request(0, tenant="heavy"), 0))  # next to which what others do takes no time: all stay in debt
+    for i in range(1, 3 * MAX_INDEBTED_TENANTS):
         one = request(i, tenant=str(i))
         policy.key(waiting(one, i))
         policy.admitted(one)

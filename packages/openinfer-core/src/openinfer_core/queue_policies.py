@@ -55,8 +55,11 @@ class FairShare:
     """Weighted fair share of tokens per tenant: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996).
 
     A request's start tag is the later of the virtual time and its tenant's last finish tag; the finish tag adds
-    its cost over the tenant's weight. The smallest start tag is served first, and the virtual time is the start tag of
-    the request admitted last. A tenant that was idle gains no credit for it. Requests of one tenant are served in order
+    its cost over the tenant's weight. The smallest start tag is served first, and the virtual time is no earlier than the
+    start tag of the request admitted last. A tenant that was idle gains no credit for it. The virtual time also passes
+    with the work that is done, divided by the weights of the tenants that wait, as in weighted fair queueing (Demers,
+    Keshav, Shenker, SIGCOMM 1989): requests of ever new tenants, which all start at the virtual time, would otherwise
+    keep it where it is, and come before a tenant's next request for as long as they come. Requests of one tenant are served in order
     of arrival, so that one tenant alone is served as by `FirstComeFirstServed`; but of several choices of one
     request (`GenerateRequest.choice`) the second counts as if it had come with the tenant's next request, the third
     with the one after that, so that many weigh as one.
@@ -75,6 +78,7 @@ class FairShare:
         self._num_tenants_to_sweep = 64
         self._finish_tags: dict[str, float] = {}
         self._waiting: dict[str, _Waiting] = {}
+        self._waiting_weight = 0.0
         # first tags of tenants, with those that are no longer the first
         self._heads: list[tuple[float, int, str]] = []
 
@@ -85,7 +89,9 @@ class FairShare:
     def key(self, waiting: WaitingRequest) -> tuple[float, int]:
         request = waiting.request
         start = max(self._virtual_time, self._finish_tags.get(request.tenant, 0.0))
-        of_tenant = self._waiting.setdefault(request.tenant, _Waiting())
+        if (of_tenant := self._waiting.get(request.tenant)) is None:
+            of_tenant = self._waiting[request.tenant] = _Waiting()
+            self._waiting_weight += self._weight(request)
         if of_tenant.tags:
             # What was withdrawn is paid back in the finish tag; those that came before keep their place all the same.
             start = max(start, of_tenant.tags[-1][0])
@@ -122,6 +128,7 @@ class FairShare:
             start, _ = of_tenant.tags.popleft()
             self._virtual_time = max(self._virtual_time, start)
             self._note_left(request.tenant, of_tenant)
+            self._pass_time(request, len(request.prompt_token_ids))
         if len(self._finish_tags) >= self._num_tenants_to_sweep:
             self._sweep()
 
@@ -137,6 +144,7 @@ class FairShare:
 
     def ended(self, request: GenerateRequest, *, generated_tokens: int) -> None:
         """Charges what was generated beyond what was expected, or pays back what was not."""
+        self._pass_time(request, generated_tokens)
         self._charge(request, (generated_tokens - _expected_tokens(request)) / self._weight(request))
 
     def _note_left(self, tenant: str, of_tenant: "_Waiting") -> None:
@@ -144,6 +152,12 @@ class FairShare:
             self._push_head(tenant, of_tenant)
         else:
             del self._waiting[tenant]
+            self._waiting_weight = self._waiting_weight - self.weight(tenant) if self._waiting else 0.0
+
+    def _pass_time(self, request: GenerateRequest, tokens: int) -> None:
+        """The virtual time that this work takes, shared by its tenant and all that wait."""
+        own = 0.0 if request.tenant in self._waiting else self._weight(request)
+        self._virtual_time += tokens / (self._waiting_weight + own)
 
     def _push_head(self, tenant: str, of_tenant: "_Waiting") -> None:
         heappush(self._heads, (*of_tenant.tags[0], tenant))
