@@ -150,13 +150,12 @@ def make_full(make_driver: Any, make_request: Any, **options: Any) -> Any:
     """Two rows of `long` that leave no room for its third, which is next in the policy's order."""
     limits = {"max_num_seqs": 8, "max_step_tokens": 256, "max_model_tokens": 128, "num_blocks": 60}
     driver = make_driver(policy=fair(long=4.0), **limits, **options)
-    for index in range(6):  # what the others have had counts against them
-        for tenant in ("new-0", "new-1", "new-2"):
-            driver.submit(make_request(200 + 10 * index + int(tenant[-1]), (7,) * 40, tenant=tenant, max_tokens=20))
-    driver.run()
     for index in range(2):
         driver.submit(make_request(index, (index + 1,) * 50, tenant="long", max_tokens=24))
     while driver.running_ids != {0, 1}:
+        driver.step()
+    driver.submit(make_request(200, (7,) * 40, tenant="before", max_tokens=1))
+    while 200 in driver.scheduler.unfinished_ids:  # after it, `long` has had no more than is its due
         driver.step()
     driver.submit(make_request(2, (3,) * 120, tenant="long", max_tokens=4))
     return driver
