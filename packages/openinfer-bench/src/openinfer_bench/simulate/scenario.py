@@ -283,7 +283,8 @@ class Run:
         circumstances = Circumstances(
             engine_died=life.may_break_off(worker),
             is_draining=life.is_stopping,
-            is_disturbed=answer.sent_s < self._disturbed_until_s or not life.is_ready,
+            # A GPU that died while nothing ran is found dead by the next step, a minute later maybe.
+            is_disturbed=answer.sent_s < self._disturbed_until_s or not life.is_ready or life.excuse is not None,
             makes_room=answer.sent_s <= life.short_until_s
             or (ask.tenant == ATTACKER and answer.sent_s <= life.flooded_until_s),
             stalled_s=max(0.0, life.stalled_until_s - answer.sent_s),
