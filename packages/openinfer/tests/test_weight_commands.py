@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,8 +26,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     keys.write_text(
         f'[[keys]]\ntenant = "o"\nlevel = "admin"\nkey = "{OPERATOR}"\n[[keys]]\ntenant = "u"\nkey = "{USER}"\n'
     )
-    root = find_model_dir("tiny")
-    command = [sys.executable, "-m", "openinfer.commands.main", "serve", "tiny", "--port", "0", "--workers", "2"]
+    root = folder / "model"  # installers link files of packages, also while tests run: then they are no longer the same
+    shutil.copytree(find_model_dir("tiny"), root)
+    command = [sys.executable, "-m", "openinfer.commands.main", "serve", str(root), "--port", "0", "--workers", "2"]
     command += ["--api-keys-file", str(keys), "--weights-root", str(root), "--num-blocks", "64"]
     process = subprocess.Popen([*command, "--grammar-compiler", "none"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -54,15 +54,15 @@ class Priority:
 class FairShare:
     """Weighted fair share of tokens per tenant: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996).
 
-    A request's start tag is the later of the virtual time and its tenant's last finish tag; the finish tag adds
-    its cost over the tenant's weight. The smallest start tag is served first, and the virtual time is no earlier than the
-    start tag of the request admitted last. A tenant that was idle gains no credit for it. The virtual time also passes
-    with the work that is done, divided by the weights of the tenants that wait, as in weighted fair queueing (Demers,
-    Keshav, Shenker, SIGCOMM 1989): requests of ever new tenants, which all start at the virtual time, would otherwise
-    keep it where it is, and come before a tenant's next request for as long as they come. Requests of one tenant are served in order
-    of arrival, so that one tenant alone is served as by `FirstComeFirstServed`; but of several choices of one
-    request (`GenerateRequest.choice`) the second counts as if it had come with the tenant's next request, the third
-    with the one after that, so that many weigh as one.
+    A request's start tag is the later of the virtual time and its tenant's last finish tag; the finish tag adds its
+    cost over the tenant's weight. The smallest start tag is served first, and the virtual time is no earlier than the
+    start tag of the request admitted last. A tenant that was idle gains no credit for it. The virtual time also
+    passes with the work that is done, divided by the weights of the tenants that wait, as in weighted fair queueing
+    (Demers, Keshav, Shenker, SIGCOMM 1989): requests of ever new tenants, which all start at the virtual time, would
+    otherwise keep it where it is, and come before a tenant's next request for as long as they come. Requests of one
+    tenant are served in order of arrival, so that one tenant alone is served as by `FirstComeFirstServed`; but of
+    several choices of one request (`GenerateRequest.choice`) the second counts as if it had come with the tenant's next
+    request, the third with the one after that, so that many weigh as one.
 
     A request costs its prompt and what it generates. That is known when it ends; before, it is taken for `max_tokens`
     or 512, whichever is less: clients that give no `max_tokens` would pay for a whole context otherwise.

@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import openai
 import pytest
 
 from openinfer.commands.main import main
+from openinfer.models import find_model_dir
 from openinfer.several.child import START_AGAIN_S, ChildServer
 from openinfer.several.models_file import ModelsFile, ServedModel, read_models_file
 from openinfer.several.turns import CannotWake
@@ -24,13 +26,16 @@ from openinfer_core import InvalidRequest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="models sleep on Linux")
 
-ARGUMENTS = ["--model", "tiny", "--num-blocks", "64", "--max-num-seqs", "4", "--grammar-compiler", "none"]
+ARGUMENTS = ["--num-blocks", "64", "--max-num-seqs", "4", "--grammar-compiler", "none"]
 
 
 def write(path: Path, **settings: object) -> Path:
+    model = path.parent / "model"  # installers link files of packages, also while tests run: then none could sleep
+    shutil.copytree(find_model_dir("tiny"), model, dirs_exist_ok=True)
+    arguments = ["--model", str(model), *ARGUMENTS]
     lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
     for name in ("first", "second"):
-        lines += ["[[models]]", f'name = "{name}"', f"arguments = {json.dumps(ARGUMENTS)}"]
+        lines += ["[[models]]", f'name = "{name}"', f"arguments = {json.dumps(arguments)}"]
     path.write_text("\n".join(lines))
     return path
 
