@@ -179,6 +179,19 @@ WAITING = replace(CHECKED, wait_s=0.4)
 """So that something can be loaded before a turn arrives."""
 BRIEF = replace(CHECKED, sessions=4, turns=4)
 TINY = Shape(sessions=3, turns=4, first_tokens=100, new_tokens=40, output_tokens=8, wait_s=0.0)
+
+
+def long_set_up(sessions: int, **fields: Any) -> SetUp:
+    """The goal's own shape: so many sessions that grow to 120,000 tokens."""
+    return SetUp(
+        many={"3000": Shape(sessions=sessions, turns=40, first_tokens=3_000, new_tokens=2_984, wait_s=2.0)},
+        checks={},
+        disk=Shape(sessions=3, turns=2, first_tokens=118_000, new_tokens=3_000, wait_s=0.0),
+        disk_size="56GiB",
+        **fields,
+    )
+
+
 SET_UPS: Mapping[str, SetUp] = {
     "qwen3-8b": SetUp(
         many={
@@ -226,26 +239,16 @@ SET_UPS: Mapping[str, SetUp] = {
         block_bytes=16 * 8 * 2 * 4 * 256 * 2,
         flags=(*CUDA, "--max-model-tokens", "45000", "--state-snapshot-bytes", str(6 << 30)),
     ),
-    "qwen3-8b-long": SetUp(
-        many={
-            "3000": Shape(sessions=6, turns=40, first_tokens=3_000, new_tokens=2_984, wait_s=2.0),
-        },
-        checks={},
-        disk=Shape(sessions=3, turns=2, first_tokens=118_000, new_tokens=3_000, wait_s=0.0),
-        disk_size="56GiB",
+    "qwen3-8b-long": long_set_up(
+        6,
         num_blocks=15_000,
         host="host=101GiB",
         block_bytes=16 * 36 * 2 * 8 * 128 * 2,
         flags=(*CUDA, "--max-model-tokens", "124000"),
         config={"max_position_embeddings": 131_072},
     ),
-    "qwen3.5-4b-long": SetUp(
-        many={
-            "3000": Shape(sessions=16, turns=40, first_tokens=3_000, new_tokens=2_984, wait_s=2.0),
-        },
-        checks={},
-        disk=Shape(sessions=3, turns=2, first_tokens=118_000, new_tokens=3_000, wait_s=0.0),
-        disk_size="56GiB",
+    "qwen3.5-4b-long": long_set_up(
+        16,
         num_blocks=40_000,
         host="host=80GiB",
         block_bytes=16 * 8 * 2 * 4 * 256 * 2,

@@ -184,6 +184,18 @@ def test_row_that_grows_takes_the_blocks_of_a_load_that_hangs_without_a_preempti
     world.end()
 
 
+def end_turn(cache: KvCache, early: EarlyLoads, token_ids: Sequence[int]) -> None:
+    """A turn of these tokens, of which all but the last are sealed."""
+    sequence = cache.sequence(token_ids)
+    sequence.match()
+    sequence.reserve(len(token_ids) - 1)
+    sequence.seal(len(token_ids) - 1)
+    turn = cache.conversations.ended(sequence)
+    assert turn is not None
+    early.ended(sequence, turn)
+    sequence.release()
+
+
 def test_nothing_begins_while_requests_wait_or_load() -> None:
     class Port:
         def find(self, digests: Sequence[Any]) -> PrefixHit:
@@ -192,14 +204,7 @@ def test_nothing_begins_while_requests_wait_or_load() -> None:
     cache = KvCache(KvCacheOptions(num_blocks=32, block_size_tokens=BLOCK))
     early: Any = EarlyLoads(cache, Port())  # type: ignore[arg-type]
     for _ in range(2):
-        sequence = cache.sequence(range(17))
-        sequence.match()
-        sequence.reserve(16)
-        sequence.seal(16)
-        turn = cache.conversations.ended(sequence)
-        assert turn is not None
-        early.ended(sequence, turn)
-        sequence.release()
+        end_turn(cache, early, range(17))
     cache.pool.clear()  # so that something is lacking
     early.advance(is_busy=True)
     with pytest.raises(AssertionError, match="tiers are asked"):
@@ -226,14 +231,7 @@ def test_conversations_with_a_common_beginning_are_not_kept_again_and_again() ->
     early = EarlyLoads(cache, Port())  # type: ignore[arg-type]
 
     def turn(name: int) -> None:
-        sequence = cache.sequence((*range(16), *range(100 * name, 100 * name + 17)))
-        sequence.match()
-        sequence.reserve(32)
-        sequence.seal(32)
-        ended = cache.conversations.ended(sequence)
-        assert ended is not None
-        early.ended(sequence, ended)
-        sequence.release()
+        end_turn(cache, early, (*range(16), *range(100 * name, 100 * name + 17)))
 
     for name in (1, 2, 3, 4, 1, 2, 3, 4):
         turn(name)
