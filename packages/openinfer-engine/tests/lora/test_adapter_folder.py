@@ -63,7 +63,8 @@ class Taken:
         self.modules: dict[str, LowRank] = {}
         self.factors: dict[tuple[str, str], Any] = {}
 
-    def begin(self, modules: Mapping[str, LowRank]) -> None:
+    def begin(self, modules: Mapping[str, LowRank], *, is_bfloat16: bool) -> Any:
+        del is_bfloat16
         self.modules |= modules
 
     def take(self, module: str, factor: str, values: Any) -> None:
@@ -158,6 +159,47 @@ def test_what_is_given_is_what_the_file_has_however_many_threads_read_it(tmp_pat
         for (module, factor), values in taken.factors.items():
             np.testing.assert_array_equal(values, tensors[f"base_model.model.model.{module}.lora_{factor}.weight"])
     assert len(digests) == 1
+
+
+class Whole(Taken):
+    """Has memory for all tensors, as their modules come."""
+
+    def __init__(self, shapes: Mapping[str, AdaptedModule]) -> None:
+        super().__init__()
+        self._shapes = shapes
+        self.memory: Any = None
+        self.is_bfloat16 = False
+
+    def begin(self, modules: Mapping[str, LowRank], *, is_bfloat16: bool) -> Any:
+        self.modules, self.is_bfloat16 = dict(modules), is_bfloat16
+        sizes = [modules[key].rank * (self._shapes[key].rows + self._shapes[key].columns) for key in modules]
+        self.memory = np.zeros(2 * sum(sizes), np.uint8)
+        return self.memory
+
+
+@pytest.mark.parametrize("num_threads", [1, 3, 40])
+def test_tensors_are_read_to_where_they_stay(tmp_path: Path, num_threads: int) -> None:
+    """A and B of each module in turn, whatever the file's order, with the digest that they have anywhere."""
+    modules = {f"layers.{layer}.mlp.up_proj": AdaptedModule(3000 + layer, 1000 - layer) for layer in range(40)}
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"base_model.model.model.{module}.lora_{factor}.weight": rng.normal(size=shape).astype(np.float16)
+        for module, each in modules.items()
+        for factor, shape in (("B", (each.rows, 16)), ("A", (16, each.columns)))
+    }
+    folder, whole = write(tmp_path / "adapter", tensors, r=16), Whole(modules)
+    given = {"modules": modules, "max_rank": 16, "num_threads": num_threads}
+    adapter = read_adapter(folder, target=whole, **given)
+    assert adapter.digest == read_adapter(folder, **given).digest
+    assert not whole.is_bfloat16
+    assert not whole.factors
+    names = [f"base_model.model.model.{key}.lora_{factor}.weight" for key in whole.modules for factor in "AB"]
+    assert whole.memory.tobytes() == b"".join(tensors[name].tobytes() for name in names)
+    values = tensors[names[7]].copy()
+    values[5, 5] = np.inf
+    hostile = write(tmp_path / "hostile", {**tensors, names[7]: values}, r=16)
+    with pytest.raises(InvalidCheckpoint, match="not finite"):
+        read_adapter(hostile, target=Whole(modules), **given)
 
 
 def test_large_factors_are_hashed_in_pieces_to_the_last_byte(tmp_path: Path) -> None:

@@ -51,7 +51,12 @@ class LowRankPair(NamedTuple):
 def share_of(arena: AdapterArena, pairs: Mapping[str, LowRankPair]) -> AdapterShare:
     """In memory that had something else, as it has in an engine."""
     writer = arena.begin_share()
-    writer.begin({name: LowRank(len(pair.a), pair.scale) for name, pair in pairs.items()})
+    is_bfloat16 = all(each.dtype == np.uint16 for pair in pairs.values() for each in (pair.a, pair.b))
+    says = {name: LowRank(len(pair.a), pair.scale) for name, pair in pairs.items()}
+    into = writer.begin(says, is_bfloat16=is_bfloat16)
+    if into is not None:
+        into[:] = np.concatenate([each.view(np.uint8).ravel() for pair in pairs.values() for each in (pair.a, pair.b)])
+        return writer.share()
     for name, pair in pairs.items():
         writer.take(name, "B", pair.b)
         writer.take(name, "A", pair.a)
@@ -141,6 +146,10 @@ class HalfOps(FusingOps):
     def host_weights(self, num_values: int) -> Any:
         return np.full(num_values, 0x7FC0, np.uint16)
 
+    def copy_weights(self, copies: Any, *, scales: Any = None) -> None:
+        for (host, array), scale in zip(copies, scales, strict=True):
+            array[...] = 0 if host is None else _bits(_values(host) * np.float32(scale))
+
 
 def _bits(values: Any) -> Any:
     return rounded_bits(np.asarray(values, np.float32))
@@ -152,15 +161,16 @@ def _values(bits: Any) -> Any:
 
 @pytest.mark.parametrize("num_scales", [1, 40])
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32, np.float16])
-@pytest.mark.parametrize("rank", [8, 5])
+@pytest.mark.parametrize(("rank", "size"), [(8, 1), (5, 1), (8, 2), (5, 2)])
 def test_slots_of_bf16_have_a_as_it_is_and_b_times_its_scale_rounded_once(
-    rank: int, dtype: type, num_scales: int
+    rank: int, size: int, dtype: type, num_scales: int
 ) -> None:
+    """Also where the tensors of a file are what a slot has: BF16, of the slots' rank, on one rank."""
     rng = np.random.default_rng(0)
     matrices: list[Any] = [SimpleNamespace(name=f"model.layers.{i}.mlp.up_proj", shape=(24, 16)) for i in range(40)]
-    arena = AdapterArena(ops=HalfOps(), num_slots=1, max_rank=8)
+    arena = AdapterArena(ops=HalfOps(), num_slots=2, max_rank=8)
     for i, matrix in enumerate(matrices):
-        arena.add(np.zeros(i + 1), [piece_of(matrix, Shard.COLUMN_PARALLEL, rank=1, size=2)])
+        arena.add(np.zeros(i + 1), [piece_of(matrix, Shard.COLUMN_PARALLEL, rank=size - 1, size=size)])
 
     def made(shape: tuple[int, int]) -> Any:
         values = rng.normal(size=shape).astype(np.float32)
@@ -169,14 +179,29 @@ def test_slots_of_bf16_have_a_as_it_is_and_b_times_its_scale_rounded_once(
     pairs = {
         f"layers.{i}.mlp.up_proj": LowRankPair(made((rank, 16)), made((24, rank)), 0.3 + i % num_scales)
         for i in range(40)
+        if i != 7
     }
-    for factors, pair in zip(share_of(arena, pairs).factors, pairs.values(), strict=True):
-        assert factors is not None
-        a, b = ((_values(each) if dtype is np.uint16 else each.astype(np.float32)) for each in (pair.a, pair.b))
-        np.testing.assert_array_equal(factors[0][0, :rank], _bits(a))
-        np.testing.assert_array_equal(factors[1][:, :rank], _bits(b[12:] * np.float32(pair.scale)))
-        assert not factors[0][0, rank:].any()
-        assert not factors[1][:, rank:].any()
+    arena.place(1, share_of(arena, pairs))
+    for i, product in enumerate(arena.products):
+        a, b = product.a[1, 0], product.b[1]
+        if i == 7:
+            assert not a.any()
+            assert not b.any()
+            continue
+        pair = pairs[f"layers.{i}.mlp.up_proj"]
+        wide = [_values(each) if dtype is np.uint16 else each.astype(np.float32) for each in (pair.a, pair.b)]
+        np.testing.assert_array_equal(a[:rank], _bits(wide[0]))
+        own = wide[1][24 * (size - 1) // size :]
+        np.testing.assert_array_equal(b[:, :rank], _bits(own * np.float32(pair.scale)))
+        assert not a[rank:].any()
+        assert not b[:, rank:].any()
+        assert not product.a[0].any()
+    kept = arena.share_in(1)
+    before = [(each.a.copy(), each.b.copy()) for each in arena.products]
+    arena.place(1, kept)
+    for each, (a, b) in zip(arena.products, before, strict=True):
+        assert (each.a == a).all()
+        assert (each.b == b).all(), "the scale is in it already"
 
 
 def test_model_that_is_read_again_keeps_its_slots_and_lets_go_of_the_old_weights() -> None:
@@ -240,5 +265,7 @@ def test_memory_that_was_taken_ahead_is_the_next_adapters_if_it_is_as_large() ->
     assert ops.taken == [whole, ops.taken[1]], "it was there"
     second = share_of(arena, pairs_of("q", "v", "o"))
     assert ops.taken[2:] == [whole]
-    pairs = zip(first.factors, second.factors, strict=True)
-    assert not any(np.shares_memory(one[0], other[0]) for one, other in pairs if one and other)
+    pairs = [
+        (one, other) for each in zip(first.pieces, second.pieces, strict=True) for one, other in zip(*each, strict=True)
+    ]
+    assert not any(np.shares_memory(one.a, other.a) for one, other in pairs if one and other)

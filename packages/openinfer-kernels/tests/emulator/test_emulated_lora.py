@@ -353,3 +353,14 @@ def test_weights_are_placed_in_rows_that_lie_apart_and_in_whole_arrays(lora: Any
     assert lora.copying.copies == [64, 64, 12]
     for array, wanted in expected:
         assert (array == wanted).all()
+
+
+def test_weights_are_placed_times_their_scales_rounded_once(lora: Any, on_device: Any) -> None:
+    rng = np.random.default_rng(4)
+    sources = [on_device(rng.normal(size=(5, 16))) for _ in range(4)]
+    targets, scales = [on_device(np.zeros((5, 16))) for _ in range(4)], (1.0, 0.3, 2.0, -7.7)
+    lora.memory.copy_weights([*zip(sources[:3], targets[:3], strict=True), (None, targets[3])], scales=scales)
+    for source, target, scale in zip(sources[:3], targets[:3], scales[:3], strict=True):
+        expected = (np.asarray(source, np.float32) * np.float32(scale)).astype(target.dtype)
+        assert target.tobytes() == expected.tobytes()
+    assert not targets[3].astype(np.float32).any()

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -45,6 +46,8 @@ _OTHER_MATHEMATICS = {
 
 Factor: TypeAlias = Literal["A", "B"]
 _FACTORS: tuple[Factor, Factor] = "A", "B"
+_KEPT_CHARACTERS = 200
+"""Of a name whose parts are kept: longer ones would be a client's way to fill memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,13 @@ class Adapter:
 class TakesFactors(Protocol):
     """Where factors go while an adapter is read. What was taken of one that turns out to be refused is of no use."""
 
-    def begin(self, modules: Mapping[str, LowRank]) -> None:
-        """What comes, by module; shapes and ranks were checked."""
+    def begin(self, modules: Mapping[str, LowRank], *, is_bfloat16: bool) -> HostArray | None:
+        """What comes, by module; shapes and ranks were checked. `is_bfloat16`: every tensor is.
+
+        Returns:
+            Bytes for all tensors: A and B of each of these modules, one after the other in this order. They are read
+            into them, and nothing is taken. None: each is taken.
+        """
         ...
 
     def take(self, module: str, factor: Factor, values: HostArray) -> None:
@@ -133,26 +141,36 @@ def read_adapter(
             key: LowRank(config.rank_of(factors.module), config.scale_of(factors.module))
             for key, factors in sorted(found.items())
         }
+        order = _order(says, found)
+        is_bfloat16 = all(tensors[name].dtype == "BF16" for name in order)
+        into = None if target is None else target.begin(says, is_bfloat16=is_bfloat16)
+        described = ""
+
+        def describe() -> None:
+            nonlocal described
+            described = _described(says, found, tensors)
+
         try:
             numbers = read_tensors(
                 descriptor,
                 path,
                 tensors,
-                order=_order(says, found),
+                order=order,
                 data_start=data_start,
-                take=_taking(found, says, target),
+                into=into,
+                take=_taking(found, target if into is None else None),
                 num_threads=num_threads,
+                meanwhile=describe,
             )
         except NotFiniteError as name:
             raise InvalidCheckpoint(f"{path}: {_shown(str(name))} has values that are not finite") from None
-    digest = _digest(says, found, tensors, numbers)
+    digest = hashed(hashed(described.encode()) + numbers)
     return Adapter(digest=digest, rank=max(each.rank for each in says.values()))
 
 
-def _taking(found: "Mapping[str, _Factors]", says: Mapping[str, LowRank], target: TakesFactors | None) -> TakeTensor:
+def _taking(found: "Mapping[str, _Factors]", target: TakesFactors | None) -> TakeTensor | None:
     if target is None:
-        return lambda name, values: None
-    target.begin(says)
+        return None
     places: dict[str, tuple[str, Factor]] = {}
     for key, factors in found.items():
         places |= {name: (key, factor) for factor, name in factors.names.items()}
@@ -195,25 +213,35 @@ class _Factors:
     names: dict[Factor, str]
 
 
+@lru_cache(maxsize=4096)  # adapters of one model have the same names, hundreds of them
+def _parsed(name: str) -> tuple[str, str | None, Factor] | str:
+    """Of a tensor's name the module, its key and the factor; else what it is instead."""
+    for part, why in _OTHER_MATHEMATICS.items():
+        if part in name:
+            return f": {why}"
+    match = _FACTOR.fullmatch(name)
+    if match is None:
+        return " is no lora_A.weight or lora_B.weight of a module"
+    module = match["module"].removeprefix(_PEFT_PREFIX)
+    return module, module_key(module), "A" if match["factor"] == "A" else "B"
+
+
 def _factors(
     tensors: Mapping[str, TensorInfo], modules: Mapping[str, AdaptedModule], path: Path
 ) -> Mapping[str, _Factors]:
     """By module; every tensor of the file is a factor of one that can be adapted."""
     found: dict[str, _Factors] = {}
     for name in tensors:
-        for part, why in _OTHER_MATHEMATICS.items():
-            if part in name:
-                raise Refused(f"{path}: tensor {_shown(name)}: {why}")
-        match = _FACTOR.fullmatch(name)
-        if match is None:
-            raise Refused(f"{path}: tensor {_shown(name)} is no lora_A.weight or lora_B.weight of a module")
-        module = match["module"].removeprefix(_PEFT_PREFIX)
-        key = module_key(module)
+        parsed = _parsed(name) if len(name) <= _KEPT_CHARACTERS else _parsed.__wrapped__(name)
+        if isinstance(parsed, str):
+            raise Refused(f"{path}: tensor {_shown(name)}{parsed}")
+        module, key, factor = parsed
         if key is None or key not in modules:
             kinds = ", ".join(sorted({each.rpartition(".")[2] for each in modules}))
             raise Refused(f"{path}: {_shown(module)} cannot be adapted; modules that can be: {kinds}")
-        factors = found.setdefault(key, _Factors(module, {}))
-        factor: Factor = "A" if match["factor"] == "A" else "B"
+        factors = found.get(key)
+        if factors is None:
+            factors = found[key] = _Factors(module, {})
         if factor in factors.names:
             raise InvalidCheckpoint(f"{path}: {_shown(factors.names[factor])} and {_shown(name)} are the same module's")
         factors.names[factor] = name
@@ -251,16 +279,14 @@ def _order(says: Mapping[str, LowRank], found: Mapping[str, _Factors]) -> list[s
     return [found[key].names[factor] for key in says for factor in _FACTORS]
 
 
-def _digest(
-    says: Mapping[str, LowRank], found: Mapping[str, _Factors], tensors: Mapping[str, TensorInfo], numbers: bytes
-) -> bytes:
-    """Of what is computed; `numbers` are the digests of all numbers, in `_order`."""
+def _described(says: Mapping[str, LowRank], found: Mapping[str, _Factors], tensors: Mapping[str, TensorInfo]) -> str:
+    """What is computed with the numbers, which follow in `_order`."""
     parts: list[str] = []
     for key, each in says.items():
         a, b = (tensors[found[key].names[factor]] for factor in _FACTORS)
         shapes = f"{NUMPY_DTYPES[a.dtype].str} {a.shape} {NUMPY_DTYPES[b.dtype].str} {b.shape}"
         parts.append(f"{key}\0{each.scale.hex()}\0{shapes}\0")
-    return hashed(hashed("".join(parts).encode()) + numbers)
+    return "".join(parts)
 
 
 def _shown(name: str) -> str:

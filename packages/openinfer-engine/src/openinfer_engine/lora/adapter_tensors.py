@@ -1,8 +1,8 @@
 """Reading the factors of an adapter in one pass: threads read some tensors, look at their numbers, hash and give them.
 
-What a thread has read is in the processor's cache by then, in memory that it uses again for the next tensors: hashing
-takes most of the time, each byte comes from the file once, and no copy of the file is made. The file is read, not
-mapped, and what was looked at and hashed is what is given: a file that is changed meanwhile cannot harm.
+What a thread has read is in the processor's cache by then, in memory that it uses again for the next tensors, or where
+the tensors stay: hashing takes most of the time, and each byte comes from the file once. The file is read, not mapped,
+and what was looked at and hashed is what is given: a file that is changed meanwhile cannot harm.
 
 The tensors of a task are read, looked at and hashed together, in one call each where they follow each other in the
 file, as in PEFT's: a thread waits for the interpreter after each call, and an adapter has hundreds of small tensors.
@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,8 +28,8 @@ PIECE_BYTES = 4 << 20
 """Of a task, hashed as one: part of what a digest is, as adapters are known by it."""
 LEAST_TASK_BYTES = 1 << 20
 """Of a task, unless it is the last: part of what a digest is."""
-_MOST_THREADS = 8
-"""With sixteen on an H200's host a load took 1.3 to 1.4 times as long: each waits for the interpreter."""
+_MOST_THREADS = 12
+"""More wait for the interpreter."""
 _PREFIX = b"openinfer-lora\0"
 _INFINITE_BITS: Mapping[str, int] = {"<u2": 0x7F80, "<f2": 0x7C00, "<f4": 0x7F800000}
 """Of positive infinity, which those of NaN follow; BF16 is read as its bits."""
@@ -72,12 +73,23 @@ def read_tensors(
     *,
     order: Sequence[str],
     data_start: int,
-    take: TakeTensor,
+    into: HostArray | None = None,
+    take: TakeTensor | None = None,
     num_threads: int | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> bytes:
-    """Reads all tensors of a file, which cover its data, and gives each to `take`, called from several threads.
+    """Reads all tensors of a file, which cover its data.
 
-    `num_threads` is `adapter_threads` unless it is given.
+    Args:
+        descriptor: of the file.
+        path: for messages.
+        tensors: of its header.
+        order: of all of them.
+        data_start: where they begin.
+        into: memory of as many bytes, which has them in this order afterwards.
+        take: is given each, called from several threads.
+        num_threads: `adapter_threads` unless it is given.
+        meanwhile: what the calling thread does while others read.
 
     Returns:
         Digests of all numbers in this order of the tensors, whatever the file's is.
@@ -87,24 +99,32 @@ def read_tensors(
         NotFiniteError: of the first such tensor in this order.
     """
     tasks = list(_tasks((name, tensors[name]) for name in order))
-    most = max((_num_bytes(task) for task in tasks), default=0)
+    ends = list(accumulate(map(_num_bytes, tasks)))
+    most = max(map(_num_bytes, tasks), default=0)
     spare: list[HostArray] = []
 
-    def run(task: _Task) -> bytes:
-        memory: Any = spare.pop() if spare else np.empty(most, np.uint8)
-        data = memoryview(memory)[: _num_bytes(task)]  # a buffer, which typing knows from 3.12 on
+    def run(task: _Task, task_end: int) -> bytes:
+        size = _num_bytes(task)
+        if into is None:
+            memory: Any = spare.pop() if spare else np.empty(most, np.uint8)
+        else:
+            memory = into[task_end - size : task_end]
+        data = memoryview(memory)[:size]  # a buffer, which typing knows from 3.12 on
         for begin, end, place in _ranges(task):
             _read_into(descriptor, data[begin:end], data_start + place, path)
-        arrays = list(_arrays(memory, task))
-        _require_finite(memory[: len(data)], task, arrays)
+        _require_finite(memory[:size], task)
         found = _hashed_pieces(data)
-        for (name, _), array in zip(task, arrays, strict=True):
-            take(name, array)
-        spare.append(memory)
+        if take is not None:
+            for (name, _), array in zip(task, _arrays(memory, task), strict=True):
+                take(name, array)
+        if into is None:
+            spare.append(memory)
         return found
 
     with ThreadPoolExecutor(num_threads or adapter_threads(), thread_name_prefix="openinfer-adapter-read") as pool:
-        return b"".join(pool.map(run, tasks))
+        found = pool.map(run, tasks, ends)  # begins them all
+        meanwhile()
+        return b"".join(found)
 
 
 def _tasks(ordered: Iterable[tuple[str, TensorInfo]]) -> Iterable[_Task]:
@@ -156,11 +176,11 @@ def _read_into(descriptor: int, memory: memoryview, place: int, path: Path) -> N
         done += count
 
 
-def _require_finite(memory: HostArray, task: _Task, arrays: Sequence[HostArray]) -> None:
-    dtype = arrays[0].dtype
-    if all(each.dtype == dtype for each in arrays) and _is_finite(memory, dtype):
+def _require_finite(memory: HostArray, task: _Task) -> None:
+    dtype = task[0][1].dtype
+    if all(info.dtype == dtype for _, info in task) and _is_finite(memory, NUMPY_DTYPES[dtype]):
         return
-    for (name, _), array in zip(task, arrays, strict=True):
+    for (name, _), array in zip(task, _arrays(memory, task), strict=True):
         if not _is_finite(array, array.dtype):
             raise NotFiniteError(name)
 

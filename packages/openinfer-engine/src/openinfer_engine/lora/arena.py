@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -82,6 +82,8 @@ class AdaptedPiece:
     """Of the whole matrix, in the order in which the rank has them."""
     columns: slice
     """Of the whole matrix."""
+    is_whole: bool
+    """Whether the rank has all of it."""
 
     @property
     def num_rows(self) -> int:
@@ -95,6 +97,7 @@ def piece_of(matrix: StoredMatrix, shard: Shard, *, rank: int, size: int) -> Ada
         name=matrix.name,
         rows=(_share(rows, rank, size) if shard is Shard.COLUMN_PARALLEL else slice(0, rows),),
         columns=_share(columns, rank, size) if shard is Shard.ROW_PARALLEL else slice(0, columns),
+        is_whole=size == 1,
     )
 
 
@@ -106,7 +109,7 @@ def piece_of_stack(matrix: StoredMatrix, heights: Sequence[int], *, rank: int, s
         share = _share(height, rank, size)
         rows.append(slice(begin + share.start, begin + share.stop))
         begin += height
-    return AdaptedPiece(name=matrix.name, rows=tuple(rows), columns=slice(0, matrix.shape[1]))
+    return AdaptedPiece(name=matrix.name, rows=tuple(rows), columns=slice(0, matrix.shape[1]), is_whole=size == 1)
 
 
 def _share(length: int, rank: int, size: int) -> slice:
@@ -128,17 +131,33 @@ class _Product:
         num_a = math.prod(self.weights.a.shape[1:])
         return memory[:num_a].reshape(self.weights.a.shape[1:]), memory[num_a:].reshape(self.weights.b.shape[1:])
 
+    def pieces_of(self, a: Array, b: Array) -> Sequence[tuple[Array, Array]]:
+        """`[r, in]` and `[rows, r]` of each piece in what a slot has, on the host or the device."""
+        starts = self.weights.starts
+        return [(a[index], b[starts[index] : starts[index + 1]]) for index in range(len(self.pieces))]
+
+
+class PieceShare(NamedTuple):
+    """What a slot holds of one piece."""
+
+    a: HostArray
+    """`[r, in]` of the compute dtype."""
+    b: HostArray
+    """`[rows, r]`"""
+    scale: float = 1.0
+    """That B is multiplied by when it is placed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShare:
     """One rank's share of an adapter in host memory: what a slot holds of it, in the products' order."""
 
-    factors: tuple[tuple[HostArray, HostArray] | None, ...]
-    """Of each product A `[P, r, in]` and B times its scale `[out, r]`, in the compute dtype; None if it has neither."""
+    pieces: tuple[tuple[PieceShare | None, ...], ...]
+    """Of each product; None of a piece that the adapter leaves out."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(a.nbytes + b.nbytes for a, b in filter(None, self.factors))
+        return sum(each.a.nbytes + each.b.nbytes for product in self.pieces for each in product if each is not None)
 
 
 class AdapterArena:
@@ -163,6 +182,7 @@ class AdapterArena:
         self._products: list[_Product] = []
         self._next: int | None = None  # product of a model that is read again
         self._spare: HostArray | None = None  # for the next adapter of all products
+        self._targets: dict[int, Sequence[Sequence[tuple[Array, Array]]]] = {}  # of each slot's pieces
         self._spare_lock = threading.Lock()
 
     @property
@@ -268,49 +288,90 @@ class AdapterArena:
         """What lies in a slot, copied to host memory, after the steps that were launched."""
         sizes = [product.num_slot_values for product in self._products]
         memory = self._ops.host_weights(sum(sizes))
-        factors: list[tuple[HostArray, HostArray]] = []
+        pieces: list[tuple[PieceShare, ...]] = []
         for product, end, size in zip(self._products, np.cumsum(sizes).tolist(), sizes, strict=True):
-            factors.append(product.factors_in(memory[end - size : end]))
-            for host, array in zip(factors[-1], (product.weights.a, product.weights.b), strict=True):
+            factors = product.factors_in(memory[end - size : end])
+            for host, array in zip(factors, (product.weights.a, product.weights.b), strict=True):
                 host[...] = self._ops.download(array[slot])
-        return AdapterShare(factors=tuple(factors))
+            pieces.append(tuple(PieceShare(*each) for each in product.pieces_of(*factors)))
+        return AdapterShare(pieces=tuple(pieces))
 
     def place(self, slot: int, share: AdapterShare) -> None:
         """Begins to copy a share into a slot that no step in flight uses; it is kept until that has run.
 
         Called where steps are launched, between two.
         """
+        if slot not in self._targets:  # the memory of slots stays where it is
+            self._targets[slot] = [
+                each.pieces_of(each.weights.a[slot], each.weights.b[slot]) for each in self._products
+            ]
         copies: list[tuple[HostArray | None, Array]] = []
-        for product, factors in zip(self._products, share.factors, strict=True):
-            a, b = (None, None) if factors is None else factors
-            copies += ((a, product.weights.a[slot]), (b, product.weights.b[slot]))
-        self._ops.copy_weights(copies)
+        scales: list[float] = []
+        for targets, pieces in zip(self._targets[slot], share.pieces, strict=True):
+            for (a, b), piece in zip(targets, pieces, strict=True):
+                copies += ((None, a), (None, b)) if piece is None else ((piece.a, a), (piece.b, b))
+                scales += (1.0, 1.0 if piece is None else piece.scale)
+        self._ops.copy_weights(copies, scales=scales)
 
 
 class ShareWriter:
-    """Implements `TakesFactors`: lays out one rank's share of an adapter while the adapter is read."""
+    """Implements `TakesFactors`: lays out one rank's share of an adapter while the adapter is read.
+
+    Where a slot's pieces are a file's tensors (BF16, one rank, every module of the slots' rank), they are read to where
+    they stay: hundreds of small tensors are then no work of the interpreter's, for which all threads that read wait.
+    """
 
     def __init__(self, products: Sequence[_Product], *, take_memory: Callable[[int], HostArray]) -> None:
         self._products = products
         self._take_memory = take_memory
         self._factors: list[tuple[HostArray, HostArray] | None] = []
+        self._whole: dict[str, PieceShare] | None = None
         self._modules: Mapping[str, LowRank] = {}
         self._places: dict[str, tuple[int, int]] = {}
         self._scaled_bits: Mapping[float, HostArray] = {}
 
-    def begin(self, modules: Mapping[str, LowRank]) -> None:
+    def begin(self, modules: Mapping[str, LowRank], *, is_bfloat16: bool) -> HostArray | None:
+        self._modules = modules
+        for number, product in enumerate(self._products):
+            self._places |= {key: (number, index) for index, key in enumerate(product.keys)}
+        if is_bfloat16 and self._lies_as_in_a_file(modules):
+            return self._begin_whole()
+        self._begin_factors()
+        return None
+
+    def _lies_as_in_a_file(self, modules: Mapping[str, LowRank]) -> bool:
+        """Whether a slot's pieces are the tensors of these modules, but for the scale."""
+        weights = self._products[0].weights
+        has_all_ranks = all(each.rank == weights.a.shape[2] for each in modules.values())
+        is_whole = all(piece.is_whole for product in self._products for piece in product.pieces)
+        return weights.a.dtype.itemsize == _BF16_BYTES and has_all_ranks and is_whole
+
+    def _begin_whole(self) -> HostArray:
+        shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
+        for key, (rank, _) in self._modules.items():
+            number, index = self._places[key]
+            piece = self._products[number].pieces[index]
+            shapes[key] = (rank, piece.columns.stop), (piece.num_rows, rank)
+        memory = self._take_memory(sum(math.prod(shape) for pair in shapes.values() for shape in pair))
+        self._whole, end = {}, 0
+        for key, (of_a, of_b) in shapes.items():
+            begin, middle = end, end + math.prod(of_a)
+            end = middle + math.prod(of_b)
+            a, b = memory[begin:middle].reshape(of_a), memory[middle:end].reshape(of_b)
+            self._whole[key] = PieceShare(a, b, self._modules[key].scale)
+        return memory.view(np.uint8)
+
+    def _begin_factors(self) -> None:
+        modules = self._modules
         sizes = [0 if modules.keys().isdisjoint(each.keys) else each.num_slot_values for each in self._products]
         memory = self._take_memory(sum(sizes))
         ends = np.cumsum(sizes).tolist()
-        self._modules = modules
         self._factors = [
             product.factors_in(memory[end - size : end]) if size else None
             for product, end, size in zip(self._products, ends, sizes, strict=True)
         ]
-        for number, product in enumerate(self._products):
-            for index, key in enumerate(product.keys):
-                self._places[key] = number, index
-                self._clear(number, index, rank=modules[key].rank if key in modules else 0)
+        for key, (number, index) in self._places.items():
+            self._clear(number, index, rank=modules[key].rank if key in modules else 0)
         if memory.dtype.itemsize == _BF16_BYTES:
             scales = {each.scale for each in modules.values()} - {1.0}
             self._scaled_bits = {scale: scaled_bits(scale) for scale in sorted(scales)[:_MOST_TABLES]}
@@ -330,8 +391,17 @@ class ShareWriter:
             begin = end
 
     def share(self) -> "AdapterShare":
-        """When all factors were taken."""
-        return AdapterShare(factors=tuple(self._factors))
+        """When all factors were read, or taken."""
+        if self._whole is not None:
+            whole = self._whole
+            return AdapterShare(pieces=tuple(tuple(whole.get(key) for key in each.keys) for each in self._products))
+        pieces: list[tuple[PieceShare | None, ...]] = []
+        for product, factors in zip(self._products, self._factors, strict=True):
+            found = None if factors is None else product.pieces_of(*factors)
+            pieces.append(
+                (None,) * len(product.pieces) if found is None else tuple(PieceShare(*each) for each in found)
+            )
+        return AdapterShare(pieces=tuple(pieces))
 
     def _clear(self, number: int, index: int, *, rank: int) -> None:
         """What an adapter of this rank leaves out."""

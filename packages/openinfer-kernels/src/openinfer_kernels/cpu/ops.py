@@ -156,9 +156,11 @@ class CpuOps:
     def host_weights(self, num_values: int) -> HostArray:
         return np.empty(num_values, np.float32)
 
-    def copy_weights(self, copies: Sequence[tuple[HostArray | None, Array]]) -> None:
-        for host, array in copies:
-            array[...] = 0 if host is None else host
+    def copy_weights(
+        self, copies: Sequence[tuple[HostArray | None, Array]], *, scales: Sequence[float] | None = None
+    ) -> None:
+        for (host, array), scale in zip(copies, scales or [1.0] * len(copies), strict=True):
+            array[...] = 0 if host is None else host if scale == 1 else host * np.float32(scale)
 
     def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
         array[list(targets)] = array[list(sources)]

@@ -108,8 +108,12 @@ class MemoryOps(Protocol):
         """
         ...
 
-    def copy_weights(self, copies: Sequence[tuple[HostArray | None, Array]]) -> None:
+    def copy_weights(
+        self, copies: Sequence[tuple[HostArray | None, Array]], *, scales: Sequence[float] | None = None
+    ) -> None:
         """Begins to copy what `host_weights` gave, or parts of it, over device arrays; None: zeros.
+
+        With `scales` each is multiplied by its own, in float32, and rounded once.
 
         An array is contiguous, or a matrix whose rows lie apart; it has, or they have, a multiple of 16 bytes.
         After everything that was queued before, and ahead of what is queued next; what is copied stays as it is until

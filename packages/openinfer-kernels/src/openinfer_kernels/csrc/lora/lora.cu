@@ -188,12 +188,24 @@ __device__ __forceinline__ void expand(const Expand& given) {
 }  // namespace
 
 // Rows of `row_vectors` times 16 bytes from pinned host memory, in which they follow each other, to the device, where
-// they may lie apart; null: zeros. cuda/common/memory.py repeats it.
+// they may lie apart; null: zeros. Unless `scale` is 1 they are BF16 values, which are multiplied by it.
+// cuda/common/memory.py repeats it.
 struct WeightCopy {
   const uint4* from;
   uint8_t* to;
   int64_t vectors, row_vectors, pitch;
+  float scale;
 };
+
+__device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float scale) {
+  const uint32_t low = lora::rounded_bits(lora::value_of(pair & 0xffff) * scale);
+  return low | lora::rounded_bits(lora::value_of(pair >> 16) * scale) << 16;
+}
+
+__device__ __forceinline__ uint4 scaled(uint4 eight, float scale) {
+  return make_uint4(scaled_pair(eight.x, scale), scaled_pair(eight.y, scale), scaled_pair(eight.z, scale),
+                    scaled_pair(eight.w, scale));
+}
 
 constexpr int kMostCopies = 64;  // of a launch: an adapter has hundreds
 
@@ -207,7 +219,8 @@ extern "C" __global__ void lora_place_weights(const __grid_constant__ WeightCopi
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < copy.vectors; i += stride) {
     uint4* target = reinterpret_cast<uint4*>(copy.to + i / copy.row_vectors * copy.pitch) + i % copy.row_vectors;
-    *target = copy.from ? copy.from[i] : make_uint4(0, 0, 0, 0);
+    const uint4 values = copy.from ? copy.from[i] : make_uint4(0, 0, 0, 0);
+    *target = copy.scale == 1 ? values : scaled(values, copy.scale);
   }
 }
 

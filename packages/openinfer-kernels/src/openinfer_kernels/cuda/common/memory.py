@@ -43,6 +43,7 @@ class _WeightCopy(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("source", "target")),
         *((name, ctypes.c_int64) for name in ("vectors", "row_vectors", "pitch")),
+        ("scale", ctypes.c_float),
     )
 
 
@@ -156,12 +157,17 @@ class Memory:
         memory: Any = cupy.cuda.alloc_pinned_memory(nbytes)
         return np.frombuffer(memory, np.uint8, nbytes).view(bfloat16)
 
-    def copy_weights(self, copies: Sequence[tuple[HostArray | None, Array]]) -> None:
+    def copy_weights(
+        self, copies: Sequence[tuple[HostArray | None, Array]], *, scales: Sequence[float] | None = None
+    ) -> None:
         # By a kernel that reads host memory: to queue a copy takes the host longer than its bytes need.
         if self._placing is None:
             self._placing = self._device.kernel("lora", "lora_place_weights")
-        for first in range(0, len(copies), _MOST_COPIES):
-            some = [_weight_copy(*each) for each in copies[first : first + _MOST_COPIES]]
+        told = [_weight_copy(*each) for each in copies]
+        for each, scale in zip(told, scales or [1.0] * len(told), strict=True):
+            each.scale = scale
+        for first in range(0, len(told), _MOST_COPIES):
+            some = told[first : first + _MOST_COPIES]
             vectors = max(each.vectors for each in some)
             blocks = min(_PLACING_BLOCKS, -(-vectors // _THREADS))
             self._placing(
