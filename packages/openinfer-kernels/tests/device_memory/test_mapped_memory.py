@@ -33,6 +33,7 @@ class Cupy(ModuleType):
             MemoryPool=lambda malloc: SimpleNamespace(malloc=malloc),
             using_allocator=self._using,
             get_current_stream=lambda: stream,
+            Stream=lambda *, non_blocking: stream,
             runtime=SimpleNamespace(
                 memcpyAsync=self._copy,
                 memsetAsync=lambda at, value, nbytes, _: memory.write(at, bytes([value]) * nbytes),

@@ -32,6 +32,7 @@ class HostCopy:
         self._device = device
         self._memory: HostArray = np.empty(0, np.uint8)
         self._saved_bytes = 0
+        self._restoring: Any = None  # the stream of the last copy back
 
     def save(self, address: int, nbytes: int) -> None:
         """Copies device memory, after which it may be written to.
@@ -43,11 +44,14 @@ class HostCopy:
             self.close()
             self._memory = _pinned(nbytes)
         self._saved_bytes = nbytes
-        self._copy(address, _TO_HOST)
+        stream = cupy.cuda.get_current_stream()
+        self._copy(address, _TO_HOST, stream)
+        stream.synchronize()
 
-    def restore(self, address: int) -> None:
-        """Copies it back, to any address."""
-        self._copy(address, _TO_DEVICE)
+    def begin_restore(self, address: int) -> None:
+        """Begins to copy it back, to any address, next to all other work: `Device.synchronize` waits for it."""
+        self._restoring = cupy.cuda.Stream(non_blocking=True)
+        self._copy(address, _TO_DEVICE, self._restoring)
 
     def close(self) -> None:
         """Frees the pages; idempotent."""
@@ -56,13 +60,12 @@ class HostCopy:
             self._device.use()
             cupy.cuda.runtime.hostUnregister(memory.ctypes.data)
 
-    def _copy(self, address: int, kind: int) -> None:
-        stream, host = cupy.cuda.get_current_stream(), self._memory.ctypes.data
+    def _copy(self, address: int, kind: int, stream: Any) -> None:
+        host = self._memory.ctypes.data
         for begin in range(0, self._saved_bytes, _COPIED_BYTES):
             nbytes = min(_COPIED_BYTES, self._saved_bytes - begin)
             places = (address + begin, host + begin) if kind == _TO_DEVICE else (host + begin, address + begin)
             cupy.cuda.runtime.memcpyAsync(*places, nbytes, kind, stream.ptr)
-        stream.synchronize()
 
 
 def _pinned(nbytes: int) -> HostArray:

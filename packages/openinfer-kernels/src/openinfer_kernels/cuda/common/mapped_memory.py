@@ -138,19 +138,22 @@ class MappedMemory:
         Raises:
             OutOfDeviceMemoryError: other processes hold what is needed; nothing was taken.
         """
+        # To take KV's memory takes as long as half of the copy: the copy goes on meanwhile.
         try:
-            for each in self._ranges:
+            self._weights.map_again()
+            if self._is_kept:
+                self._copy.begin_restore(self._weights.begin)
+            for each in (self._kv, self._scratch):
                 each.map_again()
         except BaseException:
+            self._device.synchronize()
             for each in self._ranges:
                 each.unmap()
             raise
         for each in (self._kv, self._scratch):
             if each.size_bytes:
                 cupy.cuda.runtime.memsetAsync(each.begin, 0, each.size_bytes, cupy.cuda.get_current_stream().ptr)
-        if self._is_kept:
-            self._copy.restore(self._weights.begin)
-            self._is_kept = False
+        self._is_kept = False
         self._device.synchronize()
 
     def close(self) -> None:
