@@ -138,7 +138,7 @@ class MappedMemory:
         Raises:
             OutOfDeviceMemoryError: other processes hold what is needed; nothing was taken.
         """
-        # To take KV's memory takes as long as half of the copy: the copy goes on meanwhile.
+        # The driver takes little of KV's memory while it copies, but it clears some: 0.56 s for 15 and 100 GiB, not 0.60.
         try:
             self._weights.map_again()
             if self._is_kept:
