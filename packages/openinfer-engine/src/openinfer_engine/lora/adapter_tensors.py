@@ -28,8 +28,8 @@ PIECE_BYTES = 4 << 20
 """Of a task, hashed as one: part of what a digest is, as adapters are known by it."""
 LEAST_TASK_BYTES = 1 << 20
 """Of a task, unless it is the last: part of what a digest is."""
-_MOST_THREADS = 12
-"""More wait for the interpreter."""
+_MOST_THREADS = 8
+"""With twelve on an H200's host a load took as long, and a sixth more of processors: each waits for the interpreter."""
 _PREFIX = b"openinfer-lora\0"
 _INFINITE_BITS: Mapping[str, int] = {"<u2": 0x7F80, "<f2": 0x7C00, "<f4": 0x7F800000}
 """Of positive infinity, which those of NaN follow; BF16 is read as its bits."""

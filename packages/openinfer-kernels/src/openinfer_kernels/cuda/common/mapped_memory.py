@@ -138,7 +138,7 @@ class MappedMemory:
         Raises:
             OutOfDeviceMemoryError: other processes hold what is needed; nothing was taken.
         """
-        # The driver takes most of KV's memory after the copy all the same: 0.56 s for 15 and 100 GiB, 0.60 the other way.
+        # The driver takes most of KV's memory after the copy even so: 0.56 s for 15 and 100 GiB, 0.60 in turn.
         try:
             self._weights.map_again()
             if self._is_kept:
