@@ -211,6 +211,25 @@ def test_nothing_begins_while_requests_wait_or_load() -> None:
         early.advance(is_busy=False)
 
 
+def test_nothing_begins_before_the_first_token_of_a_cached_turn(make_world: Callable[..., World]) -> None:
+    world = make_world()
+    conversations = [Conversation(name) for name in range(4)]
+    rounds(world, conversations, 4)
+    world.turn(conversations[0], rests=False)  # its end is when the next ones are looked for
+    loads = world.driver.port.loads
+    request_id = world.submit(conversations[1].prompt(), max_tokens=40)
+    account = world.driver.accounts[request_id]
+    num_begun = len(loads)
+    while not account.token_ids:
+        if account.scheduled is None:
+            num_begun = len(loads)
+        world.driver.step()
+    assert len(loads) == num_begun
+    world.serve(request_id)
+    assert len(loads) > num_begun  # there was something to begin
+    world.end()
+
+
 class CountsKept(FairLeastRecentlyUsed):
     num_kept = 0
 

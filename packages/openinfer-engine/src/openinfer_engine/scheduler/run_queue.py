@@ -75,6 +75,8 @@ PARK_PATIENCE_S = 1.0
 BYPASS_SCAN = 256
 """Requests of a tenant, or of all where a policy knows none, that are looked at for one that may pass."""
 MAX_NEWCOMERS = 64
+MAX_QUICK_TOKENS = 1024
+"""To compute of a prompt before whose first token no early load begins; a longer one's steps hide what that takes."""
 """Requests of a tenant that others give way to at a time."""
 
 
@@ -187,7 +189,8 @@ class RunQueue:
         if self.prefetches is not None:
             self.prefetches.advance(self.waiting.first(MAX_WAITING))
         if self.early_loads is not None:
-            self.early_loads.advance(is_busy=bool(self._loading or self.given_up or self._has_more()))
+            waits = self._loading or self.given_up or self._has_more() or any(map(_is_quick_turn, self.running))
+            self.early_loads.advance(is_busy=bool(waits))
 
     def settle(self) -> None:
         if self.early_loads is not None:
@@ -817,6 +820,12 @@ class RunQueue:
             sequence.kv.release()
         else:
             sequence.kv.shrink(0)
+
+
+def _is_quick_turn(sequence: Sequence) -> bool:
+    """Whether its first token is due in a step or two, as most of its prompt was cached."""
+    has_token = sequence.known_tokens > sequence.prompt_tokens
+    return not has_token and sequence.prompt_tokens - sequence.cached_tokens <= MAX_QUICK_TOKENS
 
 
 def _age(sequence: Sequence) -> int:

@@ -14,7 +14,8 @@ one that went on after n turns is expected n turns after its last one. Room is w
 what conversations keep that are expected later; what clients retain, and what other tenants' shares protect, is none.
 
 It is a guess, so nothing waits for it. A window that is under way is cancelled where blocks are short for a request,
-and none begins while one waits or loads. Where guesses are wrong more often than right, few are made (`_Record`).
+and none begins while one waits, loads, or is about to have the first token of a turn that was found in the cache. Where
+guesses are wrong more often than right, few are made (`_Record`).
 """
 
 from collections import OrderedDict
@@ -130,7 +131,11 @@ class EarlyLoads:
             self._forget(next(iter(self._expected)))
 
     def advance(self, *, is_busy: bool) -> None:
-        """Goes on with what is expected next, unless requests wait, or load what they need now; after a plan."""
+        """Goes on with what is expected next; after a plan.
+
+        Args:
+            is_busy: requests wait, or load what they need now, or a cached turn is about to have its first token.
+        """
         self.settle()
         if self._fill is not None or is_busy or not self._has_work:
             return
@@ -177,14 +182,20 @@ class EarlyLoads:
             expected.num_kept = 0  # it lost its place to another conversation, or all of it was given up
         if expected.num_kept == len(expected.digests) and pool.find(expected.digests[-1]) is not None:
             return True  # of what is kept the tail is given up first
-        found = pool.find_prefix(expected.digests)
-        if new := found[expected.num_kept :]:
+        # What is kept is given up at one end, so what lies between two blocks that are there is there, too.
+        known = expected.digests[: expected.num_kept]
+        is_known = bool(known) and None not in (pool.find(known[0]), pool.find(known[-1]))
+        begin = len(known) if is_known else 0
+        found = pool.find_prefix(expected.digests[begin:])
+        num_found = begin + len(found)
+        if new := found[max(0, expected.num_kept - begin) :]:
             pool.acquire(new)
             self._keep(expected, new)
             pool.release(new[::-1])
-        expected.num_kept = len(found)
+        expected.num_kept = num_found
         # What comes after a gap may be there still.
-        lacking = list(takewhile(self._is_lacking, expected.digests[len(found) : len(found) + self._window_blocks]))
+        window = expected.digests[num_found : num_found + self._window_blocks]
+        lacking = list(takewhile(self._is_lacking, window))
         num_blocks = min(len(lacking), self._make_room(expected)) if lacking else 0
         if num_blocks <= 0:
             self._give_up_tail_first(expected)
