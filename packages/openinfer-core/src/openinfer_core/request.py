@@ -121,13 +121,45 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             _check_prefixes(self.retained_prefixes, len(self.prompt_token_ids))
 
 
+def with_prompt(
+    request: GenerateRequest, prompt_token_ids: tuple[int, ...], retained_prefixes: tuple[RetainedPrefix, ...]
+) -> GenerateRequest:
+    """The request with another prompt, whose ids are known to be ids, and prefixes of it.
+
+    It is changed in place: in another one all ids would be checked once more, 5 ms for 290,000.
+
+    Args:
+        request: of which nothing else holds a reference.
+        prompt_token_ids: integers in the range of `sampling.TokenIds`.
+        retained_prefixes: of this prompt.
+
+    Raises:
+        InvalidRequest: the prompt is too long, or shorter than a prefix; nothing has changed then.
+    """
+    _check_num_tokens(len(prompt_token_ids))
+    if retained_prefixes:
+        _check_prefixes(retained_prefixes, len(prompt_token_ids))
+    msgspec.structs.force_setattr(request, "prompt_token_ids", prompt_token_ids)
+    msgspec.structs.force_setattr(request, "retained_prefixes", retained_prefixes)
+    return request
+
+
+def with_id(request: GenerateRequest, request_id: RequestId) -> GenerateRequest:
+    """The request under another id, changed in place as `with_prompt` does; the id is one that an engine gave."""
+    msgspec.structs.force_setattr(request, "request_id", request_id)
+    return request
+
+
 def _check_prompt(prompt: object) -> None:
-    num_tokens = len(check_tuple("prompt_token_ids", prompt))
+    _check_num_tokens(len(check_tuple("prompt_token_ids", prompt)))
+    check_token_ids("prompt_token_ids", prompt)
+
+
+def _check_num_tokens(num_tokens: int) -> None:
     if not 1 <= num_tokens <= MAX_TOKENS:
         raise InvalidRequest(
             f"the prompt has {num_tokens} tokens; it must have between 1 and {MAX_TOKENS}", field="prompt_token_ids"
         )
-    check_token_ids("prompt_token_ids", prompt)
 
 
 def _check_prediction(prediction: object) -> None:

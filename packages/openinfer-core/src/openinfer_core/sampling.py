@@ -14,7 +14,7 @@ from openinfer_core.sampling_numbers import SamplingNumbers
 from openinfer_core.sampling_parameters import PARAMETERS, SamplingParameter
 
 MAX_TOKEN_ID = 2**31 - 1  # token ids are int32 on every device
-_TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)], ...]
+TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)], ...]
 MAX_TOKENS = 2**24  # no context is longer; keeps every sum of lengths far from int32
 MAX_LOGPROBS = 20  # alternatives per position: OpenAI's bound for chat completions
 MAX_STOP_TOKEN_IDS = 256
@@ -199,12 +199,18 @@ def check_tuple(name: str, value: object) -> tuple[object, ...]:
     return cast("tuple[object, ...]", value)
 
 
+class _Slice(msgspec.Struct, array_like=True, gc=False):
+    """Of ids that are checked: a class, since a type of `typing` is hashed in Python for each."""
+
+    token_ids: TokenIds
+
+
 def check_token_ids(name: str, token_ids: object) -> None:
     """Raises `InvalidRequest`: these are not token ids. Types and range in C, in slices: 0.14 ms for 16k ids."""
     entries = check_tuple(name, token_ids)
     try:
         for begin in range(0, len(entries), _SLICE_IDS):
-            msgspec.convert(entries[begin : begin + _SLICE_IDS], _TokenIds)
+            msgspec.convert((entries[begin : begin + _SLICE_IDS],), _Slice)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{name} is not of token ids: {error}", field=name) from error
 

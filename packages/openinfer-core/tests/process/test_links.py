@@ -33,6 +33,7 @@ from openinfer_core.process.links import HELLO_DEADLINE_S, MAX_HELLO_BYTES, Link
 from openinfer_core.process.remote import EngineAccess, join_engine
 from openinfer_core.process.wire import (
     MAX_FRAME_BYTES,
+    PART_IDS,
     Abort,
     AskStats,
     Close,
@@ -46,6 +47,7 @@ from openinfer_core.process.wire import (
     ToEngine,
     Welcome,
     encode_frame,
+    prompt_parts,
     to_client_decoder,
 )
 from openinfer_core.sampling import Grammar, GrammarKind
@@ -227,6 +229,25 @@ def test_client_that_refers_to_a_grammar_that_it_never_sent_is_dropped(
         assert bad.receive() is None
         good.send(Submit(make_request(1)))
         assert ends(good.read_until(lambda events: ends(events) == 1)) == 1
+
+
+def test_long_prompts_of_two_clients_with_the_same_id_reach_the_engine_whole(make_request: MakeRequest) -> None:
+    options = SimulatedOptions(num_token_ids=60_000)
+    prompts = [tuple(range(begin, begin + 3 * PART_IDS + 5)) for begin in (1, 2)]
+    requests = [make_request(1, prompt=prompt, max_tokens=3) for prompt in prompts]
+    with (
+        listening(LinkKind.UNIX) as (listener, _),
+        Server(listener, options) as server,
+        server.client().greet() as first,
+        server.client().greet() as second,
+    ):
+        for client, request in zip((first, second), requests, strict=True):
+            parts, rest = prompt_parts(request)
+            client.send(*parts, Submit(rest))
+        for client, request in zip((first, second), requests, strict=True):
+            events = client.read_until(lambda events: ends(events) == 1)
+            assert token_ids(events) == [simulated_token(request, i, options) for i in range(3)]
+            assert events[-1] == Finished(RequestId(1), FinishReason.LENGTH, 3 * PART_IDS + 5, 3, 0)
 
 
 def test_two_clients_with_the_same_ids_each_get_their_own_events(server: Server, make_request: MakeRequest) -> None:

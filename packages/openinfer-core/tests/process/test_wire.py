@@ -21,12 +21,15 @@ from openinfer_core import (
 )
 from openinfer_core.process.wire import (
     MAX_FRAME_BYTES,
+    PART_IDS,
     Abort,
     AskStats,
     Close,
     Events,
     FrameBuffer,
     Hello,
+    PromptBuffer,
+    PromptPart,
     StartRefusal,
     Stats,
     Submit,
@@ -35,12 +38,14 @@ from openinfer_core.process.wire import (
     ToEngine,
     Welcome,
     encode_frame,
+    prompt_parts,
     submission,
     submitted,
     to_client_decoder,
     to_engine_decoder,
 )
-from openinfer_core.sampling import Grammar, GrammarKind
+from openinfer_core.request import RetainedPrefix
+from openinfer_core.sampling import MAX_TOKEN_ID, MAX_TOKENS, Grammar, GrammarKind
 
 REQUEST = GenerateRequest(request_id=RequestId(5), prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=4))
 INFO = EngineInfo(
@@ -61,6 +66,9 @@ ARRAYS: dict[bytes, ToEngine | ToClient] = {
     b"\x0e\0\0\0\x92\xa5hello\xa6secret": Hello("secret"),
     b"\x0c\0\0\0\x92\xa7refusal\xa2no": StartRefusal("no"),
     b"\x08\0\0\0\x92\xa5abort\x05": Abort(RequestId(5)),
+    b"\x1c\0\0\0\x93\xabprompt_part\x92\x01\x02\x91\x92\x03\xcb@\x10\0\0\0\0\0\0": PromptPart(
+        (1, 2), (RetainedPrefix(3, 4.0),)
+    ),
     b"\x0b\0\0\0\x91\xa9ask_stats": AskStats(),
     b"\x07\0\0\0\x91\xa5close": Close(),
     b"'\0\0\0\x92\xa1e\x92\x95\xa1t\x05\x92\x07\xcd\x01,\xc0\xc0\x94\xa1e\xce\0\x01\x11p\xaaoverloaded\xa4full": EVENTS,
@@ -79,7 +87,15 @@ MAPS: dict[bytes, ToEngine | ToClient] = {
         INFO
     ),
 }
-TO_ENGINE = (Hello("secret"), Submit(REQUEST), SubmitAlike(REQUEST), Abort(RequestId(5)), AskStats(), Close())
+TO_ENGINE = (
+    Hello("secret"),
+    Submit(REQUEST),
+    SubmitAlike(REQUEST),
+    PromptPart((1, 2)),
+    Abort(RequestId(5)),
+    AskStats(),
+    Close(),
+)
 TO_CLIENT = (Welcome(INFO), StartRefusal("no"), EVENTS, Stats(EngineStats(step_age_s=0.5)))
 
 
@@ -184,3 +200,42 @@ def test_request_that_refers_to_no_grammar_is_a_broken_protocol() -> None:
         submitted(SubmitAlike(REQUEST), last=None)
     with pytest.raises(ContractViolation, match="it has its own"):
         submitted(SubmitAlike(with_grammar(grammar)), last=grammar)
+
+
+def with_prompt(num_tokens: int, *retained_tokens: int) -> GenerateRequest:
+    prefixes = tuple(RetainedPrefix(each, 60.0) for each in retained_tokens)
+    return msgspec.structs.replace(REQUEST, prompt_token_ids=tuple(range(num_tokens)), retained_prefixes=prefixes)
+
+
+@pytest.mark.parametrize("num_tokens", [1, PART_IDS, PART_IDS + 1, 2 * PART_IDS, 2 * PART_IDS + 1, 50_000])
+@pytest.mark.parametrize("retains", [False, True])
+def test_long_prompt_comes_in_parts_and_is_whole_again(num_tokens: int, retains: bool) -> None:
+    request = with_prompt(num_tokens, *((1, num_tokens) if retains else ()))
+    parts, rest = prompt_parts(request)
+    frames = [encode_frame(message) for message in (*parts, Submit(rest))]
+    assert max(map(len, frames)) < 4 * PART_IDS + 500
+    buffer = PromptBuffer()
+    for body in FrameBuffer().feed(b"".join(frames)):
+        message = to_engine_decoder.decode(body)
+        if isinstance(message, PromptPart):
+            buffer.take(message)
+        else:
+            assert isinstance(message, Submit)
+            assert buffer.complete(message.request) == request
+    assert buffer.complete(REQUEST) is REQUEST  # nothing is left of the one before
+
+
+def test_parts_of_a_prompt_are_checked() -> None:
+    for ids in ([-1], [MAX_TOKEN_ID + 1], [True], ["1"], [1.0]):
+        with pytest.raises(msgspec.ValidationError):
+            to_engine_decoder.decode(msgspec.msgpack.encode(["prompt_part", ids]))
+    buffer, part = PromptBuffer(), PromptPart((7,) * 2**20)
+    for _ in range(MAX_TOKENS // 2**20):
+        buffer.take(part)
+    with pytest.raises(ContractViolation, match="more than"):
+        buffer.take(PromptPart((1,)))
+    with pytest.raises(ContractViolation, match="does not belong"):
+        buffer.complete(REQUEST)
+    buffer.take(PromptPart((1,), (RetainedPrefix(9, 60.0),)))
+    with pytest.raises(ContractViolation, match="does not belong"):
+        buffer.complete(with_prompt(2))

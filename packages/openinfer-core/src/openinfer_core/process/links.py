@@ -36,6 +36,8 @@ from openinfer_core.process.wire import (
     Events,
     FrameBuffer,
     Hello,
+    PromptBuffer,
+    PromptPart,
     Stats,
     Submit,
     SubmitAlike,
@@ -46,7 +48,7 @@ from openinfer_core.process.wire import (
     submitted,
     to_engine_decoder,
 )
-from openinfer_core.request import GenerateRequest
+from openinfer_core.request import GenerateRequest, with_id
 from openinfer_core.sampling import Grammar
 
 logger = logging.getLogger("openinfer.engine")
@@ -72,6 +74,7 @@ class Link:
         self.welcome = False
         self.lost = False
         self.grammar: Grammar | None = None  # of the last request that had one
+        self.prompt = PromptBuffer()  # of the next request
         self._max_buffered_bytes = max_buffered_bytes
         self._unsent = bytearray()
         self._lock = threading.Lock()
@@ -270,7 +273,9 @@ class LinkServer:
         if not link.welcome:
             self._greet(link, message)
         elif isinstance(message, Submit | SubmitAlike):
-            self._submit(link, submitted(message, last=link.grammar))
+            self._submit(link, link.prompt.complete(submitted(message, last=link.grammar)))
+        elif isinstance(message, PromptPart):
+            link.prompt.take(message)
         elif isinstance(message, Abort):
             inner_id = self._routes.find(link, message.request_id)
             if inner_id is not None:
@@ -299,7 +304,7 @@ class LinkServer:
         link.grammar = request.sampling.grammar or link.grammar
         inner_id = self._routes.add(link, request.request_id)
         if inner_id != request.request_id:
-            request = msgspec.structs.replace(request, request_id=inner_id)
+            request = with_id(request, inner_id)
         self._host.post(Submit(request))
 
     def _send(self, link: Link, message: ToClient) -> None:

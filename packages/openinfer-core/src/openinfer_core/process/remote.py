@@ -33,6 +33,7 @@ from openinfer_core.process.wire import (
     ToClient,
     Welcome,
     encode_frame,
+    prompt_parts,
     raise_refusal,
     submission,
     to_client_decoder,
@@ -210,9 +211,12 @@ class RemoteEngine:
         return self._access
 
     def submit(self, request: GenerateRequest) -> None:
-        frame = encode_frame(submission(request, last=self._grammar))
+        parts, rest = prompt_parts(request)
+        frames = bytearray()
+        for message in (*parts, submission(rest, last=self._grammar)):
+            frames += encode_frame(message)
         self._mailbox.open(request.request_id)
-        self._send(frame)
+        self._send(frames)
         self._grammar = request.sampling.grammar or self._grammar
 
     def abort(self, request_id: RequestId) -> None:
