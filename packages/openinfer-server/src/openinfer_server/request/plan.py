@@ -12,7 +12,7 @@ import msgspec
 
 from openinfer_core.engine import EngineInfo
 from openinfer_core.errors import InvalidRequest
-from openinfer_core.request import MAX_NAME_LENGTH, GenerateRequest, RequestId
+from openinfer_core.request import MAX_NAME_LENGTH, GenerateRequest, RequestId, with_prompt
 from openinfer_core.sampling import SamplingParams
 from openinfer_core.sampling_defaults import SamplingDefaults
 from openinfer_server.http.api_errors import ApiError, from_invalid_request, invalid
@@ -381,9 +381,9 @@ def _request(
     retention: Retention,
 ) -> GenerateRequest:
     try:
-        return GenerateRequest(
+        request = GenerateRequest(
             request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
+            prompt_token_ids=prompt.token_ids[:1],
             sampling=sampling,
             lora=lora,
             cache_salt=salt,
@@ -395,7 +395,8 @@ def _request(
             transfer=transfer,
             retain_s=retention.seconds,
             cache_key=retention.key,
-            retained_prefixes=retention.prefixes,
         )
+        # All ids are the tokenizer's, or were checked when they came (`check_prompt_token_ids`).
+        return with_prompt(request, prompt.token_ids, retention.prefixes)
     except InvalidRequest as error:
         raise from_invalid_request(error) from error
