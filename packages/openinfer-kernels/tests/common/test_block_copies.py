@@ -24,8 +24,9 @@ def expected_sum(block: np.ndarray) -> bytes:
     return (plain % 2**64).to_bytes(8, "little") + (weighted % 2**64).to_bytes(8, "little")
 
 
+@pytest.mark.parametrize("scattered", [False, True], ids=["neighbours", "scattered"])
 @pytest.mark.parametrize("locked", [False, True], ids=["pageable", "locked"])
-def test_blocks_go_out_and_come_back_with_their_sums(locked: bool) -> None:
+def test_blocks_go_out_and_come_back_with_their_sums(locked: bool, scattered: bool) -> None:
     import mmap
 
     from openinfer_kernels.cuda import Device
@@ -41,7 +42,8 @@ def test_blocks_go_out_and_come_back_with_their_sums(locked: bool) -> None:
     arena = memoryview(mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES))
     if locked:
         source.lock([arena])
-    places = [arena[begin : begin + BLOCK_BYTES] for begin in range(0, len(arena), BLOCK_BYTES)]
+    order = np.random.default_rng(1).permutation(NUM_BLOCKS) if scattered else np.arange(NUM_BLOCKS)
+    places = [arena[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES] for index in order.tolist()]
     quarters = [slice(begin, begin + 40) for begin in range(0, NUM_BLOCKS, 40)]
 
     def copy_out(part: slice) -> list[bytes]:
@@ -52,7 +54,7 @@ def test_blocks_go_out_and_come_back_with_their_sums(locked: bool) -> None:
 
     with ThreadPoolExecutor(4) as threads:
         out = list(threads.map(copy_out, quarters))
-        assert np.array_equal(np.frombuffer(arena, np.uint8).reshape(host.shape), host)
+        assert np.array_equal(np.frombuffer(arena, np.uint8).reshape(host.shape)[order], host)
         back = list(threads.map(copy_in, quarters))
     source.unlock()
     source.unlock()

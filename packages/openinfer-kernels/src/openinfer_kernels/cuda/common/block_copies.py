@@ -3,19 +3,22 @@
 Each thread that copies has a stream of its own, so that copies run during steps and during each other; it sleeps while
 it waits for its batch. The GPU sums up what its blocks hold on the way (`csrc/common/block_sums.cu`): reading
 gigabytes once more on the host would take longer than to copy them. Memory that is locked in place (`lock`) is copied
-at the speed of the bus; other memory passes through a buffer of the driver's.
+at the speed of the bus, many blocks in one call of the driver's: a call for each block of half a megabyte would keep
+the interpreter from the thread that launches steps for as long as the bus takes. Other memory passes through a buffer
+of the driver's, block by block.
 """
 
 import ctypes
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
-from openinfer_kernels.cuda.common.libraries import cupy
+from openinfer_kernels.cuda.common.launch import check
+from openinfer_kernels.cuda.common.libraries import cupy, driver
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, HostArray
 
@@ -52,9 +55,9 @@ class DevicePool:
             raise ArrayMismatchError(f"slots of {slot_bytes} bytes; they must be whole blocks of {block_bytes}")
         device.use()
         device.kernel("block_sums", "block_sums")  # loads the module now, on this thread
-        mover = DeviceBlockMover(device, block_bytes)
         self._device = device
-        self._locked: list[int] = []
+        self._locked: list[_Locked] = []
+        mover = DeviceBlockMover(device, block_bytes, self._locked)
         self.blocks: Sequence[DevicePoolBlock] = _cut(address(pool), num_blocks, block_bytes, mover)
         self.states: Sequence[Sequence[DevicePoolBlock]] = [
             _cut(address(slots) + slot * slot_bytes, slot_bytes // block_bytes, block_bytes, mover)
@@ -71,15 +74,21 @@ class DevicePool:
         for piece in memory:
             begin = _address_of(piece)
             cupy.cuda.runtime.hostRegister(begin, piece.nbytes, 0)
-            self._locked.append(begin)
+            self._locked.append(_Locked(begin, begin + piece.nbytes))
 
     def unlock(self) -> None:
         """Idempotent."""
-        locked, self._locked = self._locked, []
-        if locked:
+        if self._locked:
             self._device.use()
-        for begin in locked:
-            cupy.cuda.runtime.hostUnregister(begin)
+        while self._locked:
+            cupy.cuda.runtime.hostUnregister(self._locked.pop().begin)
+
+
+class _Locked(NamedTuple):
+    """A piece of this machine's memory, by addresses."""
+
+    begin: int
+    end: int
 
 
 class DevicePoolBlock:
@@ -100,8 +109,8 @@ def _cut(begin: int, count: int, nbytes: int, mover: "DeviceBlockMover") -> list
 class DeviceBlockMover:
     """Copies blocks of one pool; any thread may call it. What wrote the blocks has to be over."""
 
-    def __init__(self, device: Device, block_bytes: int) -> None:
-        self._own = _OfThread(device, block_bytes)
+    def __init__(self, device: Device, block_bytes: int, locked: Sequence[_Locked]) -> None:
+        self._own = _OfThread(device, block_bytes, locked)
 
     def copy_out(self, blocks: Sequence[DevicePoolBlock], into: Sequence[memoryview]) -> list[bytes]:
         """Copies blocks into this machine's memory; returns the sum of what each holds, 16 bytes."""
@@ -123,9 +132,10 @@ class DeviceBlockMover:
 class _OfThread(threading.local):
     """What each thread that copies has: a stream, an event to wait for, and places for addresses and sums."""
 
-    def __init__(self, device: Device, block_bytes: int) -> None:
+    def __init__(self, device: Device, block_bytes: int, locked: Sequence[_Locked]) -> None:
         device.use()
         self._bytes = block_bytes
+        self._locked = locked
         self._kernel = device.kernel("block_sums", "block_sums")
         self._stream = cupy.cuda.Stream(non_blocking=True)
         # Blocking: a thread that waits sleeps and leaves the processor to the others.
@@ -143,9 +153,13 @@ class _OfThread(threading.local):
         copy(address(self._device_addresses), self._addresses.ctypes.data, 8 * num_blocks, _TO_DEVICE, stream)
         # The pieces of a block add to its sum, which therefore begins at zero.
         cupy.cuda.runtime.memsetAsync(address(self._device_sums), 0, _SUM_BYTES * num_blocks, stream)
-        for block, host, nbytes in _runs(blocks, hosts, self._bytes):
-            target, source = (block, host) if kind == _TO_DEVICE else (host, block)
-            copy(target, source, nbytes, kind, stream)
+        runs = list(_runs(blocks, hosts, self._bytes))
+        if len(runs) > 1 and self._are_locked(hosts):
+            self._copy_together(runs, kind)
+        else:
+            for block, host, nbytes in runs:
+                target, source = (block, host) if kind == _TO_DEVICE else (host, block)
+                copy(target, source, nbytes, kind, stream)
         with self._stream:
             arguments = (self._device_addresses, self._device_sums, ctypes.c_int(self._bytes // _SUM_BYTES))
             self._kernel((_PIECES, num_blocks, 1), (_THREADS, 1, 1), arguments)
@@ -154,6 +168,20 @@ class _OfThread(threading.local):
         self._done.synchronize()
         sums = self._sums[:num_blocks].tobytes()
         return [sums[begin : begin + _SUM_BYTES] for begin in range(0, len(sums), _SUM_BYTES)]
+
+    def _are_locked(self, hosts: Sequence[int]) -> bool:
+        """Whether all are in one locked piece."""
+        begin, end = min(hosts), max(hosts) + self._bytes
+        return any(piece.begin <= begin and end <= piece.end for piece in self._locked)
+
+    def _copy_together(self, runs: Sequence[tuple[int, int, int]], kind: int) -> None:
+        on_device = [driver.CUdeviceptr(block) for block, _, _ in runs]
+        on_host = [driver.CUdeviceptr(host) for _, host, _ in runs]
+        targets, sources = (on_device, on_host) if kind == _TO_DEVICE else (on_host, on_device)
+        sizes = [nbytes for _, _, nbytes in runs]
+        attributes = driver.CUmemcpyAttributes()
+        attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        check(driver.cuMemcpyBatchAsync(targets, sources, sizes, len(runs), [attributes], [0], 1, self._stream.ptr))
 
 
 def _runs(blocks: Sequence[int], hosts: Sequence[int], nbytes: int) -> Iterator[tuple[int, int, int]]:
