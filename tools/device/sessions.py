@@ -1,6 +1,6 @@
 """Agents' sessions on one GPU: what a turn costs next to the same turn alone on the card, in a pool of a third.
 
-    python3 tools/device/sessions.py qwen3-8b|qwen3.5-4b[-long]|tiny OUT COMMIT [PART ...]
+    python3 tools/device/sessions.py qwen3-8b|qwen3.5-4b[-long|-120k]|tiny OUT COMMIT [PART ...]
 
     part        what is played                                                        the table's columns
     alone-NEW   one session without waits, NEW tokens a turn: all of it in the pool   the reference
@@ -10,7 +10,8 @@
     check-NAME  many turns of shorter contexts again without a cache                  tokens, log-probabilities
     disk        sessions; the server ends and starts again; the same prompts          what the first turn takes
 
-The sets of `-long` grow to 120,000 tokens; their pool is a third of what they hold, and the host tier holds all of it.
+The sets of `-long` grow to 120,000 tokens in 40 turns, those of `-120k` have nearly as many from the first turn on and
+end there; their pool is a third of what they hold, and the host tier holds all of it.
 Weights are random (`tiny` has its own, on the CPU: the rehearsal), prompts are token
 ids, and the server is asked over HTTP. Parts of one server run in the order given; of `check`, which stands for all its
 names, three at a time, since nothing is timed. One whose server has a planted error is right if the error is found.
@@ -40,6 +41,7 @@ import openinfer_tiny_model
 from openinfer.models import find_family
 from openinfer_bench.first_tokens import FirstToken, first_tokens, medians
 from openinfer_bench.served import OPENINFER, Served, served
+from openinfer_core import EngineClosed
 from openinfer_core.provenance import provenance
 from openinfer_engine.testing.adapters import write_adapter
 
@@ -57,6 +59,10 @@ COUNTED = (
     "openinfer_spec_decode_num_accepted_tokens_total",
 )
 ADAPTER = "adapter"
+PEAKED = "peaked"
+"""Random weights of Qwen3.5-4B's shape whose next token is sure, and whose log-probabilities are not: layers add so
+little to the residual that the tied head finds the last token there, four or more ahead of all others and about as
+likely as all of them. Plain random weights are so flat that sums in another order change a draw in six."""
 LRU = """
 from openinfer_kv_cache import BlockPool
 
@@ -81,16 +87,35 @@ from openinfer_engine.worker.state_slots import StateSlots
 
 advance = StateSlots.advance
 
-def advance_and_keep(self, plan):
-    advance(self, plan)
+def advance_and_keep(self, plan, **options):
+    advance(self, plan, **options)
     self._copy(plan.state_snapshots)
 
 StateSlots.advance = advance_and_keep
 StateSlots.keep = lambda self, plan: None
 """,
+    "dropped-salt": """
+from openinfer_server.request import plan
+
+plan.salt_of = lambda tenant, given: None
+""",
+    PEAKED: """
+from openinfer_engine.weights import dummy
+
+spread_of = dummy._spread_of
+
+def spread_of_peaked(name, shape):
+    spread = spread_of(name, shape)
+    if name.endswith(".norm.weight") and ".layers." not in name:
+        return spread._replace(mean=-0.4)  # of 1 + weight, before the head
+    gains = {"o_proj": 0.0047, "out_proj": 0.0047, "down_proj": 0.0012}
+    return spread._replace(deviation=spread.deviation * gains.get(name.split(".")[-2], 1.0))
+
+dummy._spread_of = spread_of_peaked
+""",
 }
-"""Changes of a server, each the `sitecustomize.py` of its processes: an order of eviction, and errors, of which the
-first is for models without states."""
+"""Changes of a server, each the `sitecustomize.py` of its processes: an order of eviction, weights, and errors, of
+which the first is for models without states."""
 GOAL_RATIO, GOAL_MS = 1.2, 10.0
 GOAL_HITS = 0.98
 
@@ -121,6 +146,8 @@ class Check:
     flags: Sequence[str]
     """The server's, after those of its model; `{folder}` in them is a scratch folder."""
     planted: str | None = None
+    is_peaked: bool = False
+    """Whether its weights make distributions that are not flat (`PEAKED`)."""
     has_adapter: bool = False
     restarts: bool = False
     """Whether the sessions are played by one server first, and checked by the next one, which begins on its tiers."""
@@ -166,12 +193,13 @@ NGRAM, FP8 = ("--speculative", "ngram,k=4"), ("--kv-cache-dtype", "fp8")
 EARLY = ("--scheduler-option", "early-loads=true")
 CUDA = ("--device", "cuda", "--load-format", "dummy", "--grammar-compiler", "none", "--max-num-seqs", "32")
 SOME_STATES = ("--state-snapshot-bytes", str(2 << 30))
-SERVERS: Sequence[tuple[tuple[str, ...], str | None, tuple[str, ...]]] = (
-    (("alone", "many"), None, ()),
-    (("early",), None, EARLY),
-    (("lru",), "lru", ()),
+SERVERS: Sequence[tuple[str, str | None, tuple[str, ...]]] = (
+    ("early", None, EARLY),
+    ("lru", "lru", ()),
+    ("many", None, ()),
 )
-"""Kinds of parts that one server plays, its planted change, and its flags."""
+"""Kinds of parts that one server plays, its planted change, and its flags. The first server plays `alone`, too, for
+which these say nothing."""
 CHECKED = Shape(sessions=8, turns=12, first_tokens=600, new_tokens=400, output_tokens=24, wait_s=0.0)
 LONGER = replace(CHECKED, output_tokens=64)
 """Rows of which some are preempted."""
@@ -197,6 +225,7 @@ SET_UPS: Mapping[str, SetUp] = {
         many={
             "3000": Shape(sessions=6, turns=14, first_tokens=3_000, new_tokens=3_000, wait_s=2.0),
             "150": Shape(sessions=6, turns=8, first_tokens=34_000, new_tokens=150, wait_s=2.0),
+            "150x16": Shape(sessions=6, turns=16, first_tokens=30_000, new_tokens=150, wait_s=2.0),
             "150x40": Shape(sessions=6, turns=40, first_tokens=30_000, new_tokens=150, wait_s=2.0),
         },
         checks={
@@ -218,20 +247,23 @@ SET_UPS: Mapping[str, SetUp] = {
         many={
             "3000": Shape(sessions=16, turns=11, first_tokens=3_000, new_tokens=3_000, wait_s=2.0),
             "150": Shape(sessions=16, turns=10, first_tokens=28_000, new_tokens=150, wait_s=2.0),
+            "150x16": Shape(sessions=16, turns=16, first_tokens=26_000, new_tokens=150, wait_s=2.0),
             "150x40": Shape(sessions=16, turns=40, first_tokens=26_000, new_tokens=150, wait_s=2.0),
         },
         checks={
-            "host": Check(shape=CHECKED, turns=45, flags=(*HOST, *INVARIANT, *SOME_STATES)),
-            "host-ngram": Check(shape=LONGER, turns=35, flags=(*HOST, *INVARIANT, *SOME_STATES, *NGRAM)),
-            "disk-restarted": Check(shape=CHECKED, turns=40, flags=(*DISK, *INVARIANT, *SOME_STATES), restarts=True),
+            "host": Check(shape=CHECKED, turns=34, flags=(*HOST, *INVARIANT, *SOME_STATES)),
+            "host-ngram": Check(shape=LONGER, turns=34, flags=(*HOST, *INVARIANT, *SOME_STATES, *NGRAM)),
+            "disk-restarted": Check(shape=CHECKED, turns=34, flags=(*DISK, *INVARIANT, *SOME_STATES), restarts=True),
             "host-lora-ngram": Check(
-                shape=CHECKED, turns=40, flags=(*HOST, *INVARIANT, *SOME_STATES, *NGRAM), has_adapter=True
+                shape=CHECKED, turns=34, flags=(*HOST, *INVARIANT, *SOME_STATES, *NGRAM), has_adapter=True
             ),
-            "host-early": Check(shape=WAITING, turns=40, flags=(*HOST, *INVARIANT, *SOME_STATES, *EARLY)),
-            "host-fp8": Check(shape=CHECKED, turns=40, flags=(*HOST, *INVARIANT, *SOME_STATES, *FP8)),
+            "host-early": Check(shape=WAITING, turns=34, flags=(*HOST, *INVARIANT, *SOME_STATES, *EARLY)),
+            "host-fp8": Check(shape=CHECKED, turns=34, flags=(*HOST, *INVARIANT, *SOME_STATES, *FP8)),
+            "other-batches": Check(shape=CHECKED, turns=88, flags=(*HOST, *SOME_STATES), is_peaked=True),
             "state-one-row-back": Check(
                 shape=BRIEF, turns=8, flags=(*INVARIANT, *SOME_STATES), planted="state-one-row-back"
             ),
+            "dropped-salt": Check(shape=BRIEF, turns=8, flags=(*INVARIANT, *SOME_STATES), planted="dropped-salt"),
         },
         disk=Shape(sessions=3, turns=2, first_tokens=26_000, new_tokens=150, wait_s=0.0),
         num_blocks=11_000,
@@ -253,6 +285,25 @@ SET_UPS: Mapping[str, SetUp] = {
         host="host=80GiB",
         block_bytes=16 * 8 * 2 * 4 * 256 * 2,
         flags=(*CUDA, "--max-model-tokens", "124000", "--state-snapshot-bytes", str(6 << 30)),
+    ),
+    "qwen3-8b-120k": SetUp(
+        many={"150": Shape(sessions=3, turns=10, first_tokens=118_300, new_tokens=150, wait_s=2.0)},
+        checks={},
+        disk=Shape(sessions=1, turns=2, first_tokens=118_300, new_tokens=150, wait_s=0.0),
+        num_blocks=7_800,
+        host="host=54GiB",
+        block_bytes=16 * 36 * 2 * 8 * 128 * 2,
+        flags=(*CUDA, "--max-model-tokens", "124000"),
+        config={"max_position_embeddings": 131_072},
+    ),
+    "qwen3.5-4b-120k": SetUp(
+        many={"150": Shape(sessions=4, turns=10, first_tokens=118_300, new_tokens=150, wait_s=2.0)},
+        checks={},
+        disk=Shape(sessions=1, turns=2, first_tokens=118_300, new_tokens=150, wait_s=0.0),
+        num_blocks=10_300,
+        host="host=24GiB",
+        block_bytes=16 * 8 * 2 * 4 * 256 * 2,
+        flags=(*CUDA, "--max-model-tokens", "124000", "--state-snapshot-bytes", str(4 << 30)),
     ),
     "tiny": SetUp(
         many={
@@ -291,10 +342,12 @@ class Runner:
         self._noting = threading.Lock()
 
     def run(self, parts: Sequence[str]) -> None:
-        for kinds, planted_name, flags in SERVERS:
-            of_many = [part for part in parts if part.partition("-")[0] in kinds]
-            if of_many:
-                self._play_many(of_many, planted_name, flags)
+        alone = [part for part in parts if part.startswith("alone-")]
+        for kind, planted_name, flags in SERVERS:
+            of_kind = [part for part in parts if part.startswith(f"{kind}-")]
+            if of_kind or (alone and kind == SERVERS[-1][0]):
+                self._play_many([*alone, *of_kind], planted_name, flags)
+                alone = []
         with ThreadPoolExecutor(PLACES) as places:
             names = [name for name in self.set_up.checks if {"check", f"check-{name}"} & set(parts)]
             list(places.map(self._check, names))
@@ -302,6 +355,12 @@ class Runner:
             self._disk()
 
     def _check(self, name: str) -> None:
+        try:
+            self._check_on_servers(name)
+        except EngineClosed as error:  # the others' answers count nevertheless
+            self._note(f"check-{name}", {"failed": str(error)})
+
+    def _check_on_servers(self, name: str) -> None:
         check = self.set_up.checks[name]
         sample = ["--check", str(check.turns), *(["--tolerance", "0"] if set(INVARIANT) <= set(check.flags) else [])]
         flags = ["--num-blocks", str(check.num_blocks), "--max-model-tokens", str(check.longest_tokens), *check.flags]
@@ -309,7 +368,8 @@ class Runner:
             if check.has_adapter:
                 flags += ["--lora", f"{ADAPTER}={self._adapter(Path(folder))}"]
             flags = [flag.format(folder=folder) for flag in flags]
-            command = OPENINFER if check.planted is None else planted(check.planted, Path(folder))
+            changes = [*filter(None, [check.planted]), *([PEAKED] if check.is_peaked else [])]
+            command = planted(changes, Path(folder)) if changes else OPENINFER
             model = ADAPTER if check.has_adapter else "m"
             if check.restarts:
                 with self._server(*flags, command=command) as server:
@@ -328,7 +388,7 @@ class Runner:
     def _play_many(self, parts: Sequence[str], planted_name: str | None, further: Sequence[str]) -> None:
         flags = ("--num-blocks", str(self.set_up.num_blocks), "--kv-tier", self.set_up.host, *further)
         with tempfile.TemporaryDirectory(prefix="sessions-order-") as folder:
-            command = OPENINFER if planted_name is None else planted(planted_name, Path(folder))
+            command = OPENINFER if planted_name is None else planted([planted_name], Path(folder))
             trace = Path(folder) / "trace.json"
             with self._server(*flags, "--trace", str(trace), command=command) as server:
                 for part in parts:
@@ -441,9 +501,9 @@ class Runner:
         return {new: rows for new, rows in tables.items() if rows}
 
 
-def planted(name: str, scratch: Path) -> Sequence[str]:
-    """The command of a server whose processes have a planted error."""
-    (scratch / "sitecustomize.py").write_text(PLANTS[name])
+def planted(names: Sequence[str], scratch: Path) -> Sequence[str]:
+    """The command of a server whose processes have these changes."""
+    (scratch / "sitecustomize.py").write_text("".join(PLANTS[name] for name in names))
     path = os.pathsep.join([str(scratch), *filter(None, [os.environ.get("PYTHONPATH")])])
     return ("env", f"PYTHONPATH={path}", *OPENINFER)
 
@@ -530,7 +590,7 @@ def main() -> int:
         if model == "tiny":
             folder = openinfer_tiny_model.model_dir()
         else:
-            write_model(folder, {**PUBLISHED[model.removesuffix("-long")], **set_up.config})
+            write_model(folder, {**PUBLISHED[model.removesuffix("-long").removesuffix("-120k")], **set_up.config})
         runner = Runner(model, folder, Path(out), commit)
         try:
             runner.run(parts or every)
