@@ -5,7 +5,7 @@ it waits for its batch. The GPU sums up what its blocks hold on the way (`csrc/c
 gigabytes once more on the host would take longer than to copy them. Memory that is locked in place (`lock`) is copied
 at the speed of the bus, many blocks in one call of the driver's: a call for each block of half a megabyte would keep
 the interpreter from the thread that launches steps for as long as the bus takes. Other memory passes through a buffer
-of the driver's, block by block.
+of the driver's, block by block, and locked memory goes so, too, where the driver is older than CUDA 12.8.
 """
 
 import ctypes
@@ -25,6 +25,8 @@ from openinfer_kernels.ops import Array, HostArray
 _TO_DEVICE, _TO_HOST = 1, 2
 """`cudaMemcpyKind`."""
 _BATCH_BLOCKS = 128
+_TOGETHER_SINCE = 12_080
+"""The driver's version that has `cuMemcpyBatchAsync`."""
 _SUM_BYTES = 16
 _PIECES, _THREADS = 32, 256
 """What a block is cut into for its sum, and the threads of each; a step's kernels wait for pieces that run long."""
@@ -136,6 +138,7 @@ class _OfThread(threading.local):
         device.use()
         self._bytes = block_bytes
         self._locked = locked
+        self._has_batches: bool = check(driver.cuDriverGetVersion()) >= _TOGETHER_SINCE
         self._kernel = device.kernel("block_sums", "block_sums")
         self._stream = cupy.cuda.Stream(non_blocking=True)
         # Blocking: a thread that waits sleeps and leaves the processor to the others.
@@ -154,7 +157,7 @@ class _OfThread(threading.local):
         # The pieces of a block add to its sum, which therefore begins at zero.
         cupy.cuda.runtime.memsetAsync(address(self._device_sums), 0, _SUM_BYTES * num_blocks, stream)
         runs = list(_runs(blocks, hosts, self._bytes))
-        if len(runs) > 1 and self._are_locked(hosts):
+        if len(runs) > 1 and self._has_batches and self._are_locked(hosts):
             self._copy_together(runs, kind)
         else:
             for block, host, nbytes in runs:
