@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import drafted_worker_on_host as on_host
 import emulated_cuda
@@ -18,9 +18,11 @@ import msgspec
 import numpy as np
 
 from openinfer_core import find_plugin
-from openinfer_core.scheduling import SlotStart
+from openinfer_core.scheduling import SlotStart, StateCopy, StepPlan, StepResult
 from openinfer_engine import EngineOptions, SoloCommunicator
 from openinfer_engine.cpu.worker import CpuWorker, make_states
+from openinfer_engine.cuda import late_steps
+from openinfer_engine.cuda.step_buckets import ROW_BUCKETS, bucket_of
 from openinfer_engine.cuda.worker import CudaWorker
 from openinfer_engine.drafters.contract import LATE_STEPS
 from openinfer_engine.drafters.draft_model import DraftModel
@@ -31,11 +33,12 @@ from openinfer_engine.testing.drafters import DraftKind, ScriptedDrafter
 from openinfer_engine.testing.drafts import drafted_requests
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_engine.worker.paged_tensors import make_pool
-from openinfer_engine.worker.runner import ThreadRunner
+from openinfer_engine.worker.runner import PendingStep, ThreadRunner
 from openinfer_engine.worker.state_slots import padded_slot_bytes
 from openinfer_kernels import Array
 from openinfer_kernels.cpu import BatchInvariantCpuOps
 from openinfer_kernels.cuda.common import graphs
+from openinfer_kernels.cuda.sampling.late_rows import LateRows
 from openinfer_kv_cache import KvDtype, KvLayout
 
 MAX_DRAFTS = 3
@@ -75,6 +78,60 @@ class Record:
     drafts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     late: list[int] = field(default_factory=list)
     num_settled: int = 0
+    num_copies: int = 0
+
+
+class NotedRows(LateRows):
+    """Notes what is put there, by rows, and that something was taken: the drafter is shown that next."""
+
+    hidden: ClassVar[dict[int, Array]] = {}
+    is_taken: ClassVar[bool] = False
+
+    def put(self, inputs: Any, parts: Sequence[Array]) -> None:
+        NotedRows.hidden.update({inputs.rows.shape[1]: part for part in parts[:1]})
+        super().put(inputs, parts)
+
+    def take(self, inputs: Any) -> Any:
+        NotedRows.is_taken = True
+        return super().take(inputs)
+
+
+@dataclass
+class CopyingRunner:
+    """Asks for a copy of a row's states after every third step of a token a row; it has the step's hidden state."""
+
+    runner: ThreadRunner
+    states: Any
+    record: Record
+    count: int = 0
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        is_quiet = plan.num_rows and plan.num_tokens == plan.num_rows and not len(plan.token_ids)
+        is_quiet = is_quiet and not plan.wants_drafts.any()
+        self.count += bool(is_quiet)
+        if not is_quiet or self.count % 3:
+            return self.runner.launch(plan)
+        copy = StateCopy(source=int(plan.slots[-1]), target=on_host.NUM_SLOTS)
+        result = self.runner.launch(replace(plan, state_snapshots=(copy,))).result()
+        bucket = bucket_of(ROW_BUCKETS, plan.num_rows)
+        expected = np.asarray(NotedRows.hidden[bucket or 0])[plan.num_rows - 1]
+        found = np.asarray(self.states.tensors["mtp_hidden.hidden"])[on_host.NUM_SLOTS, 0]
+        assert np.array_equal(found, expected), "a copy of states has not the last hidden state"
+        self.record.num_copies += 1
+        return Done(result)
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+@dataclass
+class Done:
+    """A step that was waited for."""
+
+    found: StepResult
+
+    def result(self) -> StepResult:
+        return self.found
 
 
 class Recorded(ScriptedDrafter):
@@ -90,7 +147,8 @@ class Recorded(ScriptedDrafter):
         self._inner.attach(memory)
 
     def observe(self, step: Any) -> None:
-        if len(step.hidden) < len(step.token_ids):
+        if NotedRows.is_taken:
+            NotedRows.is_taken = False
             self._record.late.append(step.batch.max_query_tokens)
         self._inner.observe(step)
 
@@ -180,7 +238,7 @@ class DrafterBench(on_host.Bench):
 
     def worker(
         self, *, cuda: bool, capture: bool, outputs: Mapping[int, Sequence[int]], record: Record
-    ) -> ThreadRunner:
+    ) -> ThreadRunner | CopyingRunner:
         asked, solo = self.asked(), SoloCommunicator()
         needed = asked.requirements(1)
         if cuda and self.name == "draft-model":
@@ -196,7 +254,8 @@ class DrafterBench(on_host.Bench):
         )
         spec = replace_groups(spec, needed)
         layout = KvLayout.from_spec(spec, block_size_tokens=on_host.BLOCK)
-        limits = replace(limits, slot_bytes=padded_slot_bytes(layout, in_blocks=False) if layout.slot_bytes else 0)
+        if layout.slot_bytes:
+            limits = replace(limits, slot_bytes=padded_slot_bytes(layout, in_blocks=False), num_snapshots=1)
         ops = emulated_cuda.emulated_ops(BatchInvariantCpuOps(), self.kernels) if cuda else BatchInvariantCpuOps()
         context = DrafterContext(
             model_dir=self.folder,
@@ -238,9 +297,11 @@ class DrafterBench(on_host.Bench):
         if not cuda:
             return ThreadRunner([CpuWorker(model, **given)])
         worker = CudaWorker(TappedModel(model) if needed.taps else on_host.padded(model), **given)
-        if capture:
-            worker.warm_up(capture=True, mark=lambda _: None)
-        return ThreadRunner([worker])
+        runner = ThreadRunner([worker])
+        if not capture:
+            return runner
+        worker.warm_up(capture=True, mark=lambda _: None)
+        return runner if given["states"] is None else CopyingRunner(runner, given["states"], record)
 
 
 def replace_groups(spec: Any, needed: Any) -> Any:
@@ -270,9 +331,11 @@ def check_quiet(bench: DrafterBench) -> None:
     of_cpu, of_gpu = served(bench, requests, ((False, False), (True, True)), quiet_share=0.3)
     late = of_gpu.late
     assert not of_cpu.late
-    # Where hidden states come with recurrent states, each step is shown as it is computed.
-    assert (bench.name == "mtp") == (not late), late
-    assert not late or (max(late) == LATE_STEPS and min(late) < LATE_STEPS), late
+    # Where a copy of states has the drafter's, steps are shown before it.
+    most = 3 if bench.name == "mtp" else LATE_STEPS
+    assert max(late) == most, late
+    assert min(late) < most, late
+    assert (of_gpu.num_copies > 20) == (bench.name == "mtp")
     assert of_gpu.num_settled > 0, of_gpu.num_settled
     compare(of_gpu, of_cpu.drafts, at_least=30)
 
@@ -330,6 +393,7 @@ def compare(record: Record, right: Mapping[tuple[int, int], list[int]], *, at_le
 
 if __name__ == "__main__":
     graphs.Stream.capture = emulated_cuda.capture
+    late_steps.LateRows = NotedRows  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as made:
         made_bench = DrafterBench(sys.argv[1], emulated_cuda.Kernels(Path(made)), Path(made))
         check(made_bench)

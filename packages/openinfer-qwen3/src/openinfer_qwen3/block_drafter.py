@@ -291,6 +291,7 @@ def block_requirements(
         span_tokens=size,
         is_queued=True,
         observes_late=True,
+        reads_hidden=False,
         # of a token: taps twice, two vectors, K and V of a layer; of a row: logits, scratch of finding the likeliest,
         # and its layers' activations
         bytes_per_token=2 * (2 * len(config.taps) + 2) * model.hidden_size + 8 * heads * config.head_dim,

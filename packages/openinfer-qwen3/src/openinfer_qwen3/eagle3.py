@@ -339,6 +339,7 @@ class Eagle3Drafter(ChainedDrafter):
             is_queued=True,
             made_bytes=made_bytes(setting.options, config.draft_vocab_size, config.hidden_size),
             observes_late=True,
+            reads_hidden=False,
             # of a token: taps twice, five vectors of the layer, K and V; of a row: logits, scratch of their sampling
             bytes_per_token=2 * (2 * _TAPS * model.hidden_size + 5 * config.hidden_size + width),
             bytes_per_sequence=2 * (1 + kept_states(setting.max_drafts)) * config.hidden_size

@@ -35,7 +35,13 @@ from openinfer_engine import DrafterContext
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafters.chained import ChainedDrafter
 from openinfer_engine.drafters.chains import HiddenBefore, kept_states
-from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting, DraftMemory, ObservedStep
+from openinfer_engine.drafters.contract import (
+    DrafterRequirements,
+    DrafterSetting,
+    DraftMemory,
+    ObservedStep,
+    late_bytes,
+)
 from openinfer_engine.drafters.draft_head import HEAD, asks_for_fp8, draft_logits, fp8_head, made_bytes
 from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.speculation.setting import read_integer
@@ -185,9 +191,12 @@ class MtpDrafter(ChainedDrafter):
             slots=(StateSlotGroup(name=STATE, num_layers=1, tensors=(hidden,)),),
             span_tokens=setting.max_drafts,
             is_queued=True,
+            observes_late=True,
             made_bytes=made_bytes(setting.options, config.vocab_size, config.hidden_size),
             bytes_per_token=2 * 10 * config.hidden_size,
-            bytes_per_sequence=2 * kept_states(setting.max_drafts) * config.hidden_size,
+            bytes_per_sequence=(
+                2 * kept_states(setting.max_drafts) * config.hidden_size + late_bytes(1, config.hidden_size)
+            ),
             bytes_per_row=12 * config.vocab_size + 256 * config.hidden_size,
         )
 

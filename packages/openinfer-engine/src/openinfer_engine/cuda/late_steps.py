@@ -1,11 +1,12 @@
 """`LateSteps`: steps that a drafter is shown several at once, later, where nothing asks for its drafts meanwhile.
 
-    step without drafts ─► token ids and taps kept ─┬─► the next one of the same rows: kept, too
-                                                    └─► any other step, drafts wanted, 16 of them: shown before it
+    step without drafts ─► ids and vectors kept ─┬─► the next one of the same rows: kept, too
+                                                 └─► any other step, drafts wanted, 16 of them: shown before it
 
 What a drafter computes of one token reads all of the weights that it has for that; of sixteen tokens it takes hardly
 longer. Blocks that the drafter has not filled yet belong to rows of the step before: all that could read them, or give
 them to another sequence, comes after a step of other rows. Copies to KV tiers do not, and with tiers nothing is late.
+Copies of recurrent states follow any step: what is kept is shown before them.
 """
 
 from openinfer_core.scheduling import StepPlan
@@ -44,6 +45,7 @@ class LateSteps:
     ) -> None:
         self._observer = observer
         self._drafter = drafter
+        self._reads_hidden = drafter.requirements.reads_hidden
         self._slots = slots
         self._device = device
         self._limits = limits
@@ -52,11 +54,12 @@ class LateSteps:
         self._kept: tuple[Array, HostArray, int] | None = None  # slots, on the host, too, and the longest context
         self._count = 0
 
-    def put(self, inputs: DecodeInputs, taps: tuple[Array, ...]) -> None:
+    def put(self, inputs: DecodeInputs, hidden: Array, taps: tuple[Array, ...]) -> None:
         """Queues that a decode step is kept; captured with it."""
+        parts = (hidden, *taps) if self._reads_hidden else taps
         if self._rows is None:
-            self._rows = LateRows(self._device, max_num_seqs=self._limits.max_num_seqs, depth=LATE_STEPS, like=taps)
-        self._rows.put(inputs, taps)
+            self._rows = LateRows(self._device, max_num_seqs=self._limits.max_num_seqs, depth=LATE_STEPS, like=parts)
+        self._rows.put(inputs, parts)
 
     def note(self, plan: StepPlan, inputs: DecodeInputs) -> None:
         """A step that was kept has been queued."""
@@ -71,7 +74,8 @@ class LateSteps:
         return self._count < LATE_STEPS and len(slots) == plan.num_rows and bool((slots == plan.slots).all())
 
     def show(self) -> None:
-        """Queues that the drafter observes what is kept, before the slots are brought up to date for another step."""
+        """Queues that the drafter observes what is kept, before the slots are brought up to date for another step, and
+        before recurrent states are copied: what a drafter keeps of a sequence may be among them."""
         if self._kept is None or self._rows is None:
             return
         slots, of_host, longest = self._kept
@@ -92,8 +96,9 @@ class LateSteps:
             memory=self._memory,
         )
         self._slots.prepare_mixed(inputs)
-        token_ids, taps = rows.take(inputs)
+        token_ids, parts = rows.take(inputs)
+        hidden, taps = (parts[0], parts[1:]) if self._reads_hidden else (token_ids[:0], parts)
         slots = inputs.record[:num_rows]
         self._drafter.observe(
-            ObservedStep(token_ids=token_ids, hidden=token_ids[:0], taps=taps, slots=slots, batch=inputs.batch)
+            ObservedStep(token_ids=token_ids, hidden=hidden, taps=taps, slots=slots, batch=inputs.batch)
         )

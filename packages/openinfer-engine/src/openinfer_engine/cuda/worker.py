@@ -172,8 +172,6 @@ class CudaWorker:
         """None for a drafter that is shown each step as it is computed."""
         if drafter is None or slots is None or self._observer is None or not drafter.requirements.observes_late:
             return None
-        if self._states is not None:  # copies of states are made after a step, and with them the drafter's
-            return None
         return LateSteps(
             self._observer,
             drafter,
@@ -307,7 +305,7 @@ class CudaWorker:
             hidden = self._model.forward(token_ids, batch=batch, kv_cache=layers)
         elif self._late is not None:
             hidden, taps = self._observer.forward_unseen(token_ids, batch=batch, kv_cache=layers)
-            self._late.put(inputs, taps)
+            self._late.put(inputs, hidden, taps)
         else:
             hidden = self._observer.forward(inputs.rows[0], token_ids, batch=batch, kv_cache=layers)
         return self._model.logits(hidden), hidden
@@ -433,6 +431,8 @@ class CudaWorker:
         # States were restored above, before the rows that go on from them; they are kept below, after these rows.
         sampled, prompts = self._run(plan, staging) if plan.num_rows else (nothing_sampled(), [])
         if self._states is not None:
+            if self._late is not None and plan.state_snapshots:
+                self._late.show()
             self._states.keep(plan)
         after = note_times()
         staging.done.record()  # after the downloads: the step's host memory is reused once this event has passed

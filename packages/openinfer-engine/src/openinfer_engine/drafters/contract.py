@@ -76,9 +76,11 @@ class DrafterRequirements:
     for, where `observe` is captured once for each number of tokens, with rows that are padding, and then replayed, and
     `draft` for small numbers of rows, before any sequence began: slots are any, and what it drafts is of no use."""
     observes_late: bool = False
-    """Whether `observe` reads `token_ids` and `taps` of a step, and not `hidden`: a GPU may then show it steps of one
-    token a row later, up to `LATE_STEPS` at once and before drafts are asked for, where it reads its weights once for
-    all. `hidden` has no rows then. Given with `is_queued`."""
+    """Whether a GPU may show it steps of one token a row later, up to `LATE_STEPS` at once and before drafts are asked
+    for or states are copied, where it reads its weights once for all. Given with `is_queued`."""
+    reads_hidden: bool = True
+    """Whether `observe` reads `hidden` of a step. Where it does not, `hidden` of steps that are shown late has no rows,
+    and a GPU may leave out states of a prompt's tokens that nothing is sampled from."""
     made_bytes: int = 0
     """Of weights that it makes of others when it is loaded, on one rank."""
     bytes_per_token: int = 0
@@ -96,7 +98,7 @@ class ObservedStep:
     token_ids: Array
     """`[T]` int32, drafts that may be refused among them."""
     hidden: Array
-    """`[T, h]` after the final norm: what `Model.forward` returns; `[0]` of steps that are shown late."""
+    """`[T, h]` after the final norm: what `Model.forward` returns; `[0]` where nothing reads it and it was not kept."""
     taps: tuple[Array, ...]
     """Of each tap `[T, h]`, the residual stream before that layer, in the compute dtype."""
     slots: Array
@@ -172,6 +174,11 @@ class SettlingDrafter(Protocol):
         ...
 
 
-def late_bytes(num_taps: int, hidden_size: int) -> int:
-    """For `DrafterRequirements.bytes_per_sequence` of a drafter that is shown steps late: what is kept of them."""
-    return LATE_STEPS * (4 + 2 * num_taps * hidden_size)
+def late_bytes(num_vectors: int, hidden_size: int) -> int:
+    """For `DrafterRequirements.bytes_per_sequence` of a drafter that is shown steps late: what is kept of them.
+
+    Args:
+        num_vectors: taps, and the hidden state after the final norm if it is read.
+        hidden_size: of each.
+    """
+    return LATE_STEPS * (4 + 2 * num_vectors * hidden_size)

@@ -245,6 +245,7 @@ class DraftModelDrafter:
             span_tokens=setting.max_drafts,
             is_queued=True,
             observes_late=True,
+            reads_hidden=False,
             bytes_per_token=_ACTIVATION_BYTES_PER_TOKEN if on_gpu else 0,
             bytes_per_sequence=late_bytes(0, 0),
             bytes_per_row=_LOGIT_BYTES * vocab_size + (_ACTIVATION_BYTES_PER_TOKEN if on_gpu else 0),

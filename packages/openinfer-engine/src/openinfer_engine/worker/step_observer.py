@@ -59,7 +59,7 @@ class StepObserver:
     def selects_last_tokens(self) -> bool:
         """Whether the drafter reads taps alone, and the model has those without hidden states that nothing reads."""
         kind = LastTokenTappedModel if self._taps else LastTokenModel
-        return self._drafter.requirements.observes_late and isinstance(self._model, kind)
+        return not self._drafter.requirements.reads_hidden and isinstance(self._model, kind)
 
     def forward_last_tokens(
         self, slots: Array, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, last: LogitsIndices
