@@ -128,20 +128,20 @@ def test_the_sizes_are_those_that_a_pace_weighs() -> None:
     assert sizes == {1: [0, 1, 3], 2: [0, 1, 3, 6], 4: [0, 1, 3, 7, 12], 8: [0, 1, 3, 7, 15, 24]}
 
 
-@pytest.mark.parametrize("step_s", [0.0001, 0.003, 0.02, 0.1, 0.19, 0.3, 5.0])
+@pytest.mark.parametrize("step_s", [0.0001, 0.003, 0.02, 0.05, 0.09, 0.15, 5.0])
 def test_it_takes_no_longer_than_it_may(step_s: float) -> None:
     config = msgspec.structs.replace(CONFIG, max_num_seqs=256, max_step_tokens=2048, num_blocks=4096)
     device = Device(config, lambda num_rows, num_drafts: step_s)
     times = device.measure()
 
     assert device.now_s - 100.0 <= max(MOST_S, step_s) + 1e-9
-    assert bool(times) == (step_s <= 0.1)
-    assert (len(device.plans) == 1) == (step_s >= 0.3)  # one that takes long is the only one
+    assert bool(times) == (step_s <= 0.05)
+    assert (len(device.plans) == 1) == (step_s >= 0.15)  # one that takes long is the only one
 
 
 def test_a_slow_first_step_does_not_end_it() -> None:
     """Something is loaded then that later steps need not wait for."""
-    slow = iter([0.15])
+    slow = iter([0.09])
     device = Device(CONFIG, lambda num_rows, num_drafts: next(slow, 0.004))
     assert {each.num_rows for each in device.measure()} == {1, 2, 4, 8}
     assert device.now_s - 100.0 <= MOST_S

@@ -23,6 +23,7 @@ from openinfer_kernels.cuda.common.graphs import Graph, Stream
 from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kernels.cuda.sampling.draft_state import SPAN_LINES, Spans
 from openinfer_kernels.cuda.sampling.step_inputs import MixedInputs
+from openinfer_kernels.cuda.sampling.steps import copy_array
 
 MOST_ROWS = 8
 """More rows keep the device busy for longer than it takes to launch what follows a forward pass."""
@@ -79,24 +80,18 @@ class CapturedDrafts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedAccept:
-    """A way of sampling, and the drafter after it."""
-
-    graph: Graph
-    last_hidden: Array
-    drafts: CapturedDrafts | None
-    """None for a drafter that is asked as it is in other steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedSpans:
     """Steps of so many rows, from the hidden states of `mixed` on."""
 
     arrays: SpanArrays
     mixed: CapturedMixed
-    plain: CapturedAccept
-    full: CapturedAccept
+    plain: Graph
+    full: Graph
     """With penalties and biases."""
+    last_hidden: Array
+    """What either leaves."""
+    drafts: CapturedDrafts | None
+    """None for a drafter that is asked as it is in other steps."""
 
 
 class SpanGraphs:
@@ -130,10 +125,10 @@ class SpanGraphs:
         """Queues once what will be captured with these inputs: nothing is loaded or uploaded in a capture."""
         for size in self._of_bucket(len(inputs.token_ids)):
             arrays = self._arrays[size]
-            for changes in (False, True):
+            for changes in (True, False):
                 last = self._accept(arrays, inputs, hidden, changes)
-                if self._draft is not None:
-                    self._draft(arrays.spans, last)
+            if self._draft is not None:
+                self._draft(arrays.spans, last)
 
     def capture(self, stream: Stream, captured: Mapping[int, CapturedMixed]) -> None:
         for bucket, mixed in captured.items():
@@ -171,15 +166,16 @@ class SpanGraphs:
         return [size for size in self._sizes if bucket_of(TOKEN_BUCKETS, size[0] * size[1]) == bucket]
 
     def _capture(self, stream: Stream, arrays: SpanArrays, mixed: CapturedMixed) -> CapturedSpans:
-        plain, full = (self._capture_way(stream, arrays, mixed, changes=changes) for changes in (False, True))
-        return CapturedSpans(arrays=arrays, mixed=mixed, plain=plain, full=full)
-
-    def _capture_way(
-        self, stream: Stream, arrays: SpanArrays, mixed: CapturedMixed, *, changes: bool
-    ) -> CapturedAccept:
-        graph, last_hidden = stream.capture(lambda: self._accept(arrays, mixed.inputs, mixed.hidden, changes))
+        plain_accept, full_accept = (
+            partial(self._accept, arrays, mixed.inputs, mixed.hidden, changes) for changes in (False, True)
+        )
+        plain, last_hidden = stream.capture(plain_accept)
+        # Drafts go on from the same array whichever way was taken, and are captured once.
+        full, _ = stream.capture(lambda: copy_array(full_accept(), last_hidden))
         drafts, draft = None, self._draft
         if draft is not None:
             drafting, (ids, num_ids) = stream.capture(lambda: draft(arrays.spans, last_hidden))
             drafts = CapturedDrafts(graph=drafting, drafts=ids, num_drafts=num_ids)
-        return CapturedAccept(graph=graph, last_hidden=last_hidden, drafts=drafts)
+        return CapturedSpans(
+            arrays=arrays, mixed=mixed, plain=plain, full=full, last_hidden=last_hidden, drafts=drafts
+        )

@@ -222,8 +222,8 @@ class DraftedSteps:
         firsts = np.cumsum(plan.counts) - plan.max_new
         staging.upload_into(arrays.lines(plan.slots, firsts, plan.max_new, plan.draft_counts), arrays.columns)
         accept = replayed.full if self._slots.changes_logits(plan) else replayed.plain
-        accept.graph.launch()
-        pending = _Pending(plan.slots, spans, accept.last_hidden, had_drafts=True, captured=accept.drafts)
+        accept.launch()
+        pending = _Pending(plan.slots, spans, replayed.last_hidden, had_drafts=True, captured=replayed.drafts)
         if self._drafter.observes:
             self._pending = pending
         else:

@@ -30,7 +30,7 @@ from openinfer_core.scheduling import (
 )
 from openinfer_engine.worker.runner import PendingStep, Runner
 
-MOST_S = 0.8
+MOST_S = 0.4
 """A start takes at most so much longer: a step is begun only if there is time for three of the longest of late, itself,
 the one in flight and the last one. The very first has one token and is awaited; where it takes longer, no other is."""
 _LATE_STEPS = 4  # the first one of all is slower than any after it, and need not be remembered for long
