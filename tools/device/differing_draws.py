@@ -1,8 +1,10 @@
 """How many draws drafts change where steps of other rows round differently: against what a change of batch changes.
 
     python3 tools/device/differing_draws.py [--requests N] [--json FILE] [--speculative SETTING ...]
+        [--model DIR] [--option NAME=VALUE ...]
 
-Without `--batch-invariant`, the tiny trained model, temperature 1. Two runs of the same requests draw with the same
+Without `--batch-invariant`, temperature 1, the tiny trained model or `--model` (with `--option load_format=dummy` a
+folder needs no weights: heads of other sizes have other kernels of attention). Two runs of the same requests draw with the same
 random numbers, so that they differ only where logits were rounded otherwise; from a request's first differing draw on
 its contexts are others and nothing of it is compared any more. So each draw that is compared has the same context in
 both runs, as if the tokens were given:
@@ -58,14 +60,20 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--speculative", nargs="+", default=["right", "random", "ngram,k=4"], metavar="SETTING")
     parser.add_argument("--model", type=Path, default=Path(openinfer_tiny_model.model_dir()), metavar="DIR")
+    parser.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE", help="engine options")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    options = dict(each.split("=", 1) for each in given.option)
     requests = [
         msgspec.structs.replace(each, sampling=msgspec.structs.replace(each.sampling, temperature=1.0))
         for each in make_requests(given.requests, 900, is_greedy=False)
     ]
     models = {
-        batch: Model(given.model, given.device, {"max_num_seqs": str(batch), "num_blocks": str(max(200, 16 * batch))})
+        batch: Model(
+            given.model,
+            given.device,
+            {"max_num_seqs": str(batch), "num_blocks": str(max(200, 16 * batch)), **options},
+        )
         for batch in (1, 8, 40)
     }
     plain = {batch: serve(requests, model, is_invariant=False)[0] for batch, model in models.items()}

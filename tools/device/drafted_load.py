@@ -1,14 +1,16 @@
 """Time to first token and throughput with drafts where the KV pool is full and requests wait, against the same without.
 
     python3 tools/device/drafted_load.py qwen3-8b --speculative eagle3,k=2 --accept never=1 goal=1.99
-        [--clients 96] [--requests 240] [--rows 40] [--json FILE]
+        [--clients 96] [--requests 240] [--rows 40] [--most-s 60] [--json FILE]
 
 So many clients send a request each, and another one when it is answered. Prompts are of half to one and a half times
 `--prompt` tokens, answers of as many around `--output`; the pool has room for `--rows` requests of both means, so that
 most clients wait for blocks, and rows are preempted where answers are long. Drafts are those of `drafted_speed.py`:
 the real drafter runs in each step, its drafts are spoiled to the stated acceptance, and all tokens are compared.
 
-Modes are its `off` (requests with the bias) and `adaptive`. TTFT counts from when a client sends.
+Modes are its `off` (requests with the bias) and `adaptive`. TTFT counts from when a client sends. An arm ends after
+`--most-s` seconds, with what was answered until then; compare arms that answered the same. The file is written anew
+after each arm.
 """
 
 import argparse
@@ -44,6 +46,7 @@ class Row:
     itl_p50_ms: float
     itl_p99_ms: float
     seconds: float
+    answered: int
     preemptions: int
     accepted: int
     drafted: int
@@ -61,7 +64,7 @@ class Load:
         self._last_s: dict[int, float] = {}
         self.ttft_ms: list[float] = []
         self.itl_ms: list[float] = []
-        self.num_tokens = self.most_waiting = 0
+        self.num_tokens = self.most_waiting = self.answered = 0
 
     def _ask(self, given: argparse.Namespace, request_id: int) -> GenerateRequest:
         count, answer = (int(mean * self._rng.uniform(0.5, 1.5)) for mean in (given.prompt, given.output))
@@ -69,20 +72,26 @@ class Load:
         ids = tuple(self._rng.integers(5000, given.num_ids, count).tolist())
         return GenerateRequest(request_id=RequestId(request_id), prompt_token_ids=ids, sampling=sampling)
 
-    def run(self, clients: int) -> float:
-        """Seconds until all are answered."""
+    def run(self, clients: int, *, most_s: float) -> float:
+        """Seconds until all are answered, or no more are waited for."""
         began = time.perf_counter()
         waiting = list(reversed(self._asks))
         for _ in range(min(clients, len(waiting))):
             self._send(waiting.pop())
-        while self._loop.busy:
+        while self._loop.busy and time.perf_counter() - began < most_s:
             for drafter in self._made:
                 drafter.turn()
             ended = self._take(self._loop.step())
+            self.answered += ended
             self.most_waiting = max(self.most_waiting, self._loop.stats().waiting)
             for _ in range(min(ended, len(waiting))):
                 self._send(waiting.pop())
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        for request_id in self._sent_s:
+            self._loop.abort(request_id)
+        while self._loop.busy:
+            self._loop.step()
+        return seconds
 
     def _send(self, request: GenerateRequest) -> None:
         self._sent_s[request.request_id] = time.perf_counter()
@@ -115,7 +124,7 @@ def measure(given: argparse.Namespace, folder: Path, mode: str) -> list[Row]:
         speed.give_drafts(given, made, acceptance, batch=speed.most_rows(made))
         before = loop.stats()
         load = Load(loop, made, given, first=1 + place * 10 * given.requests)
-        seconds, after = load.run(given.clients), loop.stats()
+        seconds, after = load.run(given.clients, most_s=given.most_s), loop.stats()
         ttft, itl = (np.percentile(each, (50, 90, 99)).tolist() for each in (load.ttft_ms, load.itl_ms))
         rows.append(
             Row(
@@ -128,6 +137,7 @@ def measure(given: argparse.Namespace, folder: Path, mode: str) -> list[Row]:
                 itl_p50_ms=itl[0],
                 itl_p99_ms=itl[2],
                 seconds=seconds,
+                answered=load.answered,
                 preemptions=after.preemptions - before.preemptions,
                 accepted=after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens,
                 drafted=after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens,
@@ -135,6 +145,8 @@ def measure(given: argparse.Namespace, folder: Path, mode: str) -> list[Row]:
             )
         )
         print(rows[-1], flush=True)
+        if given.json is not None:
+            write(given, rows)
     loop.close()
     return rows
 
@@ -153,14 +165,18 @@ def main() -> int:
     if len(given.modes) > 1:
         print(table(rows))
     if given.json is not None:
-        set_up = {name: str(value) for name, value in vars(given).items()}
-        report = {
-            **msgspec.to_builtins(provenance(commit=given.commit)),
-            "set_up": set_up,
-            "rows": [asdict(row) for row in rows],
-        }
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+        write(given, rows)
     return 0
+
+
+def write(given: argparse.Namespace, rows: Sequence[Row]) -> None:
+    set_up = {name: str(value) for name, value in vars(given).items()}
+    report = {
+        **msgspec.to_builtins(provenance(commit=given.commit)),
+        "set_up": set_up,
+        "rows": [asdict(row) for row in rows],
+    }
+    given.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -185,6 +201,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=96)
     parser.add_argument("--requests", type=int, default=240)
     parser.add_argument("--rows", type=int, default=40)
+    parser.add_argument("--most-s", type=float, default=60.0, help="of an arm")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--output", type=int, default=192)
     parser.add_argument("--num-ids", type=int, default=150_000, help="of prompts, from 5,000 on")

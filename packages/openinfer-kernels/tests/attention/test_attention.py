@@ -123,9 +123,10 @@ def by_token(batch):
     return dataclasses.replace(batch, token_rows=rows)
 
 
-def test_paged_attention_goes_by_the_rows_of_tokens(ops, upload, activation, host, prepared, check, head_dim):
+@pytest.mark.parametrize("smallest", [64, 128])
+def test_paged_attention_goes_by_the_rows_of_tokens(ops, upload, activation, host, prepared, check, head_dim, smallest):
     """Steps of a few tokens a row, one layer right after the other: each appends what its attention then reads."""
-    rng, layers, heads, kv_heads, dim = np.random.default_rng(17), 12, 8, 2, head_dim(64)
+    rng, layers, heads, kv_heads, dim = np.random.default_rng(17), 12, 8, 2, head_dim(smallest)
     rows = [(5, 5), (200, 3), (17, 2), (1030, 8), (64, 1), (33, 4)]
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "block_tokens": 16}
     _, case = prepared(rng, rows, **shape, num_layers=layers)
