@@ -125,8 +125,7 @@ class SpanGraphs:
         """Queues once what will be captured with these inputs: nothing is loaded or uploaded in a capture."""
         for size in self._of_bucket(len(inputs.token_ids)):
             arrays = self._arrays[size]
-            for changes in (True, False):
-                last = self._accept(arrays, inputs, hidden, changes)
+            *_, last = [self._accept(arrays, inputs, hidden, changes) for changes in (True, False)]
             if self._draft is not None:
                 self._draft(arrays.spans, last)
 
