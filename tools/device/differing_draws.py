@@ -4,10 +4,10 @@
         [--model DIR] [--option NAME=VALUE ...]
 
 Without `--batch-invariant`, temperature 1, the tiny trained model or `--model` (with `--option load_format=dummy` a
-folder needs no weights: heads of other sizes have other kernels of attention). Two runs of the same requests draw with the same
-random numbers, so that they differ only where logits were rounded otherwise; from a request's first differing draw on
-its contexts are others and nothing of it is compared any more. So each draw that is compared has the same context in
-both runs, as if the tokens were given:
+folder needs no weights: heads of other sizes have other kernels of attention). Two runs of the same requests draw with
+the same random numbers, so that they differ only where logits were rounded otherwise; from a request's first differing
+draw on its contexts are others and nothing of it is compared any more. So each draw that is compared has the same
+context in both runs, as if the tokens were given:
 
     share = requests that differ somewhere / draws up to the first that differs, itself counted
 

@@ -88,7 +88,8 @@ class NotedRows(LateRows):
     is_taken: ClassVar[bool] = False
 
     def put(self, inputs: Any, parts: Sequence[Array]) -> None:
-        NotedRows.hidden.update({inputs.rows.shape[1]: part for part in parts[:1]})
+        if parts:
+            NotedRows.hidden[inputs.rows.shape[1]] = parts[0]
         super().put(inputs, parts)
 
     def take(self, inputs: Any) -> Any:

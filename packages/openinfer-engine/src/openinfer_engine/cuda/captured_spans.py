@@ -175,6 +175,4 @@ class SpanGraphs:
         if draft is not None:
             drafting, (ids, num_ids) = stream.capture(lambda: draft(arrays.spans, last_hidden))
             drafts = CapturedDrafts(graph=drafting, drafts=ids, num_drafts=num_ids)
-        return CapturedSpans(
-            arrays=arrays, mixed=mixed, plain=plain, full=full, last_hidden=last_hidden, drafts=drafts
-        )
+        return CapturedSpans(arrays=arrays, mixed=mixed, plain=plain, full=full, last_hidden=last_hidden, drafts=drafts)

@@ -75,7 +75,8 @@ class LateSteps:
 
     def show(self) -> None:
         """Queues that the drafter observes what is kept, before the slots are brought up to date for another step, and
-        before recurrent states are copied: what a drafter keeps of a sequence may be among them."""
+        before recurrent states are copied: what a drafter keeps of a sequence may be among them.
+        """
         if self._kept is None or self._rows is None:
             return
         slots, of_host, longest = self._kept
