@@ -16,8 +16,9 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
+from openinfer_kernels import WeightValueError
 from openinfer_kernels.weights.code_values import E2M1_VALUES, E4M3_VALUES
-from openinfer_kernels.weights.quantised import Code, ScaleType, WeightFormat
+from openinfer_kernels.weights.quantised import Code, QuantisedPart, ScaleType, WeightFormat
 
 CLUSTERS = {1: 6, 2: 3, 3: 2, 4: 1, 5: 1}
 """A small GPU of six multiprocessors: clusters that run at a time, by their blocks."""
@@ -202,16 +203,18 @@ def of_tiles(values: np.ndarray, num_tiles: int) -> np.ndarray:
     return out
 
 
-def fp8_matrix(modules: Any, rows: int, columns: int) -> Matrix:
+def fp8_matrix(modules: Any, rows: int, columns: int, scale_type: ScaleType = ScaleType.F32) -> Matrix:
     """E4M3 in blocks of 64 x 128."""
     rng = np.random.default_rng(rows)
     codes = rng.integers(0, 256, (rows, columns), dtype=np.uint8)
     codes = np.where(codes & 0x7F == 0x7F, codes & 0x3F, codes)
     scales = rng.uniform(1e-4, 1e-3, (-(-rows // 64), -(-columns // 128))).astype(np.float32)
+    if scale_type is ScaleType.BF16:
+        scales = (scales.view(np.uint32) & 0xFFFF0000).view(np.float32)
     tiles = in_tiles(codes, "fp8")
     end = np.zeros((*tiles.shape[:2], 16), np.uint8)
     end[..., :4] = np.repeat(scales, 2, axis=0)[..., None].view(np.uint8)
-    made = WeightFormat(code=Code.E4M3, group_rows=64, group_columns=128, scales=ScaleType.F32)
+    made = WeightFormat(code=Code.E4M3, group_rows=64, group_columns=128, scales=scale_type)
     spread = np.repeat(np.repeat(scales, 64, axis=0)[:rows], 128, axis=1)[:, :columns]
     values = E4M3_VALUES[codes].astype(np.float64) * spread
     return Matrix(tiled(modules, made, (rows, columns), np.concatenate([tiles, end], axis=2), (64, 128)), values)
@@ -361,6 +364,53 @@ def test_groups_within_a_tile_have_scales_of_their_own(modules, library, on_devi
     for partition in gemm.partitions_of(num_tokens, matrix.tiled):
         for scaling in gemm.scalings_of(matrix.tiled, partition.size) if partition.size.tokens in SIZES else ():
             check(gemm, modules, matrix, x, gates=False, partition=partition, scaling=scaling)
+
+
+def told(matrix: Matrix, scales: ScaleType) -> Matrix:
+    """The same tiles with scales that are said to be of another type."""
+    made = dataclasses.replace(matrix.tiled.format, scales=scales)
+    return matrix._replace(tiled=dataclasses.replace(matrix.tiled, format=made))
+
+
+def product_of(gemm: Any, modules: Any, matrix: Matrix, x: np.ndarray) -> np.ndarray:
+    out = np.full((len(x), len(matrix.values)), np.nan, x.dtype)
+    gemm.multiply(x, matrix.tiled, out, epilogue=modules.epilogue.STORE)
+    return out.view(np.uint16)
+
+
+@pytest.mark.parametrize("num_tokens", [100, 200])
+@pytest.mark.parametrize("code", ["fp8", "int4"])
+def test_scales_that_are_bf16_numbers_take_fewer_products_and_give_the_same_bits(
+    modules, library, on_device, code, num_tokens
+):
+    if code == "fp8":
+        matrix, others = fp8_matrix(modules, 192, 352, ScaleType.BF16), fp8_matrix(modules, 192, 352)
+    else:
+        matrix, others = (int4_matrix(modules, 192, 352, group=128) for _ in range(2))
+        matrix.tiled.codes[:, :, 2048:2112].view(np.uint16)[...] &= 0xFFF8  # of float16: 8 bits, as BF16 has
+    gemm = gemm_of(modules, library, code)
+    x = on_device(np.random.default_rng(num_tokens).standard_normal((num_tokens, 352)))
+    in_bf16, in_any = (product_of(gemm, modules, told(matrix, each), x) for each in (ScaleType.BF16, ScaleType.F32))
+    assert (in_bf16 == in_any).all()
+    if code == "fp8":
+        check(gemm, modules, matrix, x, gates=False)
+    # What is no BF16 number would lose its lower half so.
+    in_bf16, in_any = (product_of(gemm, modules, told(others, each), x) for each in (ScaleType.BF16, ScaleType.F32))
+    assert (in_bf16 != in_any).any()
+
+
+@pytest.mark.parametrize(("scale", "is_refused"), [(127.9, False), (-128, True), (np.inf, True), (np.nan, True)])
+def test_scales_of_e4m3_that_leave_no_room_for_its_exponent_are_refused(modules, scale, is_refused):
+    memory = MagicMock()
+    tiles, made = modules.tiles.LowbitTiles(MagicMock(), memory), fp8_matrix(modules, 64, 256).tiled
+    scales = np.array([[1e-3, scale]], np.float32)
+    part = QuantisedPart(format=made.format, codes=np.zeros((64, 256), np.uint8), scales=scales, name="down")
+    if is_refused:
+        with pytest.raises(WeightValueError, match="down: a scale of E4M3 is .* less than 128"):
+            tiles.fill_scales(made, (part,))
+    else:
+        tiles.fill_scales(made, (part,))
+        assert (memory.upload.call_args.args[0] == scales).all()
 
 
 @pytest.mark.parametrize("what", ["scales of the rows after", "zero points one higher", "codes of the chunk after"])

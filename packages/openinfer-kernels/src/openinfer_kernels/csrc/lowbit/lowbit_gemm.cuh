@@ -312,8 +312,8 @@ struct Factors {
         scales{typename Format::Factor(rows.scale(s, 0, group)), typename Format::Factor(rows.scale(s, 1, group))} {}
 };
 
-// The same, scaled; `factors` are those of the first group, which may be the only one.
-template <typename Format>
+// The same, scaled; `factors` are those of the first group, which is the only one with kHigh: scales are BF16 numbers.
+template <typename Format, bool kHigh = false>
 __device__ __forceinline__ void weights_of_box(uint32_t (&a)[kStepsOfBox][4], const Rows<Format>& rows,
                                                const Factors<Format>& factors, const Problem& p, int box) {
   constexpr int kStepsOfPiece = kSteps / Format::kPieces;
@@ -321,14 +321,18 @@ __device__ __forceinline__ void weights_of_box(uint32_t (&a)[kStepsOfBox][4], co
   for (int first = 0; first < kStepsOfBox; first += 2) {  // 32 columns, of one group
     const int group = (box * kStepsOfBox + first) * p.scales.groups / kSteps;
     Factors<Format> own = factors;
-    if (p.scales.groups > 1) own = Factors<Format>(rows, p.scales, group);
+    if (!kHigh && p.scales.groups > 1) own = Factors<Format>(rows, p.scales, group);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const uint4 piece = rows.piece(half, box * kStepsOfBox / kStepsOfPiece);
 #pragma unroll
       for (int step = first; step < first + 2; step++) {
+        const int at = (box * kStepsOfBox + step) % kStepsOfPiece;
         uint32_t pairs[2];
-        Format::weights(piece, (box * kStepsOfBox + step) % kStepsOfPiece, own.zeros[half], own.scales[half], pairs);
+        if constexpr (kHigh)
+          Format::high_weights(piece, at, own.zeros[half], own.scales[half], pairs);
+        else
+          Format::weights(piece, at, own.zeros[half], own.scales[half], pairs);
         a[step][half] = pairs[0], a[step][half + 2] = pairs[1];
       }
     }
@@ -526,7 +530,19 @@ struct Consumer {
     }
   }
 
+  // With many tokens weights are scaled, by scales that are BF16 numbers in fewer instructions.
+  __device__ __forceinline__ void multiply_scaled(float (&d)[S::kSums], int num_chunks) {
+    if constexpr (Format::kHasHighWeights) {
+      if (p.scales.bf16_numbers && p.scales.groups == 1) {
+        multiply_boxes<true>(d, num_chunks);
+        return;
+      }
+    }
+    multiply_boxes<false>(d, num_chunks);
+  }
+
   // One slot of X for each box, so that the tensor cores go on while the next box is dequantised.
+  template <bool kHigh>
   __device__ __forceinline__ void multiply_boxes(float (&d)[S::kSums], int num_chunks) {
     static_assert(S::kXSlots > kBoxesOfTile);
     static_assert(S::kBoxes == 1 && S::kChunks == 1 && kScaling == Scaling::kWeights);
@@ -538,7 +554,7 @@ struct Consumer {
       uint32_t a[kBoxesOfTile][kStepsOfBox][4];
 #pragma unroll
       for (int box = 0; box < kBoxesOfTile; box++) {
-        weights_of_box<Format>(a[box], from, factors, p, box);
+        weights_of_box<Format, kHigh>(a[box], from, factors, p, box);
         if (box == kBoxesOfTile - 1) release_w(w_slot.at);
         barrier_wait(&s.barriers().x_full[x_slot.at], x_slot.phase);
         multiply_box<kTokens>(d, a[box], s.x(x_slot.at), chunk + box);
@@ -700,7 +716,7 @@ struct Consumer {
       else if constexpr (kScaling == Scaling::kE4m3Groups)
         multiply_grouped_codes(d, piece.num_chunks);
       else if constexpr (S::kBoxes == 1)
-        multiply_boxes(d, piece.num_chunks);
+        multiply_scaled(d, piece.num_chunks);
       else
         multiply_slots(d, piece.num_chunks);
       if (!hand_over(d)) continue;

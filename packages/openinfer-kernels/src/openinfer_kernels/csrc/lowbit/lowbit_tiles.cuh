@@ -51,40 +51,57 @@ struct Scale {
   __device__ __forceinline__ uint32_t times(uint32_t pair) const {
     return bits_of(__hfma2(pair_of(pair), high, __hmul2(pair_of(pair), low)));
   }
+  // The same where it is one BF16 number.
+  __device__ __forceinline__ uint32_t times_high(uint32_t pair) const { return bits_of(__hmul2(pair_of(pair), high)); }
   // The product and another pair's sum.
   __device__ __forceinline__ uint32_t times_and(uint32_t pair, uint32_t added) const {
     return bits_of(__hfma2(pair_of(pair), high, __hfma2(pair_of(pair), low, pair_of(added))));
   }
 };
 
+// A scale times 2^120, so that the shifted codes of Fp8 need no product of their own. It is less than 2^7: lowbit_tiles.py.
+struct FoldedScale : Scale {
+  __device__ __forceinline__ explicit FoldedScale(float scale) : Scale(scale * 0x1p120f) {}
+};
+
 // A format has kPieces of 16 bytes for 128 columns, and
 //     Zero                                 what is subtracted of a code; kNoZeros where none is stored
 //     codes(piece, step, zero, pairs)      columns 16 `step` + {2 t, 2 t + 1} and + {2 t + 8, 2 t + 9}, exact
 //     weights(.., scale, pairs)            the same times a scale, rounded once
+//     high_weights(.., scale, pairs)       the same of a scale that is one BF16 number, where kHasHighWeights
 struct None {};
 
 // E4M3, four codes of a word as bytes 2, 0, 3, 1. Exponent and fraction are shifted into those of a BF16, which makes a
 // number 2^120 times too small, also where the exponent is 0.
 struct Fp8 {
   static constexpr int kPieces = 2;
-  static constexpr bool kHasZeros = false, kFloat32Scales = true;
+  static constexpr bool kHasZeros = false, kFloat32Scales = true, kHasHighWeights = true;
   using Zero = None;
-  using Factor = Scale;
+  using Factor = FoldedScale;
 
-  static __device__ __forceinline__ uint32_t two(uint32_t signs, uint32_t sizes) {
-    return bits_of(__hmul2(pair_of(and_or(signs, 0x80008000u, sizes & 0x07F007F0u)), pair_of(0x7B807B80u)));
+  // 2^120 times too small.
+  static __device__ __forceinline__ void shifted(const uint4& piece, int step, uint32_t (&pairs)[2]) {
+    const uint32_t word = component(piece, step);
+    pairs[0] = and_or(word, 0x80008000u, word >> 4 & 0x07F007F0u);
+    pairs[1] = and_or(word << 8, 0x80008000u, word << 4 & 0x07F007F0u);
   }
 
   static __device__ __forceinline__ void codes(const uint4& piece, int step, Zero, uint32_t (&pairs)[2]) {
-    const uint32_t word = component(piece, step);
-    pairs[0] = two(word, word >> 4);
-    pairs[1] = two(word << 8, word << 4);
+    shifted(piece, step, pairs);
+#pragma unroll
+    for (int i = 0; i < 2; i++) pairs[i] = bits_of(__hmul2(pair_of(pairs[i]), pair_of(0x7B807B80u)));
   }
 
-  static __device__ __forceinline__ void weights(const uint4& piece, int step, Zero zero, const Factor& scale,
+  static __device__ __forceinline__ void weights(const uint4& piece, int step, Zero, const Factor& scale,
                                                  uint32_t (&pairs)[2]) {
-    codes(piece, step, zero, pairs);
+    shifted(piece, step, pairs);
     pairs[0] = scale.times(pairs[0]), pairs[1] = scale.times(pairs[1]);
+  }
+
+  static __device__ __forceinline__ void high_weights(const uint4& piece, int step, Zero, const Factor& scale,
+                                                      uint32_t (&pairs)[2]) {
+    shifted(piece, step, pairs);
+    pairs[0] = scale.times_high(pairs[0]), pairs[1] = scale.times_high(pairs[1]);
   }
 };
 
@@ -92,7 +109,7 @@ struct Fp8 {
 // 128 + zero, in BF16.
 struct Int4 {
   static constexpr int kPieces = 1;
-  static constexpr bool kHasZeros = true, kFloat32Scales = false;
+  static constexpr bool kHasZeros = true, kFloat32Scales = false, kHasHighWeights = true;
   using Zero = uint32_t;
   using Factor = Scale;
   static constexpr uint16_t kNoZeros = 0x4308;  // 128 + 8
@@ -113,13 +130,19 @@ struct Int4 {
     codes(piece, step, zero, pairs);
     pairs[0] = scale.times(pairs[0]), pairs[1] = scale.times(pairs[1]);
   }
+
+  static __device__ __forceinline__ void high_weights(const uint4& piece, int step, Zero zero, const Factor& scale,
+                                                      uint32_t (&pairs)[2]) {
+    codes(piece, step, zero, pairs);
+    pairs[0] = scale.times_high(pairs[0]), pairs[1] = scale.times_high(pairs[1]);
+  }
 };
 
 // Codes 0 to 15 times a scale, plus a minimum: q s + m is (q - 8) s + (m + 8 s). Tiles hold the second term in BF16: where
 // weights lie around zero it is small, and so is what its rounding costs.
 struct Int4Min {
   static constexpr int kPieces = 1;
-  static constexpr bool kHasZeros = true, kFloat32Scales = false;
+  static constexpr bool kHasZeros = true, kFloat32Scales = false, kHasHighWeights = false;
   using Zero = uint32_t;
   using Factor = Scale;
   static constexpr uint16_t kNoZeros = 0;
@@ -136,7 +159,7 @@ struct Int4Min {
 // zero point is 128. Tiles hold the zero point, in float16.
 struct Int8 {
   static constexpr int kPieces = 2;
-  static constexpr bool kHasZeros = true, kFloat32Scales = true;
+  static constexpr bool kHasZeros = true, kFloat32Scales = true, kHasHighWeights = false;
   using Zero = float;
   using Factor = float;
   static constexpr uint16_t kNoZeros = 0x5800;  // 128
@@ -165,7 +188,7 @@ struct Int8 {
 // E2M1: sign and size of a nibble are shifted into those of a BF16, 2^126 too small.
 struct Fp4 {
   static constexpr int kPieces = 1;
-  static constexpr bool kHasZeros = false, kFloat32Scales = false;
+  static constexpr bool kHasZeros = false, kFloat32Scales = false, kHasHighWeights = false;
   using Zero = None;
   using Factor = Scale;
 
@@ -192,6 +215,7 @@ struct Scales {
   int float16_scales;  // rather than BF16, where they are not float32
   int scale_rows;      // scales of a group: 32, or 1
   int zeros;           // where they begin in the tile; 0: there are none
+  int bf16_numbers;    // whether each is one
 };
 
 // What a thread reads of the two tiles of its rows.

@@ -93,6 +93,7 @@ class LowbitExperts:
             float16_scales=int(weight.float16_scales),
             scale_rows=weight.scale_rows,
             zeros=weight.zeros,
+            bf16_numbers=int(weight.scales_are_bf16),
             multicast_ctas=1,
             splits=1,
             token_tiles=1,

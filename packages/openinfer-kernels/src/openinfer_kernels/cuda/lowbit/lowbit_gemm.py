@@ -57,7 +57,7 @@ class Problem(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("tiles", "y")),
         *((name, ctypes.c_int) for name in ("m", "n", "tile_rows", "chunks", "tile_bytes")),
-        *((name, ctypes.c_int) for name in ("groups", "float16_scales", "scale_rows", "zeros")),
+        *((name, ctypes.c_int) for name in ("groups", "float16_scales", "scale_rows", "zeros", "bf16_numbers")),
         *((name, ctypes.c_int) for name in ("multicast_ctas", "splits", "token_tiles", "wide_tiles", "token_group")),
         ("whole_tiles", ctypes.c_int),
         ("plan", ctypes.c_void_p),
@@ -127,6 +127,7 @@ class LowbitGemm:
             int(weight.float16_scales),
             weight.scale_rows,
             weight.zeros,
+            int(weight.scales_are_bf16),
             chosen.multicast_ctas,
             chosen.splits,
             chosen.token_tiles,

@@ -17,6 +17,7 @@ from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.memory import Memory
+from openinfer_kernels.errors import WeightValueError
 from openinfer_kernels.ops import Array, QuantisedWeight
 from openinfer_kernels.weights.bfloat16 import rounded_bits
 from openinfer_kernels.weights.gpu_kernels import tiles_kernels
@@ -33,6 +34,8 @@ _PAIR_ROWS = 2 * TILE_ROWS
 _INT4_OFFSET = 128
 """Tiles hold 128 + zero point."""
 _MIDDLE_OF_INT4 = np.float32(8)
+_MOST_E4M3_SCALE = 128
+"""Kernels multiply scales of E4M3 by 2^120, which BF16 has room for."""
 
 
 class _Layout(NamedTuple):
@@ -80,6 +83,11 @@ class TiledWeight(QuantisedWeight):
     def num_chunks(self) -> int:
         """Tiles along the columns."""
         return self.codes.shape[1]
+
+    @property
+    def scales_are_bf16(self) -> bool:
+        """Whether each scale is a BF16 number, as those of official FP8 models are: fewer instructions dequantise."""
+        return self.format.scales in (ScaleType.BF16, ScaleType.E8M0) and not self.format.global_scale
 
     @property
     def sums_may_be_scaled(self) -> bool:
@@ -196,10 +204,20 @@ class Place:
 def _stored_scales(part: QuantisedPart, block: tuple[int, int], layout: _Layout) -> NDArray[Any]:
     """The scale of each block as tiles hold it: float32, or 16 bits as they are, those of E8M0 as BF16."""
     if layout.scale_bytes == 4:
-        return float32_scales(part, block)
+        scales = float32_scales(part, block)
+        if part.format.code is Code.E4M3:
+            _require_moderate(scales, part.name)
+        return scales
     if part.format.scales is ScaleType.E8M0:
         return _upper_halves(float32_scales(part, block))
     return of_blocks(part, part.scales, block).view(np.uint16)
+
+
+def _require_moderate(scales: NDArray[np.float32], name: str) -> None:
+    largest = np.abs(scales).max(initial=0)
+    if not largest < _MOST_E4M3_SCALE:
+        named = f"{name}: " if name else ""
+        raise WeightValueError(f"{named}a scale of E4M3 is {largest:g} in size; kernels take less than {_MOST_E4M3_SCALE}")
 
 
 def _stored_zeros(parts: tuple[QuantisedPart, ...], block: tuple[int, int]) -> NDArray[Any]:
