@@ -406,7 +406,7 @@ def test_scales_of_e4m3_that_leave_no_room_for_its_exponent_are_refused(modules,
     scales = np.array([[1e-3, scale]], np.float32)
     part = QuantisedPart(format=made.format, codes=np.zeros((64, 256), np.uint8), scales=scales, name="down")
     if is_refused:
-        with pytest.raises(WeightValueError, match="down: a scale of E4M3 is .* less than 128"):
+        with pytest.raises(WeightValueError, match=r"down: a scale of E4M3 is .* less than 128"):
             tiles.fill_scales(made, (part,))
     else:
         tiles.fill_scales(made, (part,))

@@ -135,7 +135,8 @@ __device__ void produce(Shared<kTokens, kUnits>& s, const Work& work, const CUte
 }
 
 template <int kTokens, int kUnits>
-__device__ __forceinline__ void multiply(float (&d)[Sizes<kTokens, kUnits>::kProducts][kTokens / 2], const Shared<kTokens, kUnits>& s, int stage) {
+__device__ __forceinline__ void multiply(float (&d)[Sizes<kTokens, kUnits>::kProducts][kTokens / 2],
+                                         const Shared<kTokens, kUnits>& s, int stage) {
   wgmma_fence();
 #pragma unroll
   for (int box = 0; box < kBoxes; box++) {

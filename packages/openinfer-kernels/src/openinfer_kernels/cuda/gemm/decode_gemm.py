@@ -119,9 +119,7 @@ class DecodeGemm:
         return -(-tiles // tiles_per_block), 1
 
 
-def _kernels(
-    device: Device, epilogue: str, *, stem: str = _STEM, of_units: bool = False
-) -> dict[int, Kernel]:
+def _kernels(device: Device, epilogue: str, *, stem: str = _STEM, of_units: bool = False) -> dict[int, Kernel]:
     if not device.has(stem):
         return {}
     end = "_units" if of_units else ""
@@ -147,9 +145,7 @@ def _rows_box(weight: Array) -> TensorBox:
     return _weight_box(weight, second_bytes=8 * row_bytes, third_bytes=16 * row_bytes)
 
 
-def _weight_box(
-    weight: Array, *, second_bytes: int, third_bytes: int, units: int = _ROWS // _UNIT_ROWS
-) -> TensorBox:
+def _weight_box(weight: Array, *, second_bytes: int, third_bytes: int, units: int = _ROWS // _UNIT_ROWS) -> TensorBox:
     """Tiles of units: 8 rows, twice with `second_bytes` between; units have `third_bytes` between."""
     n, k = weight.shape
     # Four axes, so that the copy engine itself interleaves 8 rows of gate with the 8 of up: a thread ends up with both.

@@ -217,7 +217,9 @@ def _require_moderate(scales: NDArray[np.float32], name: str) -> None:
     largest = np.abs(scales).max(initial=0)
     if not largest < _MOST_E4M3_SCALE:
         named = f"{name}: " if name else ""
-        raise WeightValueError(f"{named}a scale of E4M3 is {largest:g} in size; kernels take less than {_MOST_E4M3_SCALE}")
+        raise WeightValueError(
+            f"{named}a scale of E4M3 is {largest:g} in size; kernels take less than {_MOST_E4M3_SCALE}"
+        )
 
 
 def _stored_zeros(parts: tuple[QuantisedPart, ...], block: tuple[int, int]) -> NDArray[Any]:
