@@ -10,7 +10,7 @@
 //     with weights, which depend on nothing; only X waits. Blocks take at most half of a multiprocessor's shared
 //     memory, so that those of the next kernel find room next to them.
 //
-// A tile of five units of 16 rows is for gate and up where blocks then have one each: by a second product of 64 rows, of
+// A tile of five slices of 16 rows is for gate and up where blocks then have one each: by a second product of 64 rows, of
 // which those after the tile's are whatever follows it in shared memory, and stored nowhere.
 //
 //   producer warp:         wait for a free stage ─► TMA of a chunk of W and a chunk of X
@@ -36,35 +36,35 @@ namespace {
 constexpr int kBox = 64;                     // K of one box: 128 bytes, one swizzle row
 constexpr int kBoxes = 2;
 constexpr int kColumns = kBox * kBoxes;      // K of a chunk: with one box there are twice the waits
-constexpr int kUnitRows = 16, kProductUnits = 4;  // features of a unit; units of a product of the tensor cores
+constexpr int kSliceRows = 16, kProductSlices = 4;  // features of a slice; slices of a product of the tensor cores
 constexpr int kConsumers = 128;              // one warpgroup
 constexpr int kThreads = kConsumers + 32;    // and the producer
 constexpr int kMostBlocksPerTile = 3;        // a cluster: 40 tiles (`down`) for 132 multiprocessors
 constexpr int kBlocksPerMultiprocessor = 2;
 constexpr int kAlignment = 1024;             // of swizzled boxes
-constexpr int kProductBytes = kProductUnits * kUnitRows * kBox * 2;  // of a box, for a product
+constexpr int kProductBytes = kProductSlices * kSliceRows * kBox * 2;  // of a box, for a product
 
 enum Epilogue { kStore, kSwiglu, kFloat32 };
 
 // Sizes for up to kTokens tokens; decode_gemm.py repeats those of launches. At most half of a multiprocessor's shared
 // memory, and the division of L1 cache and shared memory that all kernels ask for: another one would have to wait until
 // the multiprocessor is empty.
-template <int kTokens, int kUnits>
+template <int kTokens, int kSlices>
 struct Sizes {
-  static constexpr int kSharedBytes = (kTokens == 8 || kUnits != kProductUnits ? 113 : 89) * 1024;
-  static constexpr int kRows = kUnits * kUnitRows;  // features of a tile
-  static constexpr int kProducts = (kUnits + kProductUnits - 1) / kProductUnits;
+  static constexpr int kSharedBytes = (kTokens == 8 || kSlices != kProductSlices ? 113 : 89) * 1024;
+  static constexpr int kRows = kSlices * kSliceRows;  // features of a tile
+  static constexpr int kProducts = (kSlices + kProductSlices - 1) / kProductSlices;
   static constexpr int kSums = kTokens / 2;  // of a consumer and a product
   static constexpr int kWeightBox = kRows * kBox * 2, kXBox = kTokens * kBox * 2;
   static constexpr int kStageBytes = (kWeightBox + kXBox) * kBoxes;
-  static constexpr int kPartials = kUnits == kProductUnits ? kMostBlocksPerTile - 1 : 0;  // that others send
+  static constexpr int kPartials = kSlices == kProductSlices ? kMostBlocksPerTile - 1 : 0;  // that others send
   static constexpr int kPartialBytes = kPartials * kSums * kConsumers * 4;
   static constexpr int kStages = (kSharedBytes - kPartialBytes - 16) / (kStageBytes + 16);
 };
 
-template <int kTokens, int kUnits>
+template <int kTokens, int kSlices>
 struct Shared {
-  using S = Sizes<kTokens, kUnits>;
+  using S = Sizes<kTokens, kSlices>;
   alignas(kAlignment) uint8_t w[S::kStages][kBoxes][S::kWeightBox];
   alignas(kAlignment) uint8_t x[S::kStages][kBoxes][S::kXBox];
   float partials[S::kPartials * S::kSums * kConsumers + 1];  // and one, as there is no array of none
@@ -90,25 +90,25 @@ struct Work {
   }
 };
 
-template <int kTokens, int kUnits>
-__device__ __forceinline__ void load_w(Shared<kTokens, kUnits>& s, int stage, const CUtensorMap& map, int tile, int chunk,
+template <int kTokens, int kSlices>
+__device__ __forceinline__ void load_w(Shared<kTokens, kSlices>& s, int stage, const CUtensorMap& map, int tile, int chunk,
                                        uint64_t policy) {
 #pragma unroll
   for (int box = 0; box < kBoxes; box++)
-    load_box(s.w[stage][box], &map, &s.full[stage], chunk * kColumns + box * kBox, 0, 0, tile * kUnits, policy);
+    load_box(s.w[stage][box], &map, &s.full[stage], chunk * kColumns + box * kBox, 0, 0, tile * kSlices, policy);
 }
 
-template <int kTokens, int kUnits>
-__device__ __forceinline__ void load_x(Shared<kTokens, kUnits>& s, int stage, const CUtensorMap& map, int chunk,
+template <int kTokens, int kSlices>
+__device__ __forceinline__ void load_x(Shared<kTokens, kSlices>& s, int stage, const CUtensorMap& map, int chunk,
                                        uint64_t policy) {
 #pragma unroll
   for (int box = 0; box < kBoxes; box++)
     load_box(s.x[stage][box], &map, &s.full[stage], chunk * kColumns + box * kBox, 0, policy);
 }
 
-template <int kTokens, int kUnits>
-__device__ void produce(Shared<kTokens, kUnits>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map) {
-  using S = Sizes<kTokens, kUnits>;
+template <int kTokens, int kSlices>
+__device__ void produce(Shared<kTokens, kSlices>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map) {
+  using S = Sizes<kTokens, kSlices>;
   const uint64_t once = evict_first_policy(), again = evict_last_policy();
   const int ahead = min(S::kStages, work.steps);
   int tile = work.first_tile, chunk = 0;
@@ -121,22 +121,22 @@ __device__ void produce(Shared<kTokens, kUnits>& s, const Work& work, const CUte
   // At first all stages are free. They are full only with their chunks of X, which the kernel ahead may write.
   for (int i = 0; i < ahead; i++, advance()) {
     barrier_expect(&s.full[i], S::kStageBytes);
-    load_w<kTokens, kUnits>(s, i, w_map, tile, work.first_chunk + chunk, once);
+    load_w<kTokens, kSlices>(s, i, w_map, tile, work.first_chunk + chunk, once);
   }
   wait_for_previous_kernel();
-  for (int i = 0; i < ahead; i++) load_x<kTokens, kUnits>(s, i, x_map, work.first_chunk + i % work.num_chunks, again);
+  for (int i = 0; i < ahead; i++) load_x<kTokens, kSlices>(s, i, x_map, work.first_chunk + i % work.num_chunks, again);
   for (int i = ahead; i < work.steps; i++, advance()) {
     const int stage = i % S::kStages;
     barrier_wait(&s.empty[stage], (i / S::kStages - 1) & 1);
     barrier_expect(&s.full[stage], S::kStageBytes);
-    load_w<kTokens, kUnits>(s, stage, w_map, tile, work.first_chunk + chunk, once);
-    load_x<kTokens, kUnits>(s, stage, x_map, work.first_chunk + chunk, again);
+    load_w<kTokens, kSlices>(s, stage, w_map, tile, work.first_chunk + chunk, once);
+    load_x<kTokens, kSlices>(s, stage, x_map, work.first_chunk + chunk, again);
   }
 }
 
-template <int kTokens, int kUnits>
-__device__ __forceinline__ void multiply(float (&d)[Sizes<kTokens, kUnits>::kProducts][kTokens / 2],
-                                         const Shared<kTokens, kUnits>& s, int stage) {
+template <int kTokens, int kSlices>
+__device__ __forceinline__ void multiply(float (&d)[Sizes<kTokens, kSlices>::kProducts][kTokens / 2],
+                                         const Shared<kTokens, kSlices>& s, int stage) {
   wgmma_fence();
 #pragma unroll
   for (int box = 0; box < kBoxes; box++) {
@@ -145,7 +145,7 @@ __device__ __forceinline__ void multiply(float (&d)[Sizes<kTokens, kUnits>::kPro
 #pragma unroll
     for (int step = 0; step < kBox / 16; step++)
 #pragma unroll
-      for (int product = 0; product < Sizes<kTokens, kUnits>::kProducts; product++)
+      for (int product = 0; product < Sizes<kTokens, kSlices>::kProducts; product++)
         wgmma<kTokens>(d[product], w + step * 2 + product * kProductBytes / 16, x + step * 2);
   }
   wgmma_commit();
@@ -153,9 +153,9 @@ __device__ __forceinline__ void multiply(float (&d)[Sizes<kTokens, kUnits>::kPro
 }
 
 // Sends this block's sums to the cluster's first block, or, there, adds the others' in the order of ranks.
-template <int kTokens, int kUnits>
-__device__ bool reduce_partials(float (&d)[kTokens / 2], const Work& work, Shared<kTokens, kUnits>& s) {
-  using S = Sizes<kTokens, kUnits>;
+template <int kTokens, int kSlices>
+__device__ bool reduce_partials(float (&d)[kTokens / 2], const Work& work, Shared<kTokens, kSlices>& s) {
+  using S = Sizes<kTokens, kSlices>;
   const int thread = threadIdx.x;
   if (work.rank != 0) {
     const uint32_t partials = address_in(s.partial(work.rank - 1, 0) + thread, 0);
@@ -185,27 +185,27 @@ struct OutputOf<kFloat32> {
 template <Epilogue kEpilogue>
 using Output = typename OutputOf<kEpilogue>::Type;
 
-// The sums of up to four units, of which a warp has one.
+// The sums of up to four slices, of which a warp has one.
 template <int kTokens, Epilogue kEpilogue>
-__device__ void finish_units(const float (&d)[kTokens / 2], int first_unit, int end_unit, Output<kEpilogue>* y, int m,
+__device__ void finish_slices(const float (&d)[kTokens / 2], int first_slice, int end_slice, Output<kEpilogue>* y, int m,
                              int n) {
-  const int lane = threadIdx.x % 32, unit = first_unit + threadIdx.x / 32;
-  if (unit >= end_unit) return;
+  const int lane = threadIdx.x % 32, slice = first_slice + threadIdx.x / 32;
+  if (slice >= end_slice) return;
 #pragma unroll
   for (int i = 0; i < kTokens / 4; i++) {
     const int token = i / 2 * 8 + 2 * (lane % 4) + i % 2;
     if (token >= m) continue;
     const float first = d[i / 2 * 4 + i % 2], second = d[i / 2 * 4 + 2 + i % 2];
     if constexpr (kEpilogue == kStore) {
-      bf16* to = y + int64_t(token) * n + unit * kUnitRows + lane / 4;
+      bf16* to = y + int64_t(token) * n + slice * kSliceRows + lane / 4;
       to[0] = __float2bfloat16_rn(first);
       to[8] = __float2bfloat16_rn(second);
     } else if constexpr (kEpilogue == kFloat32) {
-      float* to = y + int64_t(token) * n + unit * kUnitRows + lane / 4;
+      float* to = y + int64_t(token) * n + slice * kSliceRows + lane / 4;
       to[0] = first;
       to[8] = second;
     } else {
-      bf16* to = y + int64_t(token) * (n / 2) + unit * (kUnitRows / 2) + lane / 4;
+      bf16* to = y + int64_t(token) * (n / 2) + slice * (kSliceRows / 2) + lane / 4;
       *to = __float2bfloat16_rn(silu(rounded(first)) * rounded(second));
     }
   }
@@ -249,9 +249,9 @@ struct AddedDelta {
   }
 };
 
-template <int kTokens, Epilogue kEpilogue, int kUnits, class Added>
-__device__ void consume(Shared<kTokens, kUnits>& s, const Work& work, Output<kEpilogue>* y, int m, int n, Added& added) {
-  using S = Sizes<kTokens, kUnits>;
+template <int kTokens, Epilogue kEpilogue, int kSlices, class Added>
+__device__ void consume(Shared<kTokens, kSlices>& s, const Work& work, Output<kEpilogue>* y, int m, int n, Added& added) {
+  using S = Sizes<kTokens, kSlices>;
   float d[S::kProducts][S::kSums] = {};
   int tile = work.first_tile, chunk = 0;
   for (int i = 0; i < work.steps; i++) {
@@ -260,15 +260,15 @@ __device__ void consume(Shared<kTokens, kUnits>& s, const Work& work, Output<kEp
     }
     const int stage = i % S::kStages;
     barrier_wait(&s.full[stage], (i / S::kStages) & 1);
-    multiply<kTokens, kUnits>(d, s, stage);
+    multiply<kTokens, kSlices>(d, s, stage);
     if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[stage]);
     if (++chunk < work.num_chunks) continue;
-    if (work.size == 1 || reduce_partials<kTokens, kUnits>(d[0], work, s)) {
+    if (work.size == 1 || reduce_partials<kTokens, kSlices>(d[0], work, s)) {
       if constexpr (Added::kAdds) added.add(d[0], tile, tile == work.first_tile);
-      const int end_unit = min((tile + 1) * kUnits, n / kUnitRows);
+      const int end_slice = min((tile + 1) * kSlices, n / kSliceRows);
 #pragma unroll
       for (int product = 0; product < S::kProducts; product++)
-        finish_units<kTokens, kEpilogue>(d[product], tile * kUnits + product * kProductUnits, end_unit, y, m, n);
+        finish_slices<kTokens, kEpilogue>(d[product], tile * kSlices + product * kProductSlices, end_slice, y, m, n);
       if constexpr (Added::kAdds) added.end(tile == work.first_tile);
     }
 #pragma unroll
@@ -280,13 +280,13 @@ __device__ void consume(Shared<kTokens, kUnits>& s, const Work& work, Output<kEp
   }
 }
 
-template <int kTokens, Epilogue kEpilogue, bool kAdapted = false, int kUnits = kProductUnits>
+template <int kTokens, Epilogue kEpilogue, bool kAdapted = false, int kSlices = kProductSlices>
 __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<kEpilogue>* y, int m, int n, int k,
                     const lora::DecodeAdapters* adapters = nullptr) {
-  using S = Sizes<kTokens, kUnits>;
-  static_assert(sizeof(Shared<kTokens, kUnits>) <= S::kSharedBytes && S::kStages >= 2);
+  using S = Sizes<kTokens, kSlices>;
+  static_assert(sizeof(Shared<kTokens, kSlices>) <= S::kSharedBytes && S::kStages >= 2);
   extern __shared__ __align__(kAlignment) uint8_t raw[];
-  auto& s = *reinterpret_cast<Shared<kTokens, kUnits>*>(raw);
+  auto& s = *reinterpret_cast<Shared<kTokens, kSlices>*>(raw);
   int blocks_before = 0;
   if constexpr (kAdapted) {
     static_assert(sizeof(lora::PartSums<kTokens>) <= S::kSharedBytes);
@@ -318,14 +318,14 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
     if constexpr (kAdapted) {
       AddedDelta<kTokens, kEpilogue == kSwiglu> added(*adapters, work, m, n);
       wait_for_previous_kernel();
-      consume<kTokens, kEpilogue, kUnits>(s, work, y, m, n, added);
+      consume<kTokens, kEpilogue, kSlices>(s, work, y, m, n, added);
     } else {
       NoDelta<kTokens> none;
       wait_for_previous_kernel();
-      consume<kTokens, kEpilogue, kUnits>(s, work, y, m, n, none);
+      consume<kTokens, kEpilogue, kSlices>(s, work, y, m, n, none);
     }
   } else if (threadIdx.x == kConsumers) {
-    produce<kTokens, kUnits>(s, work, w_map, x_map);
+    produce<kTokens, kSlices>(s, work, w_map, x_map);
   }
   // The first block stays until the others, which write to its memory, have left: a thread that has ended counts as
   // arrived.
