@@ -89,7 +89,16 @@ CASES = (
     described(Code.INT4, 1, 32, ScaleType.F16),
     described(Code.INT8, 1, 32, ScaleType.F16),
 )
-STEPS = {"fp8": CASES[0], "int4": CASES[4], "q4_1": CASES[14], "q4_0": CASES[15], "q8_0": CASES[16]}
+BF16_SCALES = described(Code.E4M3, 128, 128, ScaleType.BF16)
+"""As official FP8 models of Qwen have them."""
+STEPS = {
+    "fp8": CASES[0],
+    "fp8_bf16": BF16_SCALES,
+    "int4": CASES[4],
+    "q4_1": CASES[14],
+    "q4_0": CASES[15],
+    "q8_0": CASES[16],
+}
 
 
 def stored_scales(scales: ScaleType, values):
@@ -242,13 +251,14 @@ def chain(way: Dense | Lowbit, step: products.Step, linear: Linear, norm: Norm, 
 @contextmanager
 def limited(most_tokens: int) -> Iterator[None]:
     """Another number of tokens up to which codes are dequantised in registers."""
-    usual, dispatch.MOST_LOWBIT_TOKENS = dispatch.MOST_LOWBIT_TOKENS, dict.fromkeys(
-        dispatch.MOST_LOWBIT_TOKENS, most_tokens
-    )  # fmt: skip
+    usual = dispatch.MOST_LOWBIT_TOKENS, dispatch.MOST_LOWBIT_TOKENS_OF_BF16_SCALES
+    dispatch.MOST_LOWBIT_TOKENS, dispatch.MOST_LOWBIT_TOKENS_OF_BF16_SCALES = (
+        dict.fromkeys(each, most_tokens) for each in usual
+    )
     try:
         yield
     finally:
-        dispatch.MOST_LOWBIT_TOKENS = usual
+        dispatch.MOST_LOWBIT_TOKENS, dispatch.MOST_LOWBIT_TOKENS_OF_BF16_SCALES = usual
 
 
 @contextmanager

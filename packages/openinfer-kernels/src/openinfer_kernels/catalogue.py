@@ -345,10 +345,10 @@ SERVINGS = (
             (
                 "fp8",
                 "E4M3",
-                "2,048",
+                "2,048 (4,096 with scales in BF16)",
                 "Qwen3-4B's products and norms of 1, 8 and 64 tokens: 1.79, 1.74, 2.48 ms; BF16 2.33, 2.31, 2.55",
             ),
-            ("int4", "INT4", "2,048", "with groups of 128, zero points and a BF16 head: 1.65, 1.61, 2.24 ms"),
+            ("int4", "INT4", "4,096", "with groups of 128, zero points and a BF16 head: 1.65, 1.61, 2.24 ms"),
             ("int8", "INT8", "1,024", ""),
             ("int4_min", "INT4 with minimums", "1,024", ""),
             ("fp4", "E2M1", "1,024", ""),

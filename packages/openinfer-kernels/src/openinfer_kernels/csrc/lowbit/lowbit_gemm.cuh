@@ -312,30 +312,45 @@ struct Factors {
         scales{typename Format::Factor(rows.scale(s, 0, group)), typename Format::Factor(rows.scale(s, 1, group))} {}
 };
 
-// The same, scaled; `factors` are those of the first group, which is the only one with kHigh: scales are BF16 numbers.
+// A thread's 16 bytes of codes of both rows, in which a box begins.
+template <typename Format>
+struct Pieces {
+  static constexpr int kStepsOfPiece = kSteps / Format::kPieces;
+  uint4 of[2];
+
+  __device__ __forceinline__ Pieces(const Rows<Format>& rows, int box)
+      : of{rows.piece(0, box * kStepsOfBox / kStepsOfPiece), rows.piece(1, box * kStepsOfBox / kStepsOfPiece)} {}
+
+  // A fragment of 16 columns, scaled. With kHigh scales are BF16 numbers.
+  template <bool kHigh>
+  __device__ __forceinline__ void weights(uint32_t (&a)[4], const Factors<Format>& factors, int box, int step) const {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int at = (box * kStepsOfBox + step) % kStepsOfPiece;
+      uint32_t pairs[2];
+      if constexpr (kHigh)
+        Format::high_weights(of[half], at, factors.zeros[half], factors.scales[half], pairs);
+      else
+        Format::weights(of[half], at, factors.zeros[half], factors.scales[half], pairs);
+      a[half] = pairs[0], a[half + 2] = pairs[1];
+    }
+  }
+};
+
+// The 64 columns of a box, scaled; `factors` are those of the first group, which may be the only one.
 template <typename Format, bool kHigh = false>
 __device__ __forceinline__ void weights_of_box(uint32_t (&a)[kStepsOfBox][4], const Rows<Format>& rows,
                                                const Factors<Format>& factors, const Problem& p, int box) {
-  constexpr int kStepsOfPiece = kSteps / Format::kPieces;
+  const Pieces<Format> pieces(rows, box);
 #pragma unroll
   for (int first = 0; first < kStepsOfBox; first += 2) {  // 32 columns, of one group
-    const int group = (box * kStepsOfBox + first) * p.scales.groups / kSteps;
     Factors<Format> own = factors;
-    if (!kHigh && p.scales.groups > 1) own = Factors<Format>(rows, p.scales, group);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const uint4 piece = rows.piece(half, box * kStepsOfBox / kStepsOfPiece);
-#pragma unroll
-      for (int step = first; step < first + 2; step++) {
-        const int at = (box * kStepsOfBox + step) % kStepsOfPiece;
-        uint32_t pairs[2];
-        if constexpr (kHigh)
-          Format::high_weights(piece, at, own.zeros[half], own.scales[half], pairs);
-        else
-          Format::weights(piece, at, own.zeros[half], own.scales[half], pairs);
-        a[step][half] = pairs[0], a[step][half + 2] = pairs[1];
-      }
+    if constexpr (!kHigh) {
+      const int group = (box * kStepsOfBox + first) * p.scales.groups / kSteps;
+      if (p.scales.groups > 1) own = Factors<Format>(rows, p.scales, group);
     }
+#pragma unroll
+    for (int step = first; step < first + 2; step++) pieces.template weights<kHigh>(a[step], own, box, step);
   }
 }
 

@@ -18,9 +18,12 @@ MOST_TOKENS: Mapping[str, Mapping[int, int]] = {
 }
 """By the name of kernels, BF16's being for groups alone: tokens of a tile -> the most tokens it multiplies."""
 
-MOST_LOWBIT_TOKENS: Mapping[str, int] = {"fp8": 2048, "int8": 1024, "int4": 2048, "int4_min": 1024, "fp4": 1024}
+MOST_LOWBIT_TOKENS: Mapping[str, int] = {"fp8": 2048, "int8": 1024, "int4": 4096, "int4_min": 1024, "fp4": 1024}
 """Of a matrix in tiles, by the name of kernels: with more tokens it is dequantised to BF16 first. `fp8` and `int4` have
-been measured; the others keep the limit that these had before pairs of blocks divided what is left over."""
+been measured, up to 4,096; the others keep the limit of these before pairs of blocks divided what is left over."""
+
+MOST_LOWBIT_TOKENS_OF_BF16_SCALES: Mapping[str, int] = {"fp8": 4096}
+"""The same where each scale is a BF16 number and more tokens pay."""
 
 MOST_EXPERT_TOKENS: Mapping[int, int] = {8: 6, 32: 40, 128: 160}
 """Of quantised experts in tiles: tokens of a tile of the plan -> the most tokens of an expert, in the mean, that it is
@@ -41,3 +44,9 @@ MOST_E4M3_GROUPS_TOKENS: Mapping[str, int] = {"int4": 8, "int4_min": 8}
 def tile_of(kernels: str, num_tokens: int) -> int | None:
     """Tokens of the tile that multiplies so many; None: by another kernel, a quantised matrix in BF16."""
     return next((tile for tile, most in MOST_TOKENS[kernels].items() if num_tokens <= most), None)
+
+
+def most_lowbit_tokens(kernels: str, *, scales_are_bf16: bool) -> int:
+    """Up to how many tokens a matrix in tiles is dequantised in registers."""
+    usual = MOST_LOWBIT_TOKENS[kernels]
+    return MOST_LOWBIT_TOKENS_OF_BF16_SCALES.get(kernels, usual) if scales_are_bf16 else usual

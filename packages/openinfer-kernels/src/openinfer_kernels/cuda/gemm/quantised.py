@@ -163,7 +163,8 @@ class Quantised:
 
     def _multiply_tiles(self, x: Array, weight: TiledWeight, epilogue: DenseEpilogue) -> Array:
         gates = epilogue is DenseEpilogue.SWIGLU
-        if not self._has_lowbit or len(x) > dispatch.MOST_LOWBIT_TOKENS[weight.kernels]:
+        most_tokens = dispatch.most_lowbit_tokens(weight.kernels, scales_are_bf16=weight.scales_are_bf16)
+        if not self._has_lowbit or len(x) > most_tokens:
             dense = self.dequantised(weight)
             multiply = self._linear.linear_swiglu if gates else self._linear.linear
             return multiply(x, dense, weights_first=False)
