@@ -263,7 +263,9 @@ __device__ void consume(Shared<kTokens, kSlices>& s, const Work& work, Output<kE
     multiply<kTokens, kSlices>(d, s, stage);
     if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[stage]);
     if (++chunk < work.num_chunks) continue;
-    if (work.size == 1 || reduce_partials<kTokens, kSlices>(d[0], work, s)) {
+    bool has_sums = true;
+    if constexpr (S::kPartials > 0) has_sums = work.size == 1 || reduce_partials<kTokens, kSlices>(d[0], work, s);
+    if (has_sums) {
       if constexpr (Added::kAdds) added.add(d[0], tile, tile == work.first_tile);
       const int end_slice = min((tile + 1) * kSlices, n / kSliceRows);
 #pragma unroll
@@ -304,7 +306,7 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
       barrier_init(&s.full[i], 1);
       barrier_init(&s.empty[i], kConsumers / 32);
     }
-    if (work.size > 1) barrier_init(&s.partials_full, (work.size - 1) * kConsumers);
+    if (S::kPartials > 0 && work.size > 1) barrier_init(&s.partials_full, (work.size - 1) * kConsumers);
     barrier_init_fence();
   }
   if (work.size > 1)
