@@ -21,7 +21,7 @@ from openinfer_engine.options import LoadFormat
 from openinfer_server import ServerOptions
 from openinfer_server.testing import ThreadedServer
 
-CAPTURES = Path(__file__).parents[2] / "openinfer-server" / "tests" / "clients" / "captures"
+CAPTURES = Path(__file__).parents[1] / "packages" / "openinfer-server" / "tests" / "clients" / "captures"
 TURNS, CANCELLED_TURN, OUTPUT_TOKENS = 10, 7, 6
 BLOCK_TOKENS = 16
 END_TOKENS = 64
