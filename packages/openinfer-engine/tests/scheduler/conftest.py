@@ -1,5 +1,7 @@
-"""A driven scheduler with small limits, and requests for it."""
+"""A driven scheduler with small limits, and requests for it; the helpers of these tests are imported by name."""
 
+import sys
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -9,6 +11,8 @@ from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing.scheduler_driver import SchedulerDriver
 from openinfer_engine.scheduler import TokenBudgetScheduler
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 LIMITS = {
     "num_blocks": 64,

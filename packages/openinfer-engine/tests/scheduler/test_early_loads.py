@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from hasty_transfer import HastyTransfer
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.errors import Refused
@@ -327,21 +328,6 @@ def test_any_order_of_turns_aborts_and_faults_gives_the_right_tokens(
     world.end()
 
 
-class Told:
-    """A transfer that says too early that it is over."""
-
-    def __init__(self, transfer: TierTransfer) -> None:
-        self.num_blocks = self.completed_blocks = transfer.num_blocks
-        self.begin_s = transfer.begin_s
-
-    def is_over(self) -> bool:
-        return True
-
-    def cancel(self) -> None: ...
-
-    def wait(self, timeout_s: float) -> None: ...
-
-
 class HastyPort:
     """Says of loads for no request that they are over at once."""
 
@@ -354,7 +340,7 @@ class HastyPort:
     def load(self, found: PrefixHit, places: Sequence[int]) -> TierTransfer | None:
         digests = {digest for hit in found.hits for digest in hit.digests}
         transfer = self.port.load(found, places)
-        return transfer if transfer is None or self.is_for_a_request(digests) else Told(transfer)
+        return transfer if transfer is None or self.is_for_a_request(digests) else HastyTransfer(transfer)
 
 
 def test_block_that_is_found_before_it_came_is_caught() -> None:

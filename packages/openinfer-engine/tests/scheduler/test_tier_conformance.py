@@ -5,6 +5,7 @@ from operator import attrgetter
 
 import msgspec
 import pytest
+from hasty_transfer import HastyTransfer
 
 from openinfer_core.scheduling import QueuePolicy, SchedulerCapabilities, SchedulerConfig
 from openinfer_core.testing import ConformanceError
@@ -46,21 +47,6 @@ def test_kit_makes_the_scheduler_load_blocks_and_states_and_give_loads_up() -> N
     assert sum(scheduler.stats().tier_tokens for scheduler in made) > 0
 
 
-class Told:
-    """A transfer as a scheduler takes it that does not look whether it is over: all is there at once."""
-
-    def __init__(self, transfer: TierTransfer) -> None:
-        self.num_blocks = self.completed_blocks = transfer.num_blocks
-        self.begin_s = transfer.begin_s
-
-    def is_over(self) -> bool:
-        return True
-
-    def cancel(self) -> None: ...
-
-    def wait(self, timeout_s: float) -> None: ...
-
-
 class Between:
     """Stands between a scheduler and its port; what a mutant forgets it leaves out."""
 
@@ -96,13 +82,13 @@ class NeverLoads(Between):
 class GivesBackWhatIsSaved(Between):
     def save(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer | None:
         transfer = super().save(digests, places)
-        return None if transfer is None else Told(transfer)
+        return None if transfer is None else HastyTransfer(transfer)
 
 
 class RunsWhatIsLoading(Between):
     def load(self, found: PrefixHit, places: Sequence[int]) -> TierTransfer | None:
         transfer = super().load(found, places)
-        return None if transfer is None else Told(transfer)
+        return None if transfer is None else HastyTransfer(transfer)
 
 
 class LoadsOverWhatIsCached(Between):
