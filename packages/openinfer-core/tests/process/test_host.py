@@ -184,6 +184,25 @@ def test_loop_is_closed_also_when_deliver_raises(make_request: MakeRequest, capl
     assert loop.closed == 1
 
 
+def test_end_is_told_after_the_last_events_and_before_the_loop_is_closed(make_request: MakeRequest) -> None:
+    loop, order = ScriptedLoop(), []
+    loop.on_close = lambda: order.append("closed")
+    host = LoopRunner(loop)
+    host.post(Submit(make_request(1)))
+    host.post(Close())
+    host.run(lambda _: order.append("events"), on_end=lambda: order.append("told"))
+    assert order == ["events", "told", "closed"]
+
+
+def test_loop_is_closed_also_when_clients_cannot_be_told() -> None:
+    loop = ScriptedLoop()
+    host = LoopRunner(loop)
+    host.post(Close())
+    with pytest.raises(OSError, match="no one there"):
+        host.run(lambda _: None, on_end=failing(OSError("no one there")))  # type: ignore[arg-type]
+    assert loop.closed == 1
+
+
 def test_abort_of_unknown_and_ended_requests_never_reaches_the_loop(make_request: MakeRequest) -> None:
     loop = ScriptedLoop()
     _, delivered = run(

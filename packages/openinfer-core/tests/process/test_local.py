@@ -216,6 +216,32 @@ def test_engine_that_dies_fails_its_requests_and_then_raises(
     assert "device lost" in caplog.text
 
 
+class SlowlyEndingLoop(DyingLoop):
+    """Closes when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(SimulatedOptions())
+        self.may_close = threading.Event()
+
+    def close(self) -> None:
+        self.may_close.wait(60)
+        super().close()
+
+
+def test_reader_is_told_of_a_death_before_the_loop_is_closed(make_request: MakeRequest, run_async: RunAsync) -> None:
+    async def main() -> None:
+        loop = SlowlyEndingLoop()
+        handle = InProcessEngine(loop)
+        handle.submit(make_request(1, max_tokens=10))
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineClosed, match=DIED):
+                await read_into([], handle)
+        loop.may_close.set()
+        await handle.close()
+
+    run_async(main())
+
+
 def test_engine_that_died_before_anyone_reads_says_so(
     make_request: MakeRequest, run_async: RunAsync, caplog: pytest.LogCaptureFixture
 ) -> None:

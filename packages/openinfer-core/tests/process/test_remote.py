@@ -205,6 +205,24 @@ def test_engine_whose_step_raises_delivers_what_it_said_and_then_dies(
     run_async(main())
 
 
+def test_clients_are_told_of_a_death_before_the_engine_closes(
+    spawn_faulty: Callable[..., RemoteEngine], make_request: MakeRequest, run_async: RunAsync
+) -> None:
+    async def main() -> None:
+        handle = spawn_faulty("die and hang in close", close_deadline_s=0.3)
+        handle.submit(make_request(1, max_tokens=10))
+        seen: list[TokenEvent] = []
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineClosed, match=DIED):
+                await read_into(seen, handle)
+        assert seen[-1] == Failed(RequestId(1), FailureKind.SHUTDOWN, "the engine failed")
+        with pytest.raises(EngineClosed, match=DIED):
+            handle.submit(make_request(2))
+        await handle.close()
+
+    run_async(main())
+
+
 def test_engine_that_a_plug_in_ended_says_so_over_the_link(
     spawn_faulty: Callable[..., RemoteEngine], make_request: MakeRequest, run_async: RunAsync
 ) -> None:

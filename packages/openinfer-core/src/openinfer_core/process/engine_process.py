@@ -189,8 +189,7 @@ def _serve(loop: EngineLoop, listener: socket.socket, token: str, parent: "_Pare
     links = LinkServer(listener, token=token, host=host, welcome=Welcome(loop.info))
     parent.serve(host)  # before any Welcome: a client that has one may end our standard input and expects a clean close
     links.start()
-    host.run(links.deliver)
-    links.close(host.reason)
+    host.run(links.deliver, on_end=lambda: links.close(host.reason))
     parent.stop()
     return 0 if host.died is None else 1
 

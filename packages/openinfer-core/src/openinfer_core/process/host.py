@@ -158,12 +158,13 @@ class LoopRunner:
             return max(0.0, self._clock() - obeying_since_s - COMMAND_TIMEOUT_S)
         return 0.0 if busy_since_s is None else self._clock() - busy_since_s
 
-    def run(self, deliver: Deliver) -> None:
+    def run(self, deliver: Deliver, *, on_end: Callable[[], None] = lambda: None) -> None:
         """Serves commands until `Close`, or until the loop raises: then `died` is set.
 
         Either way every open request gets `Failed(SHUTDOWN)`, with the name of the plug-in if one was the reason, and
         the loop is closed before this returns. Requests end at their `deadline_s` whatever the loop does. `deliver`
-        takes the events of one iteration, never none; it must not raise.
+        takes the events of one iteration, never none; it must not raise. `on_end` is where the host tells its clients
+        that nothing more comes: before the loop is closed, which takes seconds where KV tiers write to a slow disk.
         """
         try:
             while not self._closing:
@@ -176,9 +177,9 @@ class LoopRunner:
                 raise
         finally:
             self._busy_since_s = None
-            self._end(deliver)
+            self._end(deliver, on_end)
 
-    def _end(self, deliver: Deliver) -> None:
+    def _end(self, deliver: Deliver, on_end: Callable[[], None]) -> None:
         message = "the engine has shut down" if self.died is None else self.reason or "the engine failed"
         try:
             self._outbox += self._ledger.fail_all(FailureKind.SHUTDOWN, message)
@@ -186,7 +187,10 @@ class LoopRunner:
         finally:
             self._has_ended = True
             self._answer_unheard()
-            self._close_loop()
+            try:
+                on_end()
+            finally:
+                self._close_loop()
 
     def _close_loop(self) -> None:
         try:

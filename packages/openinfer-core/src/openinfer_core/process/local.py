@@ -32,7 +32,7 @@ class InProcessEngine:
         self._mailbox = Mailbox()
         self._lock = threading.Lock()
         self._arrived: list[TokenEvent] = []
-        self._thread_ended = False
+        self._has_ended = False
         self._reader_loop: asyncio.AbstractEventLoop | None = None
         self._wake_up_due = False
         self._thread = threading.Thread(target=self._run, name="openinfer-engine", daemon=True)
@@ -90,19 +90,19 @@ class InProcessEngine:
         with self._lock:
             self._wake_up_due = False
             events, self._arrived = self._arrived, []
-            thread_ended = self._thread_ended
+            has_ended = self._has_ended
         if events:
             self._mailbox.put(events)
-        if thread_ended:
+        if has_ended:
             self._mailbox.end(None if self._host.died is None else self._host.reason or DIED)
 
     def _run(self) -> None:
-        try:
-            self._host.run(self._deliver)
-        finally:
-            with self._lock:
-                self._thread_ended = True
-                self._wake_reader()
+        self._host.run(self._deliver, on_end=self._tell_end)
+
+    def _tell_end(self) -> None:
+        with self._lock:
+            self._has_ended = True
+            self._wake_reader()
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         with self._lock:

@@ -23,6 +23,13 @@ class DyingLoop(SimulatedLoop):
         return super().step()
 
 
+class SlowlyEndingLoop(DyingLoop):
+    """As with KV tiers on a disk that hangs."""
+
+    def close(self) -> None:
+        time.sleep(3600)
+
+
 class BreakingLoop(SimulatedLoop):
     def step(self) -> list[TokenEvent]:
         raise PluginFault("the scheduler x (mine 1.0) raised KeyError in plan; the engine ends")
@@ -50,6 +57,7 @@ def build(raw: msgspec.Raw) -> SimulatedLoop:
         sys.stdout.write("this would break the protocol if it went there\n")
         sys.stdout.flush()
     loops = {"die in a step": DyingLoop, "hang in a step": HangingLoop, "break": BreakingLoop}
+    loops["die and hang in close"] = SlowlyEndingLoop
     return loops.get(behaviour, SimulatedLoop)(SimulatedOptions(model=behaviour))
 
 
