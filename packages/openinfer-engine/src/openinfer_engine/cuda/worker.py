@@ -8,6 +8,7 @@ What the host must know of a sequence slot is known when it begins (`CudaSamplin
 ask for makes a step wait, and what few rows ask for costs the others little.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -403,15 +404,17 @@ class CudaWorker:
 
     def close(self) -> None:
         """Waits for what was queued, frees what was captured, and leaves the group."""
-        # Graphs hold collectives of the communicator: they go first, once nothing of them runs.
-        self._stream.synchronize()
-        for captured in (self._decode, self._adapted_decode, self._mixed.captured, self._mixed.adapted):
-            captured.clear()
-        if self._drafted is not None:
-            self._drafted.graphs.clear()
-        if self._sleeping_memory is not None:
-            self._sleeping_memory.close()
-        self._communicator.close()
+        # Graphs hold collectives of the communicator: they go first, once nothing of them runs. Where the device has
+        # failed, waiting raises, and the rest is done all the same: a group that is being aborted waits for its graphs.
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._communicator.close)
+            if self._sleeping_memory is not None:
+                ends.callback(self._sleeping_memory.close)
+            if self._drafted is not None:
+                ends.callback(self._drafted.graphs.clear)
+            for captured in (self._decode, self._adapted_decode, self._mixed.captured, self._mixed.adapted):
+                ends.callback(captured.clear)
+            self._stream.synchronize()
 
     def _queue(self, plan: StepPlan) -> QueuedStep:
         entries, planned = self._tables.advance(plan), plan

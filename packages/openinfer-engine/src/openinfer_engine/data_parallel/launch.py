@@ -48,6 +48,8 @@ def build_data_parallel_loop(engine_plan: EnginePlan) -> DataParallelLoop:
     ends = first.thread_group(others)
     communicators = [DataParallelCommunicator(each, ends) for each in ends]
     with contextlib.ExitStack() as undo:
+        for each in communicators:
+            undo.callback(each.close)
         workers = _load(plans, communicators, tracer)
         for worker in workers:
             undo.callback(worker.close)
@@ -100,9 +102,20 @@ def _load(
             raise
         return worker
 
+    def end(plan: EnginePlan, worker: Worker) -> None:
+        plan.backend.enter_thread()
+        worker.close()
+
     with ThreadPoolExecutor(len(plans)) as threads:
         loading = [threads.submit(load, *each) for each in zip(plans, communicators, strict=True)]
-        raise_first(loading)
+        try:
+            raise_first(loading)
+        except BaseException:
+            # Of those that had loaded: their graphs, for which the end of the group waits, go with them.
+            for plan, each in zip(plans, loading, strict=True):
+                if each.exception() is None:
+                    threads.submit(end, plan, each.result()).result()
+            raise
         return [each.result() for each in loading]
 
 

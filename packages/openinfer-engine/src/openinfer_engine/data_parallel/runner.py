@@ -144,5 +144,7 @@ class _Rank:
         return done
 
     def close(self) -> None:
+        # In the rank's own thread: its device is the current one there, and elsewhere the first rank's.
+        closing = self._thread.submit(self.worker.close)
         self._thread.shutdown()
-        self.worker.close()
+        closing.result()

@@ -8,6 +8,7 @@ waits for the device: what runs there is ended. Sums: `nccl_sums.py`.
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ logger = logging.getLogger("openinfer.engine")
 
 # of the first collectives: NCCL connects ranks when it first uses a way between them, which depends on the size
 _WARM_VALUES = (1 << 11, 1 << 16, 1 << 20, 1 << 23)
-_END_DEADLINE_S = 5.0  # what ending a broken group may take of a close
+_END_DEADLINE_S = 5.0  # what ending a broken group, or one that is being formed, may take of a close
 _CALL_DEADLINE_S = 1.0  # what a call that is being made may take until it is aborted all the same
 
 
@@ -73,7 +74,8 @@ class NcclCommunicator:
         self._joined: _Joined | None = None
         self._broken: GroupBroken | None = None
         self._ending: threading.Thread | None = None
-        threading.Thread(target=self._join, args=(group_id,), name="openinfer-join", daemon=True).start()
+        self._joining = threading.Thread(target=self._join, args=(group_id,), name="openinfer-join", daemon=True)
+        self._joining.start()
 
     @property
     def rank(self) -> int:
@@ -152,10 +154,12 @@ class NcclCommunicator:
             self._changed.wait_for(lambda: self._joined is not None or self._broken is not None)
             joined, is_whole, ending = self._joined, self._broken is None, self._ending
             self._broken = self._broken or GroupBroken(f"rank {self._rank} has closed its end")
-        # A broken group is ended by `_end`, with its memory. An interpreter that ends meanwhile takes NCCL's library
-        # away beneath it.
-        if ending is not None:
-            ending.join(_END_DEADLINE_S)
+        # A broken group is ended by `_end`, with its memory, or by the thread that was still forming it. An interpreter
+        # that ends meanwhile takes NCCL's library away beneath them.
+        until_s = time.monotonic() + _END_DEADLINE_S
+        for thread in (self._joining, ending):
+            if thread is not None:
+                thread.join(max(0.0, until_s - time.monotonic()))
         if joined is not None and is_whole:
             if joined.one_shot is not None:
                 joined.one_shot.close()

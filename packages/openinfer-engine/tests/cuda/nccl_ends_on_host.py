@@ -1,0 +1,87 @@
+"""How a group over NCCL ends, with a stand-in for the library: the script that `test_nccl_ends.py` runs."""
+
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import emulated_cuda
+
+emulated_cuda.install()
+pathfinder: Any = ModuleType("cuda.pathfinder")
+pathfinder.DynamicLibNotFoundError, pathfinder.load_nvidia_dynamic_lib = OSError, None  # no library is opened
+sys.modules["cuda.pathfinder"] = pathfinder
+
+from openinfer_engine.cuda.worker import CudaWorker  # noqa: E402 - after the stand-ins
+from openinfer_engine.distributed import nccl_communicator  # noqa: E402
+from openinfer_kernels.cuda.comm.nccl import NcclGroup  # noqa: E402
+
+
+def calls_within_a_group_that_raise_end_it() -> None:
+    called: list[str] = []
+    group: Any = NcclGroup.__new__(NcclGroup)
+    group._library = SimpleNamespace(
+        ncclGroupStart=lambda: called.append("start") or 0, ncclGroupEnd=lambda: called.append("end") or 0
+    )
+    try:
+        with group.together():
+            raise OSError("a call within it was refused")
+    except OSError:
+        pass
+    assert called == ["start", "end"], called
+    with group.together():
+        pass
+    assert called == ["start", "end"] * 2, called
+
+
+class SlowGroup:
+    """A group that is formed when it may be, and notes its end."""
+
+    may_be_formed = threading.Event()
+    aborted = threading.Event()
+
+    def __init__(self, group_id: bytes, *, rank: int, size: int) -> None:
+        self.may_be_formed.wait(60)
+
+    def take_abort(self) -> Any:
+        return self.aborted.set
+
+
+def a_group_that_is_broken_while_it_is_formed_is_ended_before_close_returns() -> None:
+    nccl: Any = nccl_communicator
+    nccl.NcclGroup, nccl.RankArrays, nccl.ExactSums = SlowGroup, lambda _: None, lambda *_, **__: None
+    nccl.NcclCommunicator._warm_up = lambda *_: None
+    device: Any = SimpleNamespace(use=lambda: None)
+    made = nccl.NcclCommunicator(b"", rank=0, size=2, device=device, nodes=(0, 0), maps_memory=False)
+    made.abort(RuntimeError("another rank has failed"))
+    threading.Timer(0.2, SlowGroup.may_be_formed.set).start()
+    made.close()
+    assert SlowGroup.aborted.is_set()
+    assert not [each for each in threading.enumerate() if each.name == "openinfer-join"]
+
+
+def a_worker_whose_device_has_failed_frees_its_graphs_and_leaves_the_group() -> None:
+    def fail() -> None:
+        raise RuntimeError("an illegal address")
+
+    ended: list[str] = []
+    graphs = {name: SimpleNamespace(clear=lambda name=name: ended.append(name)) for name in "abcde"}
+    worker: Any = CudaWorker.__new__(CudaWorker)
+    worker._stream = SimpleNamespace(synchronize=fail)
+    worker._decode, worker._adapted_decode = graphs["a"], graphs["b"]
+    worker._mixed = SimpleNamespace(captured=graphs["c"], adapted=graphs["d"])
+    worker._drafted, worker._sleeping_memory = SimpleNamespace(graphs=graphs["e"]), None
+    worker._communicator = SimpleNamespace(close=lambda: ended.append("group"))
+    try:
+        worker.close()
+    except RuntimeError:
+        ended.append("said")
+    assert sorted(ended[:5]) == [*"abcde"], ended
+    assert ended[5:] == ["group", "said"], ended
+
+
+if __name__ == "__main__":
+    calls_within_a_group_that_raise_end_it()
+    a_group_that_is_broken_while_it_is_formed_is_ended_before_close_returns()
+    a_worker_whose_device_has_failed_frees_its_graphs_and_leaves_the_group()
+    print("ended")
