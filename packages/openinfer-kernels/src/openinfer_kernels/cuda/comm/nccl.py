@@ -187,7 +187,12 @@ class NcclGroup:
     def together(self) -> Generator[None]:
         """What is called within it is queued at its end, as one kernel where NCCL can."""
         _check(self._library.ncclGroupStart())
-        yield
+        try:
+            yield
+        except BaseException:
+            # Else all later calls of this thread would belong to it, an abort's and those of other groups too.
+            self._library.ncclGroupEnd()
+            raise
         _check(self._library.ncclGroupEnd())
 
 
