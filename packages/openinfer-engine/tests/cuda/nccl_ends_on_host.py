@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ sys.modules["cuda.pathfinder"] = pathfinder
 from openinfer_engine.cuda.worker import CudaWorker  # noqa: E402 - after the stand-ins
 from openinfer_engine.distributed import nccl_communicator  # noqa: E402
 from openinfer_kernels.cuda.comm.nccl import NcclGroup  # noqa: E402
+from openinfer_kernels.cuda.common.graphs import Stream  # noqa: E402
 
 
 def calls_within_a_group_that_raise_end_it() -> None:
@@ -67,7 +69,7 @@ def a_worker_whose_device_has_failed_frees_its_graphs_and_leaves_the_group() -> 
     ended: list[str] = []
     graphs = {name: SimpleNamespace(clear=lambda name=name: ended.append(name)) for name in "abcde"}
     worker: Any = CudaWorker.__new__(CudaWorker)
-    worker._stream = SimpleNamespace(synchronize=fail)
+    worker._stream = SimpleNamespace(synchronize=fail, free_graphs=lambda: ended.append("freed"))
     worker._decode, worker._adapted_decode = graphs["a"], graphs["b"]
     worker._mixed = SimpleNamespace(captured=graphs["c"], adapted=graphs["d"])
     worker._drafted, worker._sleeping_memory = SimpleNamespace(graphs=graphs["e"]), None
@@ -77,11 +79,30 @@ def a_worker_whose_device_has_failed_frees_its_graphs_and_leaves_the_group() -> 
     except RuntimeError:
         ended.append("said")
     assert sorted(ended[:5]) == [*"abcde"], ended
-    assert ended[5:] == ["group", "said"], ended
+    assert ended[5:] == ["freed", "group", "said"], ended
+
+
+class Captured:
+    """What a stream has captured."""
+
+
+def graphs_are_freed_also_where_a_traceback_has_them() -> None:
+    captured = [Captured(), Captured()]
+    alive = [weakref.ref(each) for each in captured]
+    stream: Any = Stream.__new__(Stream)
+    stream._graphs = weakref.WeakSet()
+    stream._stream = SimpleNamespace(begin_capture=lambda: None, end_capture=captured.pop)
+    kept, _ = stream.capture(lambda: None)
+    stream.capture(lambda: None)
+    assert [each() is None for each in alive] == [True, False]  # what nobody has is gone
+    stream.free_graphs()
+    assert alive[1]() is None
+    assert kept is not None
 
 
 if __name__ == "__main__":
     calls_within_a_group_that_raise_end_it()
     a_group_that_is_broken_while_it_is_formed_is_ended_before_close_returns()
     a_worker_whose_device_has_failed_frees_its_graphs_and_leaves_the_group()
+    graphs_are_freed_also_where_a_traceback_has_them()
     print("ended")

@@ -410,6 +410,7 @@ class CudaWorker:
             ends.callback(self._communicator.close)
             if self._sleeping_memory is not None:
                 ends.callback(self._sleeping_memory.close)
+            ends.callback(self._stream.free_graphs)
             if self._drafted is not None:
                 ends.callback(self._drafted.graphs.clear)
             for captured in (self._decode, self._adapted_decode, self._mixed.captured, self._mixed.adapted):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Self, TypeVar
+from weakref import WeakSet
 
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import cupy
@@ -75,6 +76,10 @@ class Graph:
         """Queues it on the stream that it was captured on."""
         self._graph.launch(self._stream)
 
+    def free(self) -> None:
+        """Lets go of what was captured, whoever still has this object; it cannot be launched any more."""
+        self._graph = None
+
 
 class Stream:
     """The stream of one rank. As a context manager it is the current stream of the thread, on its device."""
@@ -85,6 +90,7 @@ class Stream:
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._pools: list[Any] = []
         """Of graphs: a pool that is dropped frees what its graphs work in."""
+        self._graphs: WeakSet[Graph] = WeakSet()
 
     def __enter__(self) -> Self:
         self._device.use()
@@ -114,7 +120,14 @@ class Stream:
             result = work()
         finally:
             captured = self._stream.end_capture()
-        return Graph(captured, self._stream), result
+        graph = Graph(captured, self._stream)
+        self._graphs.add(graph)
+        return graph, result
+
+    def free_graphs(self) -> None:
+        """Frees all that were captured. The traceback of a step that failed may have them for longer than their group."""
+        for graph in list(self._graphs):
+            graph.free()
 
 
 class _Allocator(AbstractContextManager[None]):
