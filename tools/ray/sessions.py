@@ -29,7 +29,7 @@ from openinfer_core import Failed, Finished, GenerateRequest, RequestId, Samplin
 from openinfer_core.control import FlushCache
 from openinfer_core.replicas import PrefixRouter
 from openinfer_ray import cluster
-from openinfer_ray.cluster import Bundle
+from openinfer_ray.bundles import Bundle
 from openinfer_ray.kv_events.routing import KvRouting
 from openinfer_ray.options import RayOptions
 from openinfer_ray.ray_engine import RayEngine, join_replica
@@ -127,7 +127,7 @@ def main() -> None:
     arguments = parser.parse_args()
     seen = begun(shape={name: getattr(SHAPE, name) for name in SHAPE.__slots__}, outcomes=[])
     most = max(arguments.replicas)
-    cluster.connect(RayOptions(ray_address="local", replicas=most, ray_app=APP), Bundle(cpus=1, gpus=0))
+    cluster.connect(RayOptions(ray_address="local", replicas=most, ray_app=APP), Bundle(cpus=1, gpus=(0,)))
     try:
         alone = {hot: run_ways(1, hot, ["sent"])[0] for hot in (0, 256)}
         for count, hot in itertools.product(arguments.replicas, alone):
@@ -157,7 +157,7 @@ def run_ways(count: int, hot_tokens: int, ways: list[str]) -> list[dict[str, Any
         routing=Routing.KV_EVENTS,
     )
     cluster.start_directory(options)
-    cluster.deploy(options, Bundle(cpus=1, gpus=0), spec)
+    cluster.deploy(options, Bundle(cpus=1, gpus=(0,)), spec)
     try:
         return [asyncio.run(run_way(spec, way, count, hot_tokens)) for way in ways]
     finally:
