@@ -94,7 +94,7 @@ def graphs_are_freed_also_where_a_traceback_has_them() -> None:
     stream._stream = SimpleNamespace(begin_capture=lambda: None, end_capture=captured.pop)
     kept, _ = stream.capture(lambda: None)
     stream.capture(lambda: None)
-    assert [each() is None for each in alive] == [True, False]  # what nobody has is gone
+    assert [each() is None for each in alive] == [True, False]  # what is not held is gone
     stream.free_graphs()
     assert alive[1]() is None
     assert kept is not None

@@ -77,7 +77,7 @@ class Graph:
         self._graph.launch(self._stream)
 
     def free(self) -> None:
-        """Lets go of what was captured, whoever still has this object; it cannot be launched any more."""
+        """Lets go of what was captured, also while this object is held; it cannot be launched any more."""
         self._graph = None
 
 
