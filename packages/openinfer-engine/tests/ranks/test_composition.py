@@ -37,8 +37,8 @@ def test_what_only_one_of_them_has_is_named() -> None:
 
 
 def test_of_many_differences_three_are_named() -> None:
-    with pytest.raises(Refused, match="there and sm_90a here; .*; and 2 more; install the same wheels"):
-        require_same(HERE, {name: "other" for name in HERE}, **PLACE)
+    with pytest.raises(Refused, match=r"there and sm_90a here; .*; and 2 more; install the same wheels"):
+        require_same(HERE, dict.fromkeys(HERE, "other"), **PLACE)
 
 
 def test_an_engines_composition_has_its_parts_its_model_and_their_packages() -> None:

@@ -125,7 +125,7 @@ class Stream:
         return graph, result
 
     def free_graphs(self) -> None:
-        """Frees all that were captured. The traceback of a step that failed may have them for longer than their group."""
+        """Frees all that were captured: a failed step's traceback may have them for longer than their group lasts."""
         for graph in list(self._graphs):
             graph.free()
 
