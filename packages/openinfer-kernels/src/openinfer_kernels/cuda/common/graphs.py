@@ -69,7 +69,7 @@ class Graph:
     """A captured step."""
 
     def __init__(self, graph: Any, stream: Any) -> None:
-        self._graph = graph
+        self._graph: Any = graph
         self._stream = stream
 
     def launch(self) -> None:
