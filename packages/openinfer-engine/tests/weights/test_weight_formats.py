@@ -369,3 +369,15 @@ def test_dummies_of_every_format_are_valid_spread_and_far_from_flat(kind: Any, s
     assert 1.3 < (hidden @ whole.T).std() < 2.9  # powers of two are up to a factor of 1.41 off
     for shard in (Shard.COLUMN_PARALLEL, Shard.ROW_PARALLEL):
         np.testing.assert_array_equal(np.concatenate([values(shard, rank, 2) for rank in (0, 1)], shard), whole)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq v1 asymmetric", "w4a16 asymmetric"])
+def test_dummies_with_zero_points_do_not_lean_to_one_side(name: str) -> None:
+    """What leans makes all tokens of a mixture alike, which are then routed to the same experts."""
+    matrix = config_of(SCHEMES[name]).matrix("X", *SHAPE)
+    weights = DummyWeights(matrix.tensors(), rank=0, size=1)
+    assert matrix.format is not None
+    part = read_quantised(weights, matrix, matrix.format, Shard.WHOLE, Rank(0, 1))
+    values = CpuOps().upload_dequantised(part)
+    leans_by_half_a_code = 0.5 * part.scales.astype(np.float32).mean()
+    assert abs(values.mean()) < 0.2 * leans_by_half_a_code

@@ -149,7 +149,7 @@ def _grid(stored: StoredFormat, shape: tuple[int, int]) -> tuple[int, int]:
 
 
 def _zero_points(stored: StoredFormat, shape: tuple[int, int]) -> StoredTensor:
-    """Words, along the outputs; dummies are the middle of all codes."""
+    """Words, along the outputs; dummies are the two middles of all codes."""
     (rows, groups), bits = _grid(stored, shape), stored.format.code.bits
     words = -(-rows * bits // _WORD_BITS)
     word = _word_of_zeros(stored)
@@ -161,10 +161,15 @@ def _zero_points(stored: StoredFormat, shape: tuple[int, int]) -> StoredTensor:
 
 
 def _word_of_zeros(stored: StoredFormat) -> int:
-    """A word of zero points in the middle, as an int32."""
+    """A word of zero points in the middle, as an int32.
+
+    Where they may differ, every other one is a code lower. All codes are as far above 7 as below 8, and half a code of
+    one sign would add up over the columns: all tokens would look alike, and be routed to the same experts.
+    """
     bits = stored.format.code.bits
     middle = (1 << (bits - 1)) - stored.zero_offset
-    word = sum(middle << shift for shift in range(0, _WORD_BITS, bits))
+    lower = middle - stored.format.zero_points
+    word = sum((lower if shift // bits % 2 else middle) << shift for shift in range(0, _WORD_BITS, bits))
     return word - (1 << _WORD_BITS) if word >> (_WORD_BITS - 1) else word
 
 
