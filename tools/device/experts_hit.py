@@ -1,8 +1,8 @@
 """How many experts of a layer the tokens of one step choose, and what such a step has to read at least.
 
-    python3 tools/device/experts_hit.py MODEL [--layers N] [--rows 1 8 64] [--device cpu] [--json FILE]
+    python3 tools/device/experts_hit.py MODEL ... [--layers N] [--rows 1 8 64] [--device cpu] [--json FILE]
 
-MODEL needs the config.json of a mixture alone. Its first layers have random weights; rows have random prompts of 32
+Each MODEL needs the config.json of a mixture alone. Its first layers have random weights; rows have random prompts of 32
 tokens, then the experts of one more token each are counted. Bytes are those of the config's format: of all weights that
 every step reads, and of the experts that were hit, both of all the model's layers; not those of KV and states.
 """
@@ -111,19 +111,22 @@ def measure(definition: Any, given: dict[str, Any], ops: Any, *, layers: int, ro
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="+")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="the CPU takes small models")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(argv)
-    config = dict(read_config(given.model))
-    family: Any = claim(config, list_plugins(MODELS))[0]
-    found = [measure(family.definition, config, ops_of(given.device), layers=given.layers, rows=r) for r in given.rows]
-    for row in found:
-        print(row)
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=2) + "\n")
+    ops, found = ops_of(given.device), []
+    for model in given.model:
+        config = dict(read_config(model))
+        family: Any = claim(config, list_plugins(MODELS))[0]
+        for rows in given.rows:
+            hit = measure(family.definition, config, ops, layers=given.layers, rows=rows)
+            found.append({"model": model.name, **hit})
+            print(found[-1], flush=True)
+            if given.json is not None:
+                given.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def ops_of(device: str) -> Any:

@@ -1,9 +1,11 @@
 """Times the products of a Qwen3-4B step on a GPU, by our kernels where they serve and by cuBLASLt alone.
 
     python3 tools/device/products.py [--commit COMMIT] [--out FILE] [--tokens N ...] [--chains-only] [--model qwen3-8b]
+                                      [--ways ours] [--pairs]
 
-Each product alone (weights from memory: all layers' in turn), and all 145 products of a step with and without the 73
-norms between them, each kernel after the one before, in CUDA graphs. The clocks are warmed before each measurement.
+Each product alone (weights from memory: all layers' in turn), with `--pairs` also each with the one that follows it in
+a step, and all 145 products of a step with and without the 73 norms between them, each kernel after the one before, in
+CUDA graphs. The clocks are warmed before each measurement.
 """
 
 import argparse
@@ -125,7 +127,27 @@ def time_products(step, linears, num_tokens):
             row[f"{kind}_us"] = ms * 1e3 / len(weights)
             row[f"{kind}_tb_per_s"] = n * k * 2 / row[f"{kind}_us"] / 1e6
         rows.append(row)
-        print(f"{num_tokens:>4} {name:<8} " + "  ".join(f"{key} {row[key]:.2f}" for key in row if key[-1] == "s")[14:])
+        print(f"{num_tokens:>4} {name:<8} " + "  ".join(f"{key} {row[key]:.2f}" for key in row if key.endswith("_us")))
+    return rows
+
+
+def time_pairs(step, linears, num_tokens):
+    """Of all layers, one kernel after the other: what a product's neighbour adds to what it takes alone."""
+    rows, names = [], list(step.shapes)
+    inputs = {name: random_bf16((num_tokens, k)) for name, (_, k) in step.shapes.items()}
+    for pair in zip(names, [*names[1:], names[0]], strict=True):
+        row = {"pair": " ".join(pair), "tokens": num_tokens}
+        for kind, linear in linears.items():
+
+            def both(pair=pair, linear=linear):
+                for layer in step.layers:
+                    for name in pair:
+                        multiply = linear.linear_swiglu if name == "gate_up" else linear.linear
+                        multiply(inputs[name], layer[name])
+
+            row[f"{kind}_us"] = median_ms(both) * 1e3 / len(step.layers)
+        rows.append(row)
+        print("  ".join(map(str, row.values())), flush=True)
     return rows
 
 
@@ -144,16 +166,18 @@ def main():
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 32, 48, 64, 96, 128, 192, 256])
     parser.add_argument("--chains-only", action="store_true")
+    parser.add_argument("--pairs", action="store_true")
     parser.add_argument("--model", choices=MODELS, default="qwen3-4b")
+    parser.add_argument("--ways", nargs="+", choices=("ours", "cublaslt"), default=["ours", "cublaslt"])
     arguments = parser.parse_args()
     device = Device.open()
-    norm, linears = (
-        Norm(device),
-        {
-            "ours": Linear(device, DecodeGemm(device), Gemm(device), LibraryProducts(device)),
-            "cublaslt": Linear(device, Unused(), Unused(), LibraryProducts(device)),
-        },
-    )
+    own = {"ours": (DecodeGemm, Gemm), "cublaslt": (lambda _: Unused(), lambda _: Unused())}
+    linears = {
+        way: Linear(device, decode_gemm(device), gemm(device), LibraryProducts(device))
+        for way, (decode_gemm, gemm) in own.items()
+        if way in arguments.ways
+    }
+    norm = Norm(device)
     step = Step(arguments.model)
     for linear in linears.values():
         with linear.tuning():
@@ -163,6 +187,9 @@ def main():
     products = []
     if not arguments.chains_only:
         products = [row for num_tokens in arguments.tokens for row in time_products(step, linears, num_tokens)]
+    pairs = []
+    if arguments.pairs:
+        pairs = [row for num_tokens in arguments.tokens for row in time_pairs(step, linears, num_tokens)]
     if arguments.out:
         record = {
             "commit": arguments.commit,
@@ -176,6 +203,7 @@ def main():
             },
             "chains": chains,
             "products": products,
+            "pairs": pairs,
         }
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -194,6 +194,7 @@ FP8_ROWS = compressed_tensors(
     "float-quantized", {**PER_TOKEN, "type": "float"}, num_bits=8, type="float", strategy="channel"
 )
 MXFP4 = compressed_tensors("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)
+NVFP4 = compressed_tensors("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)
 KIMI_K2_INT4 = W4A16_GROUP_32
 QWEN3_30B_A3B: Mapping[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -284,6 +285,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "qwen3-4b-w4a16-g32": {**QWEN3_4B, **W4A16_GROUP_32},
     "qwen3-4b-w8a8": {**QWEN3_4B, **W8A8},
     "qwen3-4b-mxfp4": {**QWEN3_4B, **MXFP4},
+    "qwen3-4b-nvfp4": {**QWEN3_4B, **NVFP4},
     "qwen3-4b-fp8": {**QWEN3_4B, **FP8_BLOCKS},
     "qwen3-4b-awq": {**QWEN3_4B, **AWQ_INT4},
     "qwen3-8b": QWEN3_8B,
