@@ -17,8 +17,11 @@ MIXTURES = Path(__file__).parent / "fixtures_moe"
         ("fp8 blocks BF16", ("in_proj_a", "in_proj_b", "out_proj")),
         ("w4a16", ()),
         ("w8a8", ()),
+        ("gptq v1", ("in_proj_a", "in_proj_b")),
+        ("mxfp4", ()),
+        ("nvfp4", ()),
     ],
-    ids=["as published", "third party", "all in one product", "int8"],
+    ids=["as published", "third party", "all in one product", "int8", "gptq", "mxfp4", "nvfp4"],
 )
 @pytest.mark.parametrize("name", ["text_tied", "vision_language"])
 def test_quantised_model_computes_with_what_its_weights_stand_for(
@@ -30,13 +33,21 @@ def test_quantised_model_computes_with_what_its_weights_stand_for(
     check_quantised(Qwen35Definition(), fixtures / name, folder, scheme, plain=plain, tolerance=tolerance)
 
 
-@pytest.mark.parametrize(("scheme", "plain"), [("fp8 blocks BF16", ("in_proj_a", "in_proj_b")), ("w8a8", ())])
+@pytest.mark.parametrize(
+    ("scheme", "plain"),
+    [
+        ("fp8 blocks BF16", ("in_proj_a", "in_proj_b")),
+        ("w8a8", ()),
+        ("gptq v1 asymmetric", ("in_proj_a", "in_proj_b")),
+        ("mxfp4", ()),
+    ],
+)
 def test_quantised_mixture_computes_with_what_its_weights_stand_for(
     tmp_path: Path, scheme: str, plain: tuple[str, ...]
 ) -> None:
     """Experts one by one, as quantised ones are published, and the shared one."""
     tolerance, folder = 5e-4 if plain else 0, tmp_path / "model"
-    check_quantised(Qwen35MoeDefinition(), MIXTURES / "text", folder, scheme, plain=plain, tolerance=tolerance)
+    check_quantised(Qwen35MoeDefinition(), MIXTURES / "text", folder, scheme, group=8, plain=plain, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("scheme", ["fp8 blocks BF16", "w4a16 channel"])

@@ -8,7 +8,7 @@ import numpy as np
 
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.testing.family import FamilyHarness
-from openinfer_engine.testing.quantised_checkpoints import SCHEMES, Scheme, write_quantised
+from openinfer_engine.testing.quantised_checkpoints import Scheme, schemes, write_quantised
 from openinfer_engine.weights.checkpoint import Checkpoint
 
 _NUM_TOKENS = 21
@@ -28,6 +28,7 @@ def check_quantised(
     target: Path,
     scheme: str,
     *,
+    group: int = 32,
     plain: tuple[str, ...] = (),
     ranks: int = 2,
     tolerance: float = 0,
@@ -39,6 +40,7 @@ def check_quantised(
         source: a BF16 checkpoint.
         target: a folder that is made.
         scheme: of `SCHEMES`.
+        group: columns of a group of integers, where the layout leaves it open.
         plain: parts of the names of projections that stay in BF16.
         ranks: into how many the model is cut as well.
         tolerance: of one rank's logits; 0 where no product is split, as a part of one is plain.
@@ -46,7 +48,7 @@ def check_quantised(
     Raises:
         AssertionError: the logits differ, or quantising changed nothing.
     """
-    chosen: Scheme = replace(SCHEMES[scheme], plain=plain)
+    chosen: Scheme = replace(schemes(group)[scheme], plain=plain)
     values = write_quantised(source, target, chosen, projections(source))
     assert values, "no matrix was quantised"
     tokens = np.random.default_rng(7).integers(0, _VOCABULARY, _NUM_TOKENS).tolist()

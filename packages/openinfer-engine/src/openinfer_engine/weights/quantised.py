@@ -220,7 +220,8 @@ def _read_zero_points(weights: WeightSource, matrix: StoredMatrix, stored: Store
         case Packing.GPTQ:
             found = unpacked(words, bits, 1).T
         case _:
-            found = unpacked(words, bits, 0)[: matrix.shape[0]]
+            found = unpacked(words, bits, 0)
+    found = found[: matrix.shape[0]]  # the last word may be filled up
     if stored.zero_offset and (found == (1 << bits) - stored.zero_offset).any():
         raise InvalidCheckpoint(
             f"{name} has the zero point {(1 << bits) - stored.zero_offset}, to which one is added: readers of this "
