@@ -95,6 +95,7 @@ STEPS = {
     "fp8": CASES[0],
     "fp8_bf16": BF16_SCALES,
     "int4": CASES[4],
+    "mxfp4": CASES[13],
     "q4_1": CASES[14],
     "q4_0": CASES[15],
     "q8_0": CASES[16],

@@ -454,6 +454,7 @@ E4M3_KERNELS = {
     "int4": "int4_float32_e4m3",
     "int4 in groups": "int4_float32_e4m3groups",
     "int4 with minimums": "int4_min_float32_e4m3groups",
+    "fp4": "fp4_float32_e4m3groups",
 }
 """Of matrices whose codes are multiplied as E4M3, with results in float32."""
 
@@ -466,6 +467,8 @@ def unrounded(make_library: Callable[..., ctypes.CDLL]) -> ctypes.CDLL:
 def matrix_of(modules: Any, kind: str, rows: int, columns: int) -> Matrix:
     if kind == "fp8":
         return fp8_matrix(modules, rows, columns)
+    if kind == "fp4":
+        return fp4_matrix(modules, rows, columns)
     return int4_matrix(
         modules, rows, columns, group=128 if kind == "int4" else 32, minimums=kind == "int4 with minimums"
     )
@@ -540,6 +543,7 @@ def test_codes_after_the_last_column_which_may_be_nan_are_not_multiplied_as_e4m3
         ("int4 in groups", (".sums[first + at];", ".sums[0];")),
         ("int4 with minimums", ("middle(stored[at][half])", "middle(stored[at][0])")),
         ("int4 in groups", ("group = (first + at) * p.scales.groups / kMmasOfTile", "group = 0")),
+        ("fp4", ("group = (first + at) * p.scales.groups / kMmasOfTile", "group = 0")),
     ],
     ids=[
         "half of the lower number",
@@ -549,6 +553,7 @@ def test_codes_after_the_last_column_which_may_be_nan_are_not_multiplied_as_e4m3
         "sums of the first group",
         "minimums of the lower row",
         "its scale",
+        "scales of the first 32 columns",
     ],
 )
 def test_mistakes_in_what_scales_sums_of_e4m3_are_noticed(modules, make_library, on_device, kind, mistake):

@@ -16,6 +16,7 @@ FORMATS = (
     WeightFormat(code=Code.INT4, group_rows=1, group_columns=64, scales=ScaleType.F16, zero_points=True),
     WeightFormat(code=Code.INT4, group_rows=1, group_columns=32, scales=ScaleType.BF16),
     WeightFormat(code=Code.INT4, group_rows=1, group_columns=32, scales=ScaleType.F16, minimums=True),
+    WeightFormat(code=Code.E2M1, group_rows=1, group_columns=32, scales=ScaleType.E8M0),
 )
 
 

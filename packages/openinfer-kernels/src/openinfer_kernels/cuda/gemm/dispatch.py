@@ -37,7 +37,7 @@ MOST_E4M3_TOKENS: Mapping[str, int] = {"fp8": 2, "int4": 1}
 """Of a matrix in tiles, by the name of kernels: up to so many its codes are multiplied as numbers of E4M3, and never
 dequantised, where the sums of 128 columns may be scaled."""
 
-MOST_E4M3_GROUPS_TOKENS: Mapping[str, int] = {"int4": 8, "int4_min": 8}
+MOST_E4M3_GROUPS_TOKENS: Mapping[str, int] = {"int4": 8, "int4_min": 8, "fp4": 8}
 """The same for groups of 64 and of 32 columns."""
 
 
