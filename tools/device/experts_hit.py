@@ -2,9 +2,9 @@
 
     python3 tools/device/experts_hit.py MODEL ... [--layers N] [--rows 1 8 64] [--device cpu] [--json FILE]
 
-Each MODEL needs the config.json of a mixture alone. Its first layers have random weights; rows have random prompts of 32
-tokens, then the experts of one more token each are counted. Bytes are those of the config's format: of all weights that
-every step reads, and of the experts that were hit, both of all the model's layers; not those of KV and states.
+Each MODEL needs the config.json of a mixture alone. Its first layers have random weights; rows have random prompts of
+32 tokens, then the experts of one more token each are counted. Bytes are those of the config's format: of all weights
+that every step reads, and of the experts that were hit, both of all the model's layers; not those of KV and states.
 """
 
 import argparse

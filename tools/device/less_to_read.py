@@ -166,7 +166,7 @@ class Engine:
 
     def __init__(self, model: Path, options: Mapping[str, str], environment: Mapping[str, str]) -> None:
         command = [sys.executable, __file__, "--engine", str(model), json.dumps(options)]
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -269,46 +269,64 @@ def best(loop: Any, rng: Any, size: Size) -> list[dict[str, Any]]:
     ]
 
 
-def measured(loop: Any, rng: Any, size: Size) -> tuple[float, list[float]]:
-    """Seconds until every request has its first token, then ms a token of each count of rows."""
-    from openinfer_core import Failed, GenerateRequest, RequestId, SamplingParams, Tokens
+class Batch:
+    """Requests that were submitted together, and how many tokens each has had."""
 
-    first_id = int(rng.integers(0, 2**40))
-    generated = {RequestId(first_id + index): 0 for index in range(size.rows[0])}
+    def __init__(self, loop: Any, rng: Any, size: Size) -> None:
+        from openinfer_core import GenerateRequest, RequestId, SamplingParams
 
-    def count(events: Any) -> int:
+        first_id = int(rng.integers(0, 2**40))
+        self._loop, self._generated = loop, {RequestId(first_id + index): 0 for index in range(size.rows[0])}
+        sampling = SamplingParams(max_tokens=OUTPUT_ROOM, temperature=0.0)
+        for request_id in self._generated:
+            prompt = tuple(rng.integers(0, loop.info.num_token_ids, size.prompt_tokens).tolist())
+            request = GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+            self._count(loop.submit(request))
+
+    def prefill(self) -> None:
+        while not all(self._generated.values()):
+            self.step()
+
+    def step(self) -> int:
+        """Tokens of requests that were not aborted."""
+        return self._count(self._loop.step())
+
+    def keep(self, rows: int) -> None:
+        """Aborts all others; those stay that have said least: the last ones."""
+        for request_id in list(self._generated)[: len(self._generated) - rows]:
+            self._loop.abort(request_id)
+            del self._generated[request_id]
+
+    def _count(self, events: Any) -> int:
+        from openinfer_core import Failed, Tokens
+
         found = 0
         for event in events:
             if isinstance(event, Failed):
                 raise SystemExit(f"a request failed: {event.message}")
-            if isinstance(event, Tokens) and event.request_id in generated:
-                generated[event.request_id] += len(event.token_ids)
+            if isinstance(event, Tokens) and event.request_id in self._generated:
+                self._generated[event.request_id] += len(event.token_ids)
                 found += len(event.token_ids)
         return found
 
-    sampling = SamplingParams(max_tokens=OUTPUT_ROOM, temperature=0.0)
+
+def measured(loop: Any, rng: Any, size: Size) -> tuple[float, list[float]]:
+    """Seconds until every request has its first token, then ms a token of each count of rows."""
     begin = time.perf_counter()
-    for request_id in generated:
-        prompt = tuple(rng.integers(0, loop.info.num_token_ids, size.prompt_tokens).tolist())
-        count(loop.submit(GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)))
-    while not all(generated.values()):
-        count(loop.step())
+    batch = Batch(loop, rng, size)
+    batch.prefill()
     prefill_s, tpots = time.perf_counter() - begin, []
     for rows in size.rows:
-        # Those stay that have said least: the last ones.
-        for request_id in list(generated)[: len(generated) - rows]:
-            loop.abort(request_id)
-            del generated[request_id]
+        batch.keep(rows)
         for _ in range(UNTIMED_STEPS):
-            count(loop.step())
+            batch.step()
         steps = STEPS[rows >= MANY_ROWS]
         begin = time.perf_counter()
-        tokens = sum(count(loop.step()) for _ in range(steps))
+        tokens = sum(batch.step() for _ in range(steps))
         tpots.append((time.perf_counter() - begin) * 1e3 / steps)
         if tokens != rows * steps:
             raise SystemExit(f"{steps} steps of {rows} rows gave {tokens} tokens, not one of each row and step")
-    for request_id in generated:
-        loop.abort(request_id)
+    batch.keep(0)
     while loop.busy:
         loop.step()
     return prefill_s, tpots
@@ -375,7 +393,8 @@ class Session:
                 self._import(index)
                 self.turns.append({"name": line.name, "model": line.model, "options": [*line.options]})
                 self.turns[-1] |= self._turn(index, line, left)
-                print(f"{self._given.seconds - self._end + time.monotonic():5.0f} s  {table(self.turns[-1:])}", flush=True)
+                passed_s = self._given.seconds - self._end + time.monotonic()
+                print(f"{passed_s:5.0f} s  {table(self.turns[-1:])}", flush=True)
                 if "failed" in self.turns[-1] or line.name not in [each.name for each in self._lines[index + 1 :]]:
                     self._close(line.name)
                 self._write()

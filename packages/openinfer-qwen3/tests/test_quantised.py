@@ -22,7 +22,8 @@ def test_quantised_model_computes_with_what_its_weights_stand_for(fixtures: Path
 
 @pytest.mark.parametrize("scheme", ["fp8 blocks BF16", "w4a16 channel", "nvfp4", "awq", "gptq v1", "mxfp4", "w8a8"])
 def test_quantised_mixture_computes_with_what_its_weights_stand_for(tmp_path: Path, scheme: str) -> None:
-    check_quantised(Qwen3MoeDefinition(), MIXTURES / "mixture", tmp_path / "model", scheme, group=16, plain=("down_proj",))
+    folder = tmp_path / "model"
+    check_quantised(Qwen3MoeDefinition(), MIXTURES / "mixture", folder, scheme, group=16, plain=("down_proj",))
 
 
 def test_biases_next_to_quantised_weights_are_refused(fixtures: Path, tmp_path: Path) -> None:

@@ -168,8 +168,8 @@ def _integers(values: Floats, *, bits: int, group: int | None, symmetric: bool, 
     most = (1 << bits) - 1
     grid = values.reshape(len(values), -1, columns)
     low, high = np.minimum(grid.min(2), 0), np.maximum(grid.max(2), 0)
-    # As AutoGPTQ's `find_params` and compressed-tensors' `calculate_qparams`: half of all codes are below the middle, and
-    # the largest number is cut by half a code where it is above zero.
+    # As AutoGPTQ's `find_params` and compressed-tensors' `calculate_qparams`: the largest number lies between two
+    # codes, and above zero it takes the lower one.
     sizes = np.abs(grid).max(2) / (most / 2) if symmetric else (high - low) / most
     stored, scales = _stored(np.maximum(sizes, np.float32(1e-4)).astype(np.float32), dtype)
     middle = np.full(scales.shape, (most + 1) // 2, np.int64)
@@ -256,7 +256,7 @@ def _e2m1(values: Floats, spread: Floats) -> tuple[NDArray[np.uint8], Floats]:
 
 
 def _mxfp4(values: Floats) -> Packed:
-    # compressed-tensors' `round_to_power_2`: up from 1.75 times a power of two, else down; the largest code is 1.5 times 4.
+    # compressed-tensors' `round_to_power_2`: up from 1.75 times a power of two on, else down; codes reach 1.5 times 4.
     fraction, exponent = np.frexp(_largest(values, 1, 32))
     powers = np.exp2(exponent - 1 + (2 * fraction >= 1.75) - 2).astype(np.float32)
     stored, scales = _stored(powers, "U8")
