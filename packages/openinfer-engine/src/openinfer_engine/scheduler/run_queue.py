@@ -75,9 +75,9 @@ PARK_PATIENCE_S = 1.0
 BYPASS_SCAN = 256
 """Requests of a tenant, or of all where a policy knows none, that are looked at for one that may pass."""
 MAX_NEWCOMERS = 64
+"""Requests of a tenant that others give way to at a time."""
 MAX_QUICK_TOKENS = 1024
 """To compute of a prompt before whose first token no early load begins; a longer one's steps hide what that takes."""
-"""Requests of a tenant that others give way to at a time."""
 
 
 @dataclass(slots=True, eq=False)
