@@ -17,12 +17,6 @@ after (least squares with exponential forgetting: Haykin, Adaptive Filter Theory
 reads more of the KV memory: on a CPU sixteen of 1,500 tokens took as long as a hundred of 20. Where the last steps were
 about alike, what was learnt before stands (a ridge around it: Hoerl and Kennard, Technometrics 12(1), 1970), and at
 first all time is taken for the rows': then a row is never cheaper than it seems.
-
-Where rows sit out, steps with few rows are no longer seen, and a step without a row is what a line through the others
-says. That is too much where the first rows cost most (a CPU computes the attention of rows of about one length at once,
-and sixteen rows have as many lengths as sixty): 16 ms were taken for 9, and as much was added once more. So of
-`PROBE_STEPS` steps one has no prompts and leaves `LEAST_ROWS` to each tenant whose rows take turns, and what steps take
-beyond that one is those tenants'.
 """
 
 import math
@@ -38,7 +32,6 @@ from openinfer_engine.scheduler.step_builder import StepInFlight
 LEAST_ROWS = 4
 TURN_STEPS = 16
 RECENT_STEPS = 16
-PROBE_STEPS = 128
 ROWS_MS = 5.0
 _KEPT = 0.95  # of the weight of earlier steps with each newer one
 _LEAST_SPREAD = 0.1  # of the mean: with less, what is known counts for more than a plane through the last steps
@@ -90,38 +83,23 @@ class _Fit:
 class DecodeTurns:
     """Of one scheduler."""
 
-    __slots__ = (
-        "_applied_s",
-        "_few",
-        "_fitted",
-        "_known",
-        "_probed_step",
-        "_probes",
-        "_recent",
-        "_sums",
-        "_turns",
-        "_weight",
-    )
+    __slots__ = ("_applied_s", "_fitted", "_known", "_recent", "_sums", "_turns", "_weight")
 
     def __init__(self) -> None:
         self._turns: dict[str, _Turn] = {}  # by tenant
         self._recent: dict[str, int] = {}  # steps for which a tenant still counts as one with rows
-        self._few: tuple[float, float, float] | None = None  # rows, tokens and ms of the last steps with few rows
-        self._probes: set[int] = set()  # steps in flight with few rows
-        self._probed_step = -PROBE_STEPS  # the last of them
         self._applied_s = float("-inf")
         self._weight = 0.0  # of all steps
         self._sums = [0.0] * 8  # of rows, tokens, ms; squares of rows and tokens; products of each two
         self._fitted: _Fit | None = None
         self._known: tuple[float, float] | None = None  # time per row and per token, of longer ago
 
-    def sitting_out(self, ready: Iterable[Sequence], decoding: Iterable[Sequence], *, step: int) -> frozenset[Sequence]:
+    def sitting_out(self, ready: Iterable[Sequence], decoding: Iterable[Sequence]) -> frozenset[Sequence]:
         """Those without a row in the next step.
 
         Args:
             ready: sequences that may decode, oldest first.
             decoding: all that decode, those without a mask for the next step among them.
-            step: its number.
         """
         fit = self._fit()
         costs_ms = {sequence: 0.0 if fit is None else fit.of(sequence) for sequence in decoding}
@@ -138,31 +116,10 @@ class DecodeTurns:
         total_ms = sum(by_tenant.values())
         sitting: set[Sequence] = set()
         for tenant, own in rows.items():
-            own_ms, base_ms = by_tenant[tenant], self._least_base_ms(fit)
-            if not own_ms:
-                continue
-            room_ms = max(ROWS_MS, base_ms + total_ms - own_ms)
-            # What a step takes beyond one with few rows is theirs, too, in equal parts.
-            room_ms *= own_ms / (own_ms + fit.base_ms - base_ms)
+            room_ms = max(ROWS_MS, fit.base_ms + total_ms - by_tenant[tenant])
             if len(own) > LEAST_ROWS and sum(costs_ms[each] for each in own) > room_ms * (1 + 1e-9):
-                if step >= self._probed_step + PROBE_STEPS:
-                    self._probes.add(step)
-                    self._probed_step = step
-                if step in self._probes:
-                    room_ms = 0.0
                 sitting.update(self._turns.setdefault(tenant, _Turn()).others(own, costs_ms, room_ms))
         return frozenset(sitting)
-
-    def is_probe(self, step: int) -> bool:
-        """Whether a step says what few rows take: it has no prompts, so that it says that alone."""
-        return step in self._probes
-
-    def _least_base_ms(self, fit: _Fit) -> float:
-        """What a step without a row takes, by the line through all steps or by those with few rows."""
-        if self._few is None:
-            return fit.base_ms
-        rows, tokens, ms = self._few
-        return min(fit.base_ms, max(0.0, ms - fit.row_ms * rows - fit.token_ms * tokens))
 
     @property
     def recent_tenants(self) -> AbstractSet[str]:
@@ -179,12 +136,9 @@ class DecodeTurns:
         left_ms = -math.inf
         for tenant in tenants:
             own_ms = by_tenant.get(tenant, 0.0)
-            if len(by_tenant) == (tenant in by_tenant):
-                left_ms = max(left_ms, OTHERS_MS)
-                continue
-            base_ms = self._least_base_ms(fit)
-            added_ms = own_ms + fit.base_ms - base_ms if own_ms else 0.0
-            left_ms = max(left_ms, max(OTHERS_MS, base_ms + total_ms - own_ms) - added_ms)
+            has_others = len(by_tenant) > (tenant in by_tenant)
+            room_ms = max(OTHERS_MS, fit.base_ms + total_ms - own_ms) - own_ms if has_others else OTHERS_MS
+            left_ms = max(left_ms, room_ms)
         return left_ms
 
     def note(self, step: StepInFlight, *, applied_s: float) -> None:
@@ -192,10 +146,6 @@ class DecodeTurns:
         took_ms = (applied_s - max(self._applied_s, step.planned_s)) * 1e3
         self._applied_s = applied_s
         num_rows = step.decode_tokens
-        is_probe = step.step in self._probes
-        if is_probe:
-            self._probes.remove(step.step)
-            self._probed_step += TURN_STEPS - PROBE_STEPS  # soon again, unless it is one that says something
         if took_ms <= 0 or num_rows < len(step.rows) or not num_rows:
             return
         if num_rows > len(step.rows) and num_rows != sum(step.ends) - sum(step.starts):
@@ -204,10 +154,6 @@ class DecodeTurns:
         fit = self._fit()
         if fit is not None:
             took_ms = min(took_ms, _MOST_GROWTH * max(self._sums[2] / self._weight, fit.of_step(num_rows, num_tokens)))
-            if is_probe:
-                self._probed_step += PROBE_STEPS - TURN_STEPS
-                rows, tokens, ms = self._few or (num_rows, num_tokens, took_ms)
-                self._few = (rows + num_rows) / 2, (tokens + num_tokens) / 2, (ms + took_ms) / 2
         self._weight = _KEPT * self._weight + 1
         newest = (
             num_rows,

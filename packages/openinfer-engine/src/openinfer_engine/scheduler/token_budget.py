@@ -230,8 +230,7 @@ class TokenBudgetScheduler:
         unfilled = self._plan_decode_rows(builder)
         if self._config.max_drafts:
             self._add_drafts(builder, unfilled)
-        if not (builder.rows and self._decode_turns.is_probe(self._counters.steps)):
-            self._plan_prompts(builder, unfilled)
+        self._plan_prompts(builder, unfilled)
         self._queue.prefetch()
         self._queue.count_shares()
         if not builder.rows:
@@ -292,7 +291,7 @@ class TokenBudgetScheduler:
                 decoding.append(sequence)  # its mask may be late: it is slowed by long steps all the same
                 if sequence.computed_tokens != sequence.target_tokens and not self._waits_for_mask(sequence):
                     ready.append(sequence)
-        sitting_out = self._decode_turns.sitting_out(ready, decoding, step=self._counters.steps)
+        sitting_out = self._decode_turns.sitting_out(ready, decoding)
         self._counters.share_rows_sat_out += len(sitting_out)
         return sitting_out
 
