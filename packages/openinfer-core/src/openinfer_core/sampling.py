@@ -199,18 +199,12 @@ def check_tuple(name: str, value: object) -> tuple[object, ...]:
     return cast("tuple[object, ...]", value)
 
 
-class _Slice(msgspec.Struct, array_like=True, gc=False):
-    """Of ids that are checked: a class, since a type of `typing` is hashed in Python for each."""
-
-    token_ids: TokenIds
-
-
 def check_token_ids(name: str, token_ids: object) -> None:
     """Raises `InvalidRequest`: these are not token ids. Types and range in C, in slices: 0.14 ms for 16k ids."""
     entries = check_tuple(name, token_ids)
     try:
         for begin in range(0, len(entries), _SLICE_IDS):
-            msgspec.convert((entries[begin : begin + _SLICE_IDS],), _Slice)
+            msgspec.convert(entries[begin : begin + _SLICE_IDS], TokenIds)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{name} is not of token ids: {error}", field=name) from error
 
