@@ -141,14 +141,19 @@ def hash_of(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
+def random_factors(modules: Mapping[str, AdaptedModule], *, rank: int, dtype: Any) -> dict[str, Any]:
+    """Of each module B, then A: another order than a digest's."""
+    rng = np.random.default_rng(0)
+    return {
+        f"base_model.model.model.{module}.lora_{factor}.weight": rng.normal(size=shape).astype(dtype)
+        for module, each in modules.items()
+        for factor, shape in (("B", (each.rows, rank)), ("A", (rank, each.columns)))
+    }
+
+
 def test_what_is_given_is_what_the_file_has_however_many_threads_read_it(tmp_path: Path) -> None:
     modules = {f"layers.{layer}.mlp.up_proj": AdaptedModule(300 + layer, 1000 - layer) for layer in range(40)}
-    rng = np.random.default_rng(0)
-    tensors = {
-        f"base_model.model.model.{module}.lora_{factor}.weight": rng.normal(size=shape).astype(np.float32)
-        for module, each in modules.items()
-        for factor, shape in (("B", (each.rows, 12)), ("A", (12, each.columns)))
-    }
+    tensors = random_factors(modules, rank=12, dtype=np.float32)
     folder, digests = write(tmp_path / "adapter", tensors, r=12), set[bytes]()
     for num_threads in (1, 3, 40):
         taken = Taken()
@@ -181,12 +186,7 @@ class Whole(Taken):
 def test_tensors_are_read_to_where_they_stay(tmp_path: Path, num_threads: int) -> None:
     """A and B of each module in turn, whatever the file's order, with the digest that they have anywhere."""
     modules = {f"layers.{layer}.mlp.up_proj": AdaptedModule(3000 + layer, 1000 - layer) for layer in range(40)}
-    rng = np.random.default_rng(0)
-    tensors = {
-        f"base_model.model.model.{module}.lora_{factor}.weight": rng.normal(size=shape).astype(np.float16)
-        for module, each in modules.items()
-        for factor, shape in (("B", (each.rows, 16)), ("A", (16, each.columns)))
-    }
+    tensors = random_factors(modules, rank=16, dtype=np.float16)
     folder, whole = write(tmp_path / "adapter", tensors, r=16), Whole(modules)
     given = {"modules": modules, "max_rank": 16, "num_threads": num_threads}
     adapter = read_adapter(folder, target=whole, **given)
