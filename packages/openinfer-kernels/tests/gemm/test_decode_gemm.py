@@ -17,7 +17,7 @@ SHAPES = [  # (n, k): what is special about the division of a tile's K, or of th
     pytest.param(4224, 384, id="two blocks share each of 66 tiles"),
     pytest.param(6144, 2560, id="96 tiles"),
     pytest.param(8512, 256, id="133 tiles"),
-    pytest.param(17024, 128, id="266 tiles, two for most blocks"),
+    pytest.param(17024, 128, id="266 tiles, two for most blocks; gates in tiles of 80 rows, the last of 64"),
     pytest.param(2560, 9728, id="down"),
     pytest.param(19456, 2560, id="gate and up"),
 ]

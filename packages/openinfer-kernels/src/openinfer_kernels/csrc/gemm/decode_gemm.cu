@@ -18,3 +18,15 @@ DECODE_GEMM(32, swiglu, kSwiglu)
 DECODE_GEMM(8, float32, kFloat32)
 DECODE_GEMM(16, float32, kFloat32)
 DECODE_GEMM(32, float32, kFloat32)
+
+// Gate and up in tiles of five slices.
+#define DECODE_GEMM_SLICES(TOKENS)                                                                                   \
+  extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)                                  \
+      decode_gemm_swiglu_##TOKENS##_slices(const __grid_constant__ CUtensorMap w_map,                                \
+                                          const __grid_constant__ CUtensorMap x_map, bf16* y, int m, int n,         \
+                                          int k) {                                                                  \
+    run<TOKENS, kSwiglu, false, 5>(w_map, x_map, y, m, n, k);                                                       \
+  }
+
+DECODE_GEMM_SLICES(8)
+DECODE_GEMM_SLICES(16)

@@ -10,6 +10,9 @@
 //     with weights, which depend on nothing; only X waits. Blocks take at most half of a multiprocessor's shared
 //     memory, so that those of the next kernel find room next to them.
 //
+// A tile of five slices of 16 rows is for gate and up where blocks then have one each: by a second product of 64 rows, of
+// which those after the tile's are whatever follows it in shared memory, and stored nowhere.
+//
 //   producer warp:         wait for a free stage ─► TMA of a chunk of W and a chunk of X
 //   consumer warpgroup:    wait for a full stage ─► wgmma ─► free the stage ─► at the end of a tile: epilogue
 //
@@ -33,35 +36,41 @@ namespace {
 constexpr int kBox = 64;                     // K of one box: 128 bytes, one swizzle row
 constexpr int kBoxes = 2;
 constexpr int kColumns = kBox * kBoxes;      // K of a chunk: with one box there are twice the waits
-constexpr int kRows = 64;                    // features of a tile
+constexpr int kSliceRows = 16, kProductSlices = 4;  // features of a slice; slices of a product of the tensor cores
 constexpr int kConsumers = 128;              // one warpgroup
 constexpr int kThreads = kConsumers + 32;    // and the producer
 constexpr int kMostBlocksPerTile = 3;        // a cluster: 40 tiles (`down`) for 132 multiprocessors
 constexpr int kBlocksPerMultiprocessor = 2;
 constexpr int kAlignment = 1024;             // of swizzled boxes
+constexpr int kProductBytes = kProductSlices * kSliceRows * kBox * 2;  // of a box, for a product
 
 enum Epilogue { kStore, kSwiglu, kFloat32 };
 
 // Sizes for up to kTokens tokens; decode_gemm.py repeats those of launches. At most half of a multiprocessor's shared
 // memory, and the division of L1 cache and shared memory that all kernels ask for: another one would have to wait until
 // the multiprocessor is empty.
-template <int kTokens>
+template <int kTokens, int kSlices>
 struct Sizes {
-  static constexpr int kSharedBytes = (kTokens == 8 ? 113 : 89) * 1024;
-  static constexpr int kSums = kTokens / 2;  // of a consumer
+  static constexpr int kSharedBytes = (kTokens == 8 || kSlices != kProductSlices ? 113 : 89) * 1024;
+  static constexpr int kRows = kSlices * kSliceRows;  // features of a tile
+  static constexpr int kProducts = (kSlices + kProductSlices - 1) / kProductSlices;
+  static constexpr int kSums = kTokens / 2;  // of a consumer and a product
   static constexpr int kWeightBox = kRows * kBox * 2, kXBox = kTokens * kBox * 2;
   static constexpr int kStageBytes = (kWeightBox + kXBox) * kBoxes;
-  static constexpr int kPartialBytes = (kMostBlocksPerTile - 1) * kSums * kConsumers * 4;
-  static constexpr int kStages = (kSharedBytes - kPartialBytes - 8) / (kStageBytes + 16);
+  static constexpr int kPartials = kSlices == kProductSlices ? kMostBlocksPerTile - 1 : 0;  // that others send
+  static constexpr int kPartialBytes = kPartials * kSums * kConsumers * 4;
+  static constexpr int kStages = (kSharedBytes - kPartialBytes - 16) / (kStageBytes + 16);
 };
 
-template <int kTokens>
+template <int kTokens, int kSlices>
 struct Shared {
-  using S = Sizes<kTokens>;
+  using S = Sizes<kTokens, kSlices>;
   alignas(kAlignment) uint8_t w[S::kStages][kBoxes][S::kWeightBox];
   alignas(kAlignment) uint8_t x[S::kStages][kBoxes][S::kXBox];
-  float partials[kMostBlocksPerTile - 1][S::kSums][kConsumers];
+  float partials[S::kPartials * S::kSums * kConsumers + 1];  // and one, as there is no array of none
   uint64_t full[S::kStages], empty[S::kStages], partials_full;
+
+  __device__ __forceinline__ float* partial(int other, int sum) { return partials + (other * S::kSums + sum) * kConsumers; }
 };
 
 // Which tiles and which split of K a block multiplies.
@@ -81,25 +90,25 @@ struct Work {
   }
 };
 
-template <int kTokens>
-__device__ __forceinline__ void load_w(Shared<kTokens>& s, int stage, const CUtensorMap& map, int tile, int chunk,
+template <int kTokens, int kSlices>
+__device__ __forceinline__ void load_w(Shared<kTokens, kSlices>& s, int stage, const CUtensorMap& map, int tile, int chunk,
                                        uint64_t policy) {
 #pragma unroll
   for (int box = 0; box < kBoxes; box++)
-    load_box(s.w[stage][box], &map, &s.full[stage], chunk * kColumns + box * kBox, 0, 0, tile * (kRows / 16), policy);
+    load_box(s.w[stage][box], &map, &s.full[stage], chunk * kColumns + box * kBox, 0, 0, tile * kSlices, policy);
 }
 
-template <int kTokens>
-__device__ __forceinline__ void load_x(Shared<kTokens>& s, int stage, const CUtensorMap& map, int chunk,
+template <int kTokens, int kSlices>
+__device__ __forceinline__ void load_x(Shared<kTokens, kSlices>& s, int stage, const CUtensorMap& map, int chunk,
                                        uint64_t policy) {
 #pragma unroll
   for (int box = 0; box < kBoxes; box++)
     load_box(s.x[stage][box], &map, &s.full[stage], chunk * kColumns + box * kBox, 0, policy);
 }
 
-template <int kTokens>
-__device__ void produce(Shared<kTokens>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map) {
-  using S = Sizes<kTokens>;
+template <int kTokens, int kSlices>
+__device__ void produce(Shared<kTokens, kSlices>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map) {
+  using S = Sizes<kTokens, kSlices>;
   const uint64_t once = evict_first_policy(), again = evict_last_policy();
   const int ahead = min(S::kStages, work.steps);
   int tile = work.first_tile, chunk = 0;
@@ -112,40 +121,44 @@ __device__ void produce(Shared<kTokens>& s, const Work& work, const CUtensorMap&
   // At first all stages are free. They are full only with their chunks of X, which the kernel ahead may write.
   for (int i = 0; i < ahead; i++, advance()) {
     barrier_expect(&s.full[i], S::kStageBytes);
-    load_w<kTokens>(s, i, w_map, tile, work.first_chunk + chunk, once);
+    load_w<kTokens, kSlices>(s, i, w_map, tile, work.first_chunk + chunk, once);
   }
   wait_for_previous_kernel();
-  for (int i = 0; i < ahead; i++) load_x<kTokens>(s, i, x_map, work.first_chunk + i % work.num_chunks, again);
+  for (int i = 0; i < ahead; i++) load_x<kTokens, kSlices>(s, i, x_map, work.first_chunk + i % work.num_chunks, again);
   for (int i = ahead; i < work.steps; i++, advance()) {
     const int stage = i % S::kStages;
     barrier_wait(&s.empty[stage], (i / S::kStages - 1) & 1);
     barrier_expect(&s.full[stage], S::kStageBytes);
-    load_w<kTokens>(s, stage, w_map, tile, work.first_chunk + chunk, once);
-    load_x<kTokens>(s, stage, x_map, work.first_chunk + chunk, again);
+    load_w<kTokens, kSlices>(s, stage, w_map, tile, work.first_chunk + chunk, once);
+    load_x<kTokens, kSlices>(s, stage, x_map, work.first_chunk + chunk, again);
   }
 }
 
-template <int kTokens>
-__device__ __forceinline__ void multiply(float (&d)[kTokens / 2], const Shared<kTokens>& s, int stage) {
+template <int kTokens, int kSlices>
+__device__ __forceinline__ void multiply(float (&d)[Sizes<kTokens, kSlices>::kProducts][kTokens / 2],
+                                         const Shared<kTokens, kSlices>& s, int stage) {
   wgmma_fence();
 #pragma unroll
   for (int box = 0; box < kBoxes; box++) {
     const uint64_t w = tile_descriptor(s.w[stage][box]);
     const uint64_t x = tile_descriptor(s.x[stage][box]);
 #pragma unroll
-    for (int step = 0; step < kBox / 16; step++) wgmma<kTokens>(d, w + step * 2, x + step * 2);
+    for (int step = 0; step < kBox / 16; step++)
+#pragma unroll
+      for (int product = 0; product < Sizes<kTokens, kSlices>::kProducts; product++)
+        wgmma<kTokens>(d[product], w + step * 2 + product * kProductBytes / 16, x + step * 2);
   }
   wgmma_commit();
   wgmma_wait<0>();
 }
 
 // Sends this block's sums to the cluster's first block, or, there, adds the others' in the order of ranks.
-template <int kTokens>
-__device__ bool reduce_partials(float (&d)[kTokens / 2], const Work& work, Shared<kTokens>& s) {
-  using S = Sizes<kTokens>;
+template <int kTokens, int kSlices>
+__device__ bool reduce_partials(float (&d)[kTokens / 2], const Work& work, Shared<kTokens, kSlices>& s) {
+  using S = Sizes<kTokens, kSlices>;
   const int thread = threadIdx.x;
   if (work.rank != 0) {
-    const uint32_t partials = address_in(&s.partials[work.rank - 1][0][thread], 0);
+    const uint32_t partials = address_in(s.partial(work.rank - 1, 0) + thread, 0);
 #pragma unroll
     for (int i = 0; i < S::kSums; i++) store_in(partials + i * kConsumers * 4, d[i]);
     barrier_arrive_in(address_in(&s.partials_full, 0));
@@ -154,7 +167,7 @@ __device__ bool reduce_partials(float (&d)[kTokens / 2], const Work& work, Share
   barrier_wait_cluster(&s.partials_full, 0);  // the only phase: a cluster has one tile
   for (int other = 0; other < work.size - 1; other++) {
 #pragma unroll
-    for (int i = 0; i < S::kSums; i++) d[i] += s.partials[other][i][thread];
+    for (int i = 0; i < S::kSums; i++) d[i] += s.partial(other, i)[thread];
   }
   return true;
 }
@@ -172,24 +185,27 @@ struct OutputOf<kFloat32> {
 template <Epilogue kEpilogue>
 using Output = typename OutputOf<kEpilogue>::Type;
 
+// The sums of up to four slices, of which a warp has one.
 template <int kTokens, Epilogue kEpilogue>
-__device__ void finish_tile(const float (&d)[kTokens / 2], int tile, Output<kEpilogue>* y, int m, int n) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+__device__ void finish_slices(const float (&d)[kTokens / 2], int first_slice, int end_slice, Output<kEpilogue>* y, int m,
+                             int n) {
+  const int lane = threadIdx.x % 32, slice = first_slice + threadIdx.x / 32;
+  if (slice >= end_slice) return;
 #pragma unroll
   for (int i = 0; i < kTokens / 4; i++) {
     const int token = i / 2 * 8 + 2 * (lane % 4) + i % 2;
     if (token >= m) continue;
     const float first = d[i / 2 * 4 + i % 2], second = d[i / 2 * 4 + 2 + i % 2];
     if constexpr (kEpilogue == kStore) {
-      bf16* to = y + int64_t(token) * n + tile * kRows + warp * 16 + lane / 4;
+      bf16* to = y + int64_t(token) * n + slice * kSliceRows + lane / 4;
       to[0] = __float2bfloat16_rn(first);
       to[8] = __float2bfloat16_rn(second);
     } else if constexpr (kEpilogue == kFloat32) {
-      float* to = y + int64_t(token) * n + tile * kRows + warp * 16 + lane / 4;
+      float* to = y + int64_t(token) * n + slice * kSliceRows + lane / 4;
       to[0] = first;
       to[8] = second;
     } else {
-      bf16* to = y + int64_t(token) * (n / 2) + tile * (kRows / 2) + warp * 8 + lane / 4;
+      bf16* to = y + int64_t(token) * (n / 2) + slice * (kSliceRows / 2) + lane / 4;
       *to = __float2bfloat16_rn(silu(rounded(first)) * rounded(second));
     }
   }
@@ -233,10 +249,10 @@ struct AddedDelta {
   }
 };
 
-template <int kTokens, Epilogue kEpilogue, class Added>
-__device__ void consume(Shared<kTokens>& s, const Work& work, Output<kEpilogue>* y, int m, int n, Added& added) {
-  using S = Sizes<kTokens>;
-  float d[S::kSums] = {};
+template <int kTokens, Epilogue kEpilogue, int kSlices, class Added>
+__device__ void consume(Shared<kTokens, kSlices>& s, const Work& work, Output<kEpilogue>* y, int m, int n, Added& added) {
+  using S = Sizes<kTokens, kSlices>;
+  float d[S::kProducts][S::kSums] = {};
   int tile = work.first_tile, chunk = 0;
   for (int i = 0; i < work.steps; i++) {
     if constexpr (Added::kAdds) {
@@ -244,28 +260,35 @@ __device__ void consume(Shared<kTokens>& s, const Work& work, Output<kEpilogue>*
     }
     const int stage = i % S::kStages;
     barrier_wait(&s.full[stage], (i / S::kStages) & 1);
-    multiply<kTokens>(d, s, stage);
+    multiply<kTokens, kSlices>(d, s, stage);
     if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[stage]);
     if (++chunk < work.num_chunks) continue;
-    if (work.size == 1 || reduce_partials<kTokens>(d, work, s)) {
-      if constexpr (Added::kAdds) added.add(d, tile, tile == work.first_tile);
-      finish_tile<kTokens, kEpilogue>(d, tile, y, m, n);
+    bool has_sums = true;
+    if constexpr (S::kPartials > 0) has_sums = work.size == 1 || reduce_partials<kTokens, kSlices>(d[0], work, s);
+    if (has_sums) {
+      if constexpr (Added::kAdds) added.add(d[0], tile, tile == work.first_tile);
+      const int end_slice = min((tile + 1) * kSlices, n / kSliceRows);
+#pragma unroll
+      for (int product = 0; product < S::kProducts; product++)
+        finish_slices<kTokens, kEpilogue>(d[product], tile * kSlices + product * kProductSlices, end_slice, y, m, n);
       if constexpr (Added::kAdds) added.end(tile == work.first_tile);
     }
 #pragma unroll
-    for (int j = 0; j < S::kSums; j++) d[j] = 0;
+    for (int product = 0; product < S::kProducts; product++)
+#pragma unroll
+      for (int j = 0; j < S::kSums; j++) d[product][j] = 0;
     chunk = 0;
     tile += work.tile_stride;
   }
 }
 
-template <int kTokens, Epilogue kEpilogue, bool kAdapted = false>
+template <int kTokens, Epilogue kEpilogue, bool kAdapted = false, int kSlices = kProductSlices>
 __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<kEpilogue>* y, int m, int n, int k,
                     const lora::DecodeAdapters* adapters = nullptr) {
-  using S = Sizes<kTokens>;
-  static_assert(sizeof(Shared<kTokens>) <= S::kSharedBytes && S::kStages >= 2);
+  using S = Sizes<kTokens, kSlices>;
+  static_assert(sizeof(Shared<kTokens, kSlices>) <= S::kSharedBytes && S::kStages >= 2);
   extern __shared__ __align__(kAlignment) uint8_t raw[];
-  auto& s = *reinterpret_cast<Shared<kTokens>*>(raw);
+  auto& s = *reinterpret_cast<Shared<kTokens, kSlices>*>(raw);
   int blocks_before = 0;
   if constexpr (kAdapted) {
     static_assert(sizeof(lora::PartSums<kTokens>) <= S::kSharedBytes);
@@ -277,13 +300,13 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
       return;
     }
   }
-  const Work work(n / kRows, k / kColumns, blocks_before);
+  const Work work((n + S::kRows - 1) / S::kRows, k / kColumns, blocks_before);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; i++) {
       barrier_init(&s.full[i], 1);
       barrier_init(&s.empty[i], kConsumers / 32);
     }
-    if (work.size > 1) barrier_init(&s.partials_full, (work.size - 1) * kConsumers);
+    if (S::kPartials > 0 && work.size > 1) barrier_init(&s.partials_full, (work.size - 1) * kConsumers);
     barrier_init_fence();
   }
   if (work.size > 1)
@@ -297,14 +320,14 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
     if constexpr (kAdapted) {
       AddedDelta<kTokens, kEpilogue == kSwiglu> added(*adapters, work, m, n);
       wait_for_previous_kernel();
-      consume<kTokens, kEpilogue>(s, work, y, m, n, added);
+      consume<kTokens, kEpilogue, kSlices>(s, work, y, m, n, added);
     } else {
       NoDelta<kTokens> none;
       wait_for_previous_kernel();
-      consume<kTokens, kEpilogue>(s, work, y, m, n, none);
+      consume<kTokens, kEpilogue, kSlices>(s, work, y, m, n, none);
     }
   } else if (threadIdx.x == kConsumers) {
-    produce<kTokens>(s, work, w_map, x_map);
+    produce<kTokens, kSlices>(s, work, w_map, x_map);
   }
   // The first block stays until the others, which write to its memory, have left: a thread that has ended counts as
   // arrived.

@@ -14,6 +14,11 @@ from openinfer_kernels.ops import Array
 _STEM, _ADAPTED_STEM = "decode_gemm", "adapted_decode_gemm"
 _BF16_BYTES = 2
 _ROWS = 64
+_SLICE_ROWS = 16
+_SLICES_OF_GATES = 5
+"""Of 16 rows of gate and up that a block multiplies, where all blocks run at a time so; else tiles have 64 rows."""
+_SHARED_KIB_OF_SLICES = {8: 113, 16: 113}
+"""As `_SHARED_KIB`. With more tokens norms wait for room, and tiles of 64 rows are as fast."""
 _BOX_COLUMNS = 64
 _CHUNK_COLUMNS = 128
 _THREADS = 160
@@ -36,6 +41,7 @@ class DecodeGemm:
         self._most_blocks_per_tile = most_blocks_per_tile
         self._store = _kernels(device, "store")
         self._swiglu = _kernels(device, "swiglu")
+        self._gates = _kernels(device, "swiglu", of_slices=True)
         self._float32 = _kernels(device, "float32")
         self._device = device
         self._adapted: dict[Epilogue, dict[int, Kernel]] = {}
@@ -60,7 +66,12 @@ class DecodeGemm:
 
     def linear_swiglu(self, x: Array, gate_up: Array, out: Array, *, weights_first: bool = True) -> None:
         """Gate and up are the halves of `gate_up [2 F, k]`; `out [T, F]`."""
-        self._multiply(self._swiglu, x, _gate_box(gate_up), out, overlap=weights_first)
+        # Each multiprocessor then has as much to read as the others: with tiles of 64 rows some have twice as much.
+        slices = -(-len(gate_up) // (_SLICE_ROWS * _BLOCKS_PER_MULTIPROCESSOR * self._num_multiprocessors))
+        if slices == _SLICES_OF_GATES and _tokens_of(len(x)) in self._gates:
+            self._multiply(self._gates, x, _gate_box(gate_up, slices), out, overlap=weights_first)
+        else:
+            self._multiply(self._swiglu, x, _gate_box(gate_up), out, overlap=weights_first)
 
     def multiply_adapted(
         self, epilogue: Epilogue, x: Array, weight: Array, out: Array, adapters: DecodeAdapters
@@ -86,7 +97,7 @@ class DecodeGemm:
         # The map ends at the last token, and the copy engine fills up with zeros: nothing is padded or copied.
         x_box = TensorBox(address(x), (k, num_tokens), (k * _BF16_BYTES,), (_BOX_COLUMNS, tokens))
         sizes = [ctypes.c_int(size) for size in (num_tokens, n, k)]
-        blocks, cluster = self._partition(n // _ROWS, k // _CHUNK_COLUMNS)
+        blocks, cluster = self._partition(n, weight.box[3] * _SLICE_ROWS, k // _CHUNK_COLUMNS)
         arguments: list[Any] = [self._maps.of(weight), self._maps.of(x_box), out, *sizes]
         if adapters is not None:
             adapters.shrink_blocks = -(-adapters.parts // cluster) * cluster
@@ -94,8 +105,11 @@ class DecodeGemm:
             arguments.append(adapters)
         kernels[tokens]((blocks, 1, 1), (_THREADS, 1, 1), arguments, overlap=overlap, cluster=cluster)
 
-    def _partition(self, tiles: int, chunks_per_tile: int) -> tuple[int, int]:
+    def _partition(self, rows: int, tile_rows: int, chunks_per_tile: int) -> tuple[int, int]:
         """Blocks in all, and those that share a tile: several where there are too few tiles for the chip."""
+        tiles = -(-rows // tile_rows)
+        if tile_rows != _ROWS:
+            return tiles, 1
         # Clusters divide K where tiles are few, and add through distributed shared memory in order of rank: no atomics,
         # so that one run twice is bit-identical.
         cluster = min(self._most_blocks_per_tile, max(1, self._num_multiprocessors // tiles), chunks_per_tile)
@@ -105,12 +119,13 @@ class DecodeGemm:
         return -(-tiles // tiles_per_block), 1
 
 
-def _kernels(device: Device, epilogue: str, *, stem: str = _STEM) -> dict[int, Kernel]:
+def _kernels(device: Device, epilogue: str, *, stem: str = _STEM, of_slices: bool = False) -> dict[int, Kernel]:
     if not device.has(stem):
         return {}
+    end = "_slices" if of_slices else ""
     return {
-        tokens: device.kernel(stem, f"{stem}_{epilogue}_{tokens}", shared_bytes=kib << 10)
-        for tokens, kib in _SHARED_KIB.items()
+        tokens: device.kernel(stem, f"{stem}_{epilogue}_{tokens}{end}", shared_bytes=kib << 10)
+        for tokens, kib in (_SHARED_KIB_OF_SLICES if of_slices else _SHARED_KIB).items()
     }
 
 
@@ -119,10 +134,10 @@ def _tokens_of(num_tokens: int) -> int:
     return next(most for most in _SHARED_KIB if num_tokens <= most)
 
 
-def _gate_box(gate_up: Array) -> TensorBox:
+def _gate_box(gate_up: Array, slices: int = _ROWS // _SLICE_ROWS) -> TensorBox:
     n, k = gate_up.shape
     row_bytes = k * _BF16_BYTES
-    return _weight_box(gate_up, second_bytes=n // 2 * row_bytes, third_bytes=8 * row_bytes)
+    return _weight_box(gate_up, second_bytes=n // 2 * row_bytes, third_bytes=8 * row_bytes, slices=slices)
 
 
 def _rows_box(weight: Array) -> TensorBox:
@@ -130,9 +145,9 @@ def _rows_box(weight: Array) -> TensorBox:
     return _weight_box(weight, second_bytes=8 * row_bytes, third_bytes=16 * row_bytes)
 
 
-def _weight_box(weight: Array, *, second_bytes: int, third_bytes: int) -> TensorBox:
-    """Tiles of 64 rows: 8 rows, twice with `second_bytes` between, and that four times with `third_bytes` between."""
+def _weight_box(weight: Array, *, second_bytes: int, third_bytes: int, slices: int = _ROWS // _SLICE_ROWS) -> TensorBox:
+    """Tiles of slices: 8 rows, twice with `second_bytes` between; slices have `third_bytes` between."""
     n, k = weight.shape
     # Four axes, so that the copy engine itself interleaves 8 rows of gate with the 8 of up: a thread ends up with both.
     strides_bytes = (k * _BF16_BYTES, second_bytes, third_bytes)
-    return TensorBox(address(weight), (k, 8, 2, n // 16), strides_bytes, (_BOX_COLUMNS, 8, 2, _ROWS // 16))
+    return TensorBox(address(weight), (k, 8, 2, n // 16), strides_bytes, (_BOX_COLUMNS, 8, 2, slices))
