@@ -6,10 +6,13 @@
 The first drafts of a run follow a decode step, and are captured for few rows of one, too.
 
 Rows with fewer drafts than a graph has room for end early, which the device sees: `max_new` of a row is its data.
+
+What the drafter reads lies in the same arrays after any step of as many rows, so that it is captured once for each
+number of rows: it has most of the kernels, and a start waits while they are queued.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -52,6 +55,12 @@ class SpanArrays:
         spans = Spans.make(columns[:SPAN_LINES], positions=positions)
         return cls(positions=positions, columns=columns, chosen=chosen, spans=spans)
 
+    def of(self, positions: int) -> "SpanArrays":
+        """The same arrays for fewer positions."""
+        spans = replace(self.spans, token_ids=self.spans.token_ids[:positions])
+        columns = self.columns[: SPAN_LINES + positions]
+        return SpanArrays(positions=positions, columns=columns, chosen=self.chosen, spans=spans)
+
     @property
     def tokens(self) -> Array:
         """`[positions * R]` of the step, position by position."""
@@ -77,6 +86,13 @@ class CapturedDrafts:
     graph: Graph
     drafts: Array
     num_drafts: Array
+    before: Graph | None = None
+    """Copies what the drafter reads to where it reads it."""
+
+    def launch(self) -> None:
+        if self.before is not None:
+            self.before.launch()
+        self.graph.launch()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,31 +134,35 @@ class SpanGraphs:
         ]
         self._captured: dict[tuple[int, int], CapturedSpans] = {}
         self._after_decode: dict[int, tuple[Array, CapturedDrafts]] = {}
+        self._drafts: dict[int, CapturedDrafts] = {}
         self._ladder = ladder
-        self._arrays = {size: SpanArrays.make(*size) for size in self._sizes}
+        # Steps of as many rows use the same arrays one after the other.
+        self._arrays = {rows: SpanArrays.make(rows, ladder[-1]) for rows in {rows for rows, _ in self._sizes}}
+        self._last_hidden: dict[int, Array] = {}
 
     def warm_up(self, inputs: MixedInputs, hidden: Array) -> None:
         """Queues once what will be captured with these inputs: nothing is loaded or uploaded in a capture."""
-        for size in self._of_bucket(len(inputs.token_ids)):
-            arrays = self._arrays[size]
+        for rows, positions in self._of_bucket(len(inputs.token_ids)):
+            arrays = self._arrays[rows].of(positions)
             *_, last = [self._accept(arrays, inputs, hidden, changes) for changes in (True, False)]
-            if self._draft is not None:
+            if self._draft is not None and rows not in self._last_hidden:
                 self._draft(arrays.spans, last)
+            self._last_hidden.setdefault(rows, last)
 
     def capture(self, stream: Stream, captured: Mapping[int, CapturedMixed]) -> None:
         for bucket, mixed in captured.items():
-            for size in self._of_bucket(bucket):
-                self._captured[size] = self._capture(stream, self._arrays[size], mixed)
+            for rows, positions in self._of_bucket(bucket):
+                arrays = self._arrays[rows].of(positions)
+                self._captured[rows, positions] = self._capture(stream, arrays, mixed)
 
     def capture_after_decode(self, stream: Stream, spans: Spans, hidden: Array, *, fewest: int) -> None:
         """Drafts of `fewest` and more of the rows of a captured decode step, up to all of them."""
-        draft = self._draft
-        if draft is None:
-            return
         for rows in range(fewest, min(len(hidden), MOST_ROWS) + 1):
-            some, last = spans.first(rows), hidden[:rows]
-            graph, (ids, num_ids) = stream.capture(partial(draft, some, last))
-            self._after_decode[rows] = hidden, CapturedDrafts(graph=graph, drafts=ids, num_drafts=num_ids)
+            drafts = self._capture_drafts(stream, rows)
+            if drafts is not None:
+                work = partial(self._copy, spans.first(rows), hidden[:rows])
+                before, _ = stream.capture(work)
+                self._after_decode[rows] = hidden, replace(drafts, before=before)
 
     def after_decode(self, num_rows: int, hidden: Array) -> CapturedDrafts | None:
         """Of a step whose hidden states are there, which steps with adapters have elsewhere."""
@@ -152,6 +172,7 @@ class SpanGraphs:
     def clear(self) -> None:
         self._captured.clear()
         self._after_decode.clear()
+        self._drafts.clear()
 
     def of(self, plan: StepPlan) -> CapturedSpans | None:
         """What replays a plan whose rows all sample, some at several positions; None if nothing does."""
@@ -165,14 +186,31 @@ class SpanGraphs:
         return [size for size in self._sizes if bucket_of(TOKEN_BUCKETS, size[0] * size[1]) == bucket]
 
     def _capture(self, stream: Stream, arrays: SpanArrays, mixed: CapturedMixed) -> CapturedSpans:
-        plain_accept, full_accept = (
-            partial(self._accept, arrays, mixed.inputs, mixed.hidden, changes) for changes in (False, True)
-        )
-        plain, last_hidden = stream.capture(plain_accept)
-        # Drafts go on from the same array whichever way was taken, and are captured once.
-        full, _ = stream.capture(lambda: copy_array(full_accept(), last_hidden))
-        drafts, draft = None, self._draft
-        if draft is not None:
-            drafting, (ids, num_ids) = stream.capture(lambda: draft(arrays.spans, last_hidden))
-            drafts = CapturedDrafts(graph=drafting, drafts=ids, num_drafts=num_ids)
+        rows = len(arrays.chosen)
+        last_hidden = self._last_hidden[rows]
+
+        def accept(changes: bool) -> None:  # noqa: FBT001 - as `Accept`
+            copy_array(self._accept(arrays, mixed.inputs, mixed.hidden, changes), last_hidden)
+
+        # Drafts go on from the same array whichever way was taken.
+        (plain, _), (full, _) = (stream.capture(partial(accept, changes)) for changes in (False, True))
+        drafts = self._capture_drafts(stream, rows)
         return CapturedSpans(arrays=arrays, mixed=mixed, plain=plain, full=full, last_hidden=last_hidden, drafts=drafts)
+
+    def _capture_drafts(self, stream: Stream, rows: int) -> CapturedDrafts | None:
+        """Of so many rows, whatever step they had; None where none of them was warmed up, or nothing is captured."""
+        if self._draft is None or rows not in self._last_hidden:
+            return None
+        if rows not in self._drafts:
+            work = partial(self._draft, self._arrays[rows].spans, self._last_hidden[rows])
+            graph, (ids, num_ids) = stream.capture(work)
+            self._drafts[rows] = CapturedDrafts(graph=graph, drafts=ids, num_drafts=num_ids)
+        return self._drafts[rows]
+
+    def _copy(self, spans: Spans, hidden: Array) -> None:
+        """Queues what a drafter reads of a decode step, and `keep_drafts` of its spans."""
+        rows = len(hidden)
+        own = self._arrays[rows].spans
+        for name in ("slots", "new_counts", "last_ids", "lengths"):
+            copy_array(getattr(spans, name), getattr(own, name))
+        copy_array(hidden, self._last_hidden[rows])

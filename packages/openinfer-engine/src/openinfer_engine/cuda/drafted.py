@@ -251,7 +251,7 @@ class DraftedSteps:
         spans = pending.spans
         captured = pending.captured
         if captured is not None and self._drafter.observes:
-            captured.graph.launch()
+            captured.launch()
             return captured.drafts, captured.num_drafts
         drafts = self._drafter.propose(spans.slots, spans.last_ids, pending.hidden, spans.lengths)
         return drafts, self._drafts.keep_drafts(spans, drafts, num_token_ids=self._limits.num_token_ids)
