@@ -5,15 +5,18 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from openinfer_kv_offload import TierConfigError
 
 _MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 _BACKEND = "UCX"
-_MEMORY = "DRAM"
 _LONGEST_NAP_S = 0.001
 _NAME_BYTES = 8
+
+
+Memory: TypeAlias = Literal["DRAM", "VRAM"]
+"""As NIXL names a host's memory and a GPU's."""
 
 
 class StillMoving(ConnectionError):
@@ -59,17 +62,21 @@ class NixlAgent:
     Args:
         address: of the memory, which outlives the agent.
         num_bytes: of it.
+        memory: its kind, and that of all peers.
+        device: number of the GPU that it is of, as this process counts them.
 
     Raises:
         TierConfigError: NIXL is not installed.
     """
 
-    def __init__(self, address: int, num_bytes: int) -> None:
+    def __init__(self, address: int, num_bytes: int, *, memory: Memory = "DRAM", device: int = 0) -> None:
         api = import_nixl()
         self._lock = threading.Lock()
+        self._memory: Memory = memory
+        self._device = device
         config = api.nixl_agent_config(backends=[_BACKEND])
         self._agent: Any = api.nixl_agent(f"openinfer-{secrets.token_hex(_NAME_BYTES)}", config)
-        self._registered: Any = self._agent.register_memory([(address, num_bytes, 0, "")], _MEMORY)
+        self._registered: Any = self._agent.register_memory([(address, num_bytes, device, "")], memory)
 
     def describe(self) -> bytes:
         with self._lock:
@@ -116,8 +123,8 @@ class NixlAgent:
         with self._lock:
             try:
                 agent = self._agent
-                there = agent.get_xfer_descs([(remote, num_bytes, 0)], _MEMORY)
-                here = agent.get_xfer_descs([(local, num_bytes, 0)], _MEMORY)
+                there = agent.get_xfer_descs([(remote, num_bytes, self._device)], self._memory)
+                here = agent.get_xfer_descs([(local, num_bytes, self._device)], self._memory)
                 handle = agent.initialize_xfer("READ", here, there, peer)
                 return handle, agent.transfer(handle)
             except Exception as error:
