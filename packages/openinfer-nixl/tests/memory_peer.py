@@ -1,4 +1,4 @@
-"""A process that has blocks in its memory or its GPU's, for `test_memory_kinds.py`: `memory_peer.py KIND NUM_BLOCKS BLOCK_BYTES`.
+"""A process that has blocks in its memory or its GPU's: `memory_peer.py KIND NUM_BLOCKS BLOCK_BYTES`.
 
 Says in a line of JSON where they are, how they are read and what their sums are, and ends with its standard input.
 """
@@ -43,7 +43,9 @@ def main(kind: Memory, num_blocks: int, block_bytes: int) -> None:
         module_of(kind).cuda.Device().synchronize()
     agent = NixlAgent(address, array.nbytes, memory=kind)
     sums = [hashlib.sha256(block.tobytes()).hexdigest() for block in content.reshape(num_blocks, block_bytes)]
-    print(json.dumps({"address": address, "description": agent.describe().hex(), "sums": sums}), flush=True)
+    told = {"address": address, "description": agent.describe().hex(), "sums": sums}
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
     sys.stdin.read()
 
 
