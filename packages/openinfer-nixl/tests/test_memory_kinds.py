@@ -5,14 +5,14 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from memory_peer import bytes_of, memory_of
+from memory_peer import bytes_of, memory_of, module_of
 
 from openinfer_nixl.agent import Memory, NixlAgent
 
@@ -34,15 +34,13 @@ def kind(request: pytest.FixtureRequest) -> Memory:
 
 def has_gpu() -> bool:
     try:
-        import cupy
-
-        return cupy.cuda.runtime.getDeviceCount() > 0
+        return module_of("VRAM").cuda.runtime.getDeviceCount() > 0
     except Exception:  # noqa: BLE001 - CuPy's own kinds, without a driver too
         return False
 
 
 @contextmanager
-def peer(kind: Memory) -> Iterator[tuple["subprocess.Popen[str]", dict[str, Any]]]:
+def peer(kind: Memory) -> Generator[tuple["subprocess.Popen[str]", dict[str, Any]]]:
     script = Path(__file__).with_name("memory_peer.py")
     command = [sys.executable, str(script), kind, str(NUM_BLOCKS), str(BLOCK_BYTES)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
