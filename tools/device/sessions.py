@@ -1,6 +1,6 @@
 """Agents' sessions on one GPU: what a turn costs next to the same turn alone on the card, in a pool of a third.
 
-    python3 tools/device/sessions.py qwen3-8b|qwen3.5-4b[-long|-120k]|tiny OUT COMMIT [PART ...]
+    python3 tools/device/sessions.py qwen3-8b|qwen3.5-4b[-long|-120k[-six]]|tiny OUT COMMIT [PART ...]
 
     part        what is played                                                        the table's columns
     alone-NEW   one session without waits, NEW tokens a turn: all of it in the pool   the reference
@@ -11,7 +11,8 @@
     disk        sessions; the server ends and starts again; the same prompts          what the first turn takes
 
 The sets of `-long` grow to 120,000 tokens in 40 turns, those of `-120k` have nearly as many from the first turn on and
-end there; their pool is a third of what they hold, and the host tier holds all of it.
+end there; their pool is a third of what they hold, and the host tier holds all of it. `-120k-six` is the goal's own: six
+sessions of Qwen3-8B in a pool of two.
 Weights are random (`tiny` has its own, on the CPU: the rehearsal), prompts are token
 ids, and the server is asked over HTTP. Parts of one server run in the order given; of `check`, which stands for all its
 names, three at a time, since nothing is timed. One whose server has a planted error is right if the error is found.
@@ -94,6 +95,31 @@ def advance_and_keep(self, plan, **options):
 StateSlots.advance = advance_and_keep
 StateSlots.keep = lambda self, plan: None
 """,
+    "positions-off-by-one": """
+import numpy as np
+
+from openinfer_engine.worker.block_tables import BlockTables
+
+build = BlockTables.batch
+
+def shifted(self, plan, ops, *args, **kwargs):
+    batch = build(self, plan, ops, *args, **kwargs)
+    lengths = np.asarray(plan.counts)
+    batch.positions[: lengths.sum()] += np.repeat((plan.starts > 0) & (lengths > 1), lengths).astype(np.int32)
+    return batch
+
+BlockTables.batch = shifted
+""",
+    "adapter-by-name": """
+from openinfer_kv_cache import PrefixHasher
+
+root = PrefixHasher.root
+
+def root_by_name(self, *, lora_name=None, adapter_digest=None, cache_salt=None):
+    return root(self, lora_name=lora_name, cache_salt=cache_salt)
+
+PrefixHasher.root = root_by_name
+""",
     "dropped-salt": """
 from openinfer_server.request import plan
 
@@ -151,6 +177,8 @@ class Check:
     has_adapter: bool = False
     restarts: bool = False
     """Whether the sessions are played by one server first, and checked by the next one, which begins on its tiers."""
+    is_other_adapter: bool = False
+    """Whether the first of the two has another adapter of the same name."""
 
     @property
     def held_tokens(self) -> int:
@@ -264,6 +292,18 @@ SET_UPS: Mapping[str, SetUp] = {
                 shape=BRIEF, turns=8, flags=(*INVARIANT, *SOME_STATES), planted="state-one-row-back"
             ),
             "dropped-salt": Check(shape=BRIEF, turns=8, flags=(*INVARIANT, *SOME_STATES), planted="dropped-salt"),
+            "positions-off-by-one": Check(
+                shape=BRIEF, turns=8, flags=(*INVARIANT, *SOME_STATES), planted="positions-off-by-one"
+            ),
+            "adapter-by-name": Check(
+                shape=BRIEF,
+                turns=8,
+                flags=(*DISK, *INVARIANT, *SOME_STATES),
+                planted="adapter-by-name",
+                has_adapter=True,
+                restarts=True,
+                is_other_adapter=True,
+            ),
         },
         disk=Shape(sessions=3, turns=2, first_tokens=26_000, new_tokens=150, wait_s=0.0),
         num_blocks=11_000,
@@ -296,6 +336,17 @@ SET_UPS: Mapping[str, SetUp] = {
         flags=(*CUDA, "--max-model-tokens", "124000"),
         config={"max_position_embeddings": 131_072},
     ),
+    "qwen3-8b-120k-six": SetUp(
+        many={"150": Shape(sessions=6, turns=8, first_tokens=118_300, new_tokens=150, wait_s=2.0)},
+        checks={},
+        disk=Shape(sessions=3, turns=2, first_tokens=118_300, new_tokens=150, wait_s=0.0),
+        disk_size="56GiB",
+        num_blocks=15_600,
+        host="host=100GiB",
+        block_bytes=16 * 36 * 2 * 8 * 128 * 2,
+        flags=(*CUDA, "--max-model-tokens", "124000"),
+        config={"max_position_embeddings": 131_072},
+    ),
     "qwen3.5-4b-120k": SetUp(
         many={"150": Shape(sessions=4, turns=10, first_tokens=118_300, new_tokens=150, wait_s=2.0)},
         checks={},
@@ -319,6 +370,16 @@ SET_UPS: Mapping[str, SetUp] = {
                 shape=TINY, turns=6, flags=("--kv-tier", "host=64MiB", *INVARIANT, *NGRAM), has_adapter=True
             ),
             "stale-block": Check(shape=TINY, turns=6, flags=INVARIANT, planted="stale-block"),
+            "positions-off-by-one": Check(shape=TINY, turns=6, flags=INVARIANT, planted="positions-off-by-one"),
+            "adapter-by-name": Check(
+                shape=TINY,
+                turns=6,
+                flags=(*DISK, *INVARIANT),
+                planted="adapter-by-name",
+                has_adapter=True,
+                restarts=True,
+                is_other_adapter=True,
+            ),
             "disk-restarted": Check(shape=TINY, turns=6, flags=(*DISK, *INVARIANT), restarts=True),
             "other-batches": Check(shape=TINY, turns=6, flags=HOST),
         },
@@ -365,25 +426,27 @@ class Runner:
         sample = ["--check", str(check.turns), *(["--tolerance", "0"] if set(INVARIANT) <= set(check.flags) else [])]
         flags = ["--num-blocks", str(check.num_blocks), "--max-model-tokens", str(check.longest_tokens), *check.flags]
         with tempfile.TemporaryDirectory(prefix="sessions-check-") as folder:
-            if check.has_adapter:
-                flags += ["--lora", f"{ADAPTER}={self._adapter(Path(folder))}"]
             flags = [flag.format(folder=folder) for flag in flags]
+            lora, other = (self._lora(check, Path(folder), seed) for seed in range(2))
             changes = [*filter(None, [check.planted]), *([PEAKED] if check.is_peaked else [])]
             command = planted(changes, Path(folder)) if changes else OPENINFER
             model = ADAPTER if check.has_adapter else "m"
             if check.restarts:
-                with self._server(*flags, command=command) as server:
+                with self._server(*flags, *(other if check.is_other_adapter else lora), command=command) as server:
                     self._play(server, check.shape, f"check-{name}", model=model)
                     self._wait_for_saves(server)
-            with self._server(*flags, command=command) as server:
+            with self._server(*flags, *lora, command=command) as server:
                 found = self._play(server, check.shape, f"check-{name}", *sample, model=model)
         self._note(f"check-{name}", found | {"flags": flags, "planted": check.planted, **right(check, found)})
 
-    def _adapter(self, scratch: Path) -> Path:
+    def _lora(self, check: Check, scratch: Path, seed: int) -> Sequence[str]:
+        """Flags of an adapter, whose name is the same for every seed."""
+        if not check.has_adapter:
+            return ()
         family, _ = find_family(self._folder)
         config = json.loads((self._folder / "config.json").read_bytes())
-        write_adapter(scratch / ADAPTER, family.definition, config, rank=16)
-        return scratch / ADAPTER
+        write_adapter(scratch / f"{seed}", family.definition, config, rank=16, seed=seed)
+        return ("--lora", f"{ADAPTER}={scratch / str(seed)}")
 
     def _play_many(self, parts: Sequence[str], planted_name: str | None, further: Sequence[str]) -> None:
         flags = ("--num-blocks", str(self.set_up.num_blocks), "--kv-tier", self.set_up.host, *further)
@@ -590,7 +653,7 @@ def main() -> int:
         if model == "tiny":
             folder = openinfer_tiny_model.model_dir()
         else:
-            write_model(folder, {**PUBLISHED[model.removesuffix("-long").removesuffix("-120k")], **set_up.config})
+            write_model(folder, {**PUBLISHED[model.removesuffix("-long").removesuffix("-six").removesuffix("-120k")], **set_up.config})
         runner = Runner(model, folder, Path(out), commit)
         try:
             runner.run(parts or every)

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,21 +67,32 @@ class Arm:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measures and prints a table; `--json FILE` also writes it."""
+    """Measures and prints a table; `--json FILE` also writes it, what there is so far after each round."""
     arguments = _parser().parse_args(argv)
-    arms = [asyncio.run(_measure(arguments, arm, workers)) for workers in arguments.workers for arm in arguments.arms]
-    print(_table(arms))
-    if arguments.json is not None:
-        content = {
-            **msgspec.to_builtins(provenance()),
-            "sessions": arguments.sessions,
-            "kilobytes": arguments.kilobytes,
-            "rounds": arguments.rounds,
-            "over_s": arguments.over_s,
-            "arms": [asdict(arm) for arm in arms],
-        }
-        Path(arguments.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    found: dict[tuple[int, str], Arm] = {}
+
+    def note(measured: Arm) -> None:
+        found[measured.workers, measured.arm] = measured
+        if arguments.json is not None:
+            _write(Path(arguments.json), arguments, list(found.values()))
+
+    for workers in arguments.workers:
+        for arm in arguments.arms:
+            asyncio.run(_measure(arguments, arm, workers, note))
+            print(_table([found[workers, arm]], has_head=len(found) == 1), flush=True)
     return 0
+
+
+def _write(file: Path, arguments: argparse.Namespace, arms: Sequence[Arm]) -> None:
+    content = {
+        **msgspec.to_builtins(provenance()),
+        "sessions": arguments.sessions,
+        "kilobytes": arguments.kilobytes,
+        "rounds": arguments.rounds,
+        "over_s": arguments.over_s,
+        "arms": [asdict(arm) for arm in arms],
+    }
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _measure(arguments: argparse.Namespace, arm: str, workers: int) -> Arm:
+async def _measure(arguments: argparse.Namespace, arm: str, workers: int, note: Callable[[Arm], None]) -> None:
     folder: Path = find_model_dir("tiny") if arguments.model is None else arguments.model
     size = 0 if arm == "short" else 1000 * arguments.kilobytes
     sessions = [conversation(number, size) for number in range(arguments.sessions)]
@@ -120,8 +131,8 @@ async def _measure(arguments: argparse.Namespace, arm: str, workers: int) -> Arm
                 answers = await _round(address, sessions, over_s=arguments.over_s)
                 failed += sum(answer is None for answer in answers)
                 ttft_s += [answer for answer in answers if answer is not None]
-        used_s = None if begin_s is None else (_used_s(pid) or 0.0) - begin_s
-    return _arm(arm, workers, ttft_s=ttft_s, gaps=gaps, failed=failed, used_s=used_s)
+                used_s = None if begin_s is None else (_used_s(pid) or 0.0) - begin_s
+                note(_arm(arm, workers, ttft_s=ttft_s, gaps=gaps, failed=failed, used_s=used_s))
 
 
 def conversation(number: int, size: int) -> list[dict[str, str]]:
@@ -261,10 +272,10 @@ def _ms(seconds: Sequence[float], quantile: float) -> float:
     return round(1000 * at, 2)
 
 
-def _table(arms: Sequence[Arm]) -> str:
+def _table(arms: Sequence[Arm], *, has_head: bool) -> str:
     head = ("arm", "workers", "turns", "failed", "TTFT p50", "p99", "max", "gap p50", "p99", "max", "CPU ms")
     rows = [tuple(asdict(arm).values()) for arm in arms]
-    return "\n".join(" ".join(f"{cell!s:>9}" for cell in row) for row in [head, *rows])
+    return "\n".join(" ".join(f"{cell!s:>9}" for cell in row) for row in [*([head] if has_head else []), *rows])
 
 
 __all__ = ["ARMS", "Arm", "conversation", "run", "turn"]
