@@ -196,7 +196,7 @@ class World:
         while self._coming or self._open:
             while self._coming and self._coming[0][0] <= self.now_s:
                 self._add(*heapq.heappop(self._coming))
-            while len(in_flight) < 2 and (plan := self._plan()) is not None:
+            while len(in_flight) < 2 and self._is_busy and (plan := self._plan()) is not None:
                 in_flight.append((plan, self._launch(plan)))
             if in_flight:
                 plan, ends_s = in_flight.popleft()
@@ -206,11 +206,13 @@ class World:
                 self._pass_time()
         return self.played
 
+    @property
+    def _is_busy(self) -> bool:
+        """Without requests and copies an engine sleeps, and plans nothing."""
+        return bool(self._open or self.link.ends)
+
     def _pass_time(self) -> None:
-        ends = self.link.ends
-        while ends and ends[0] <= self.now_s:
-            heapq.heappop(ends)
-        nexts = [*ends[:1], *(each[0] for each in self._coming[:1])]
+        nexts = [*self.link.ends[:1], *(each[0] for each in self._coming[:1])]
         if not nexts:
             raise RuntimeError(f"{len(self._open)} requests wait for nothing")
         self.now_s = min(nexts)
@@ -229,6 +231,8 @@ class World:
             raise RuntimeError(str(refused))
 
     def _plan(self) -> StepPlan | None:
+        while self.link.ends and self.link.ends[0] <= self.now_s:
+            heapq.heappop(self.link.ends)
         begin_s = time.process_time()
         plan = self.scheduler.plan(now_s=self.now_s)
         self._share(time.process_time() - begin_s)

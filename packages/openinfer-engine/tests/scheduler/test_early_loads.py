@@ -80,9 +80,13 @@ class World:
         raise AssertionError(f"{account.what} does not end")
 
     def rest(self, steps: int = 60) -> None:
-        """What a tool takes: nothing is asked meanwhile."""
+        """What a tool takes: nothing is asked meanwhile, and an engine sleeps that has neither requests nor copies."""
+        is_moving = bool(self.driver.port.pending)
         for _ in range(steps):
-            self.driver.step()
+            if self.driver.scheduler.unfinished_ids or is_moving:
+                is_moving = bool(self.driver.port.pending)  # what is over is seen by one more plan
+                self.driver.step()
+                is_moving |= bool(self.driver.port.pending)
 
     def turn(self, conversation: Conversation, *, rests: bool = True) -> int:
         """Blocks that it had to load after it came."""

@@ -179,6 +179,10 @@ class RunQueue:
     def unsaved_blocks(self) -> int:
         return sum(saves.unsaved_blocks for saves in (self.saves, self._state_saves) if saves is not None)
 
+    @property
+    def is_saving(self) -> bool:
+        return any(saves.is_moving for saves in (self.saves, self._state_saves) if saves is not None)
+
     def begin_saves(self) -> None:
         for saves in (self.saves, self._state_saves):
             if saves is not None:
@@ -188,6 +192,10 @@ class RunQueue:
         """Brings up what those that wait will load; after all of a plan were admitted."""
         if self.prefetches is not None:
             self.prefetches.advance(self.waiting.first(MAX_WAITING))
+        self.load_early()
+
+    def load_early(self) -> None:
+        """Goes on with what conversations will need, after a plan, or when nothing is left to plan."""
         if self.early_loads is not None:
             waits = self._loading or self.given_up or self._has_more() or any(map(_is_quick_turn, self.running))
             self.early_loads.advance(is_busy=bool(waits))
@@ -774,8 +782,7 @@ class RunQueue:
         self.settle()
         if self._early_blocks_coming():
             return False
-        moving = any(saves.is_moving for saves in (self.saves, self._state_saves) if saves is not None)
-        return not (moving or self.given_up)
+        return not (self.is_saving or self.given_up)
 
     # --- out --------------------------------------------------------------------------------------------
 

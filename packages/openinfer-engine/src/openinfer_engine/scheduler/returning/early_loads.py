@@ -131,7 +131,7 @@ class EarlyLoads:
             self._forget(next(iter(self._expected)))
 
     def advance(self, *, is_busy: bool) -> None:
-        """Goes on with what is expected next; after a plan.
+        """Goes on with what is expected next; after a plan, or when the last request has ended.
 
         Args:
             is_busy: requests wait, or load what they need now, or a cached turn is about to have its first token.
