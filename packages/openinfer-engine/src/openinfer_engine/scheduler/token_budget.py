@@ -184,7 +184,6 @@ class TokenBudgetScheduler:
         if sequence is None:
             return []
         self._queue.finish(sequence)
-        self._load_early_if_idle()
         return [finished(sequence, FinishReason.ABORT)]
 
     def _refusal(self, request: GenerateRequest) -> str | None:
@@ -406,13 +405,9 @@ class TokenBudgetScheduler:
         self._queue.begin_saves()
         for request_id in outputs.ended:
             del self._open[request_id]
-        self._load_early_if_idle()
-        return outputs.events
-
-    def _load_early_if_idle(self) -> None:
-        """The loop sleeps when the last request has ended, and plans again only where a copy is under way."""
         if not self._open and not self._queue.is_saving:
-            self._queue.load_early()
+            self._queue.load_early()  # the loop sleeps now, and plans again only where a copy is under way
+        return outputs.events
 
     def _take_in_flight(self, plan: StepPlan, result: StepResult) -> StepInFlight:
         if not self._in_flight or self._in_flight[0].step != plan.step:
