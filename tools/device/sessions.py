@@ -11,8 +11,8 @@
     disk        sessions; the server ends and starts again; the same prompts          what the first turn takes
 
 The sets of `-long` grow to 120,000 tokens in 40 turns, those of `-120k` have nearly as many from the first turn on and
-end there; their pool is a third of what they hold, and the host tier holds all of it. `-120k-six` is the goal's own: six
-sessions of Qwen3-8B in a pool of two.
+end there; their pool is a third of what they hold, and the host tier holds all of it. `-120k-six` is the goal's own:
+six sessions of Qwen3-8B in a pool of two.
 Weights are random (`tiny` has its own, on the CPU: the rehearsal), prompts are token
 ids, and the server is asked over HTTP. Parts of one server run in the order given; of `check`, which stands for all its
 names, three at a time, since nothing is timed. One whose server has a planted error is right if the error is found.
@@ -94,21 +94,6 @@ def advance_and_keep(self, plan, **options):
 
 StateSlots.advance = advance_and_keep
 StateSlots.keep = lambda self, plan: None
-""",
-    "positions-off-by-one": """
-import numpy as np
-
-from openinfer_engine.worker.block_tables import BlockTables
-
-build = BlockTables.batch
-
-def shifted(self, plan, ops, *args, **kwargs):
-    batch = build(self, plan, ops, *args, **kwargs)
-    lengths = np.asarray(plan.counts)
-    batch.positions[: lengths.sum()] += np.repeat((plan.starts > 0) & (lengths > 1), lengths).astype(np.int32)
-    return batch
-
-BlockTables.batch = shifted
 """,
     "adapter-by-name": """
 from openinfer_kv_cache import PrefixHasher
@@ -292,9 +277,6 @@ SET_UPS: Mapping[str, SetUp] = {
                 shape=BRIEF, turns=8, flags=(*INVARIANT, *SOME_STATES), planted="state-one-row-back"
             ),
             "dropped-salt": Check(shape=BRIEF, turns=8, flags=(*INVARIANT, *SOME_STATES), planted="dropped-salt"),
-            "positions-off-by-one": Check(
-                shape=BRIEF, turns=8, flags=(*INVARIANT, *SOME_STATES), planted="positions-off-by-one"
-            ),
             "adapter-by-name": Check(
                 shape=BRIEF,
                 turns=8,
@@ -370,7 +352,6 @@ SET_UPS: Mapping[str, SetUp] = {
                 shape=TINY, turns=6, flags=("--kv-tier", "host=64MiB", *INVARIANT, *NGRAM), has_adapter=True
             ),
             "stale-block": Check(shape=TINY, turns=6, flags=INVARIANT, planted="stale-block"),
-            "positions-off-by-one": Check(shape=TINY, turns=6, flags=INVARIANT, planted="positions-off-by-one"),
             "adapter-by-name": Check(
                 shape=TINY,
                 turns=6,
@@ -653,7 +634,8 @@ def main() -> int:
         if model == "tiny":
             folder = openinfer_tiny_model.model_dir()
         else:
-            write_model(folder, {**PUBLISHED[model.removesuffix("-long").removesuffix("-six").removesuffix("-120k")], **set_up.config})
+            published = PUBLISHED[model.removesuffix("-long").removesuffix("-six").removesuffix("-120k")]
+            write_model(folder, {**published, **set_up.config})
         runner = Runner(model, folder, Path(out), commit)
         try:
             runner.run(parts or every)
