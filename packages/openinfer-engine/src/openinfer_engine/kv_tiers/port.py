@@ -16,6 +16,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import cast
 
 from openinfer_core.engine import KvTierStats
@@ -181,21 +182,26 @@ class PoolTierPort:
             return None
         return self._begin("save", chunks, [share.save(digests, places) for share in self._shares])
 
+    @cached_property
+    def _prefetching(self) -> PrefetchingTier | None:
+        """The tier, if it prefetches. Asked once: each step wants to know, and looking for all methods takes longer."""
+        return self._tier if isinstance(self._tier, PrefetchingTier) else None
+
     @property
     def prefetch_blocks(self) -> int:
         """How many blocks may be brought up for requests that wait; 0 where there is one tier, or promotion is off."""
         try:
-            return self._tier.prefetch_blocks if isinstance(self._tier, PrefetchingTier) and not self._is_broken else 0
+            return 0 if self._is_broken or self._prefetching is None else self._prefetching.prefetch_blocks
         except Exception as error:  # noqa: BLE001 -- the fault boundary, as above
             self._break("prefetch_blocks", error)
             return 0
 
     def prefetch(self, digests: Sequence[Digest]) -> PortPrefetch:
         """Begins to bring what slow tiers have of a chain's beginning into the fastest one, on all ranks."""
-        if self._is_broken or not isinstance(self._tier, PrefetchingTier):
+        if self._is_broken or self._prefetching is None:
             return PortPrefetch(0, None)
         try:
-            found = self._tier.prefetch(digests, timeout_s=self._load_timeout_s)
+            found = self._prefetching.prefetch(digests, timeout_s=self._load_timeout_s)
         except Exception as error:  # noqa: BLE001 -- the fault boundary, as above
             self._break("prefetch", error)
             return PortPrefetch(0, None)

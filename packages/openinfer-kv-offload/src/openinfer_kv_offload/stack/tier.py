@@ -128,6 +128,7 @@ class TierStack:
         self.accepts_saves = any(tier.accepts_saves for tier in tiers)
         for tier in tiers[1:]:
             check_same_layout(self.layout, tier.layout)
+        self._bounded_first = tiers[0] if isinstance(tiers[0], BoundedTier) else None  # asked once, wanted in each step
         self._key = _common_key(tiers)
         self._shared = self._find_shared(self._options.shared_in)
         self._worker = self._make_worker() if self._options.write is WriteMode.BEHIND else None
@@ -172,8 +173,8 @@ class TierStack:
 
     @property
     def prefetch_blocks(self) -> int:
-        first = self._tiers[0]
-        if self._options.promotion is Promotion.NEVER or not (first.accepts_saves and isinstance(first, BoundedTier)):
+        first = self._bounded_first
+        if self._options.promotion is Promotion.NEVER or first is None or not self._tiers[0].accepts_saves:
             return 0
         return first.num_blocks // _PREFETCH_PART
 

@@ -296,12 +296,14 @@ class World:
 
     def _leave(self) -> None:
         """The running task goes on when it is drawn: straight from the one before it, where it need not be told to."""
+        following = self._next_without_calls()
+        if following is not None and following is self._current:
+            return  # it was drawn itself, and keeps what it shares
         contexts = self.contexts
         shares = [context.leave() for context in contexts]
-        following = self._next_without_calls()
         if following is None:
             self._hub.switch()
-        elif following is not self._current:
+        else:
             self.num_switches += 1
             self._current = following
             following.greenlet.switch()
