@@ -9,6 +9,7 @@ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
 inline void prefetch(const void*) {}
 inline void prefetch_box(const void*, int, int, int, int) {}
 inline void fence_copies() {}
+inline void fence_shared_copies() {}
 inline void count_part(unsigned* counter) { (*counter)++; }
 inline bool is_last_served(unsigned* counter, unsigned all) {
   *counter = *counter + 1 == all ? 0 : *counter + 1;

@@ -23,7 +23,7 @@ GEMM = [
     *(f"adapted_gemm_swiglu_{tokens}x{columns}" for tokens in (64, 128, 192) for columns in (96, 160, 192)),
     *(f"adapted_gemm_{epilogue}_256x160" for epilogue in ("store", "swiglu")),
 ]
-DECODE = [f"adapted_decode_gemm_{epilogue}_{tokens}" for epilogue in ("store", "swiglu") for tokens in (8, 16, 32)]
+DECODE = [f"adapted_decode_gemm_{epilogue}_{tokens}" for epilogue in ("store", "swiglu") for tokens in (8, 16)]
 HEADERS = ("decode_gemm.cuh", "gemm.cuh")
 SHARED = "extern __shared__ __align__(kAlignment) uint8_t raw[];"
 NAMED_BARRIER = re.compile(r'asm volatile\("bar\.sync (\d), %0;" ::"n"\((\S+?)\) : "memory"\);')
@@ -205,10 +205,13 @@ def distance(found: np.ndarray, wanted: np.ndarray) -> float:
 SHAPES = {
     "Q, K and V": ((192, 64, 64), 640, 16, 4),
     "in a cluster": ((128,), 1408, 16, 4),
-    "slots of 8": ((80, 16, 32), 256, 8, 3),
+    "slots of 8": ((48, 16, 64), 256, 8, 3),
+    "a tile of three pieces": ((80, 16, 32), 256, 16, 4),
     "rank 24": ((512, 512), 128, 24, 3),
     "one large slot": ((64,), 5248, 64, 1),
     "two steps a slot": ((832,), 128, 32, 4),
+    "two chunks": ((128,), 128, 16, 8),
+    "two long tiles": ((512, 512), 2560, 16, 4),
 }
 
 
@@ -369,18 +372,36 @@ def test_without_adapters_a_product_is_what_it_is(modules, libraries, on_device,
 @pytest.mark.parametrize(
     "mistake",
     [
-        ("lora/decode_adapters.cuh", "const Halves one(is_own ? sums[i].x : 0.0f,", "const Halves one(sums[i].x,"),
-        ("lora/decode_adapters.cuh", "const int lower = upper + (kGated ? n / 2 : 8);", "const int lower = upper + 8;"),
-        ("lora/decode_adapters.cuh", "piece += i < given.pieces && row >= given.starts[i];", ""),
+        ("lora/decode_adapters.cuh", "column >= 0 && column < given.rank)", "true)"),
+        ("lora/decode_adapters.cuh", "mma(own, 0, lower.x, 0, lower.y, up.x, up.y);", ""),
+        ("lora/decode_adapters.cuh", "piece += i < pieces && row >= starts[i];", ";"),
         ("lora/decode_adapters.cuh", "split < given.splits; split++, from", "split < 1; split++, from"),
         ("lora/decode_adapters.cuh", "is_last_served(&warps_served, warps)) parts_ready = 0;", "false) ;"),
-        ("gemm/decode_gemm.cuh", "      delta.load(given, tile, n);\n  }", "      ;\n  }"),
+        ("lora/decode_adapters.cuh", "column / 8 ^ row % 8;", "column / 8;"),
+        ("lora/decode_adapters.cuh", "other(sum.z, sum.w);", "other(0, 0);"),
+        ("gemm/decode_gemm.cuh", "adapters->piece_of(row) - adapters->piece_of(tile * kRows)", "0"),
+        ("gemm/decode_gemm.cuh", "s.asked >> ((chunk - work.num_chunks) * lora::kDeltaSteps)", "s.asked"),
+        ("gemm/decode_gemm.cuh", "                 tile * (kRows / 16), once);", "                 0, once);"),
+        ("gemm/decode_gemm.cuh", "      if (own >= work.num_chunks) return;", ""),
     ],
-    ids=["another slot's", "up's rows", "Q's piece for all", "one split", "counters stay", "the first tile's rows"],
+    ids=[
+        "another slot's",
+        "up's rows",
+        "Q's piece for all",
+        "one split",
+        "counters stay",
+        "rows as they are not swizzled",
+        "half of four",
+        "the first piece of a tile for all",
+        "the first columns for all",
+        "the first tile's rows",
+        "X for B, too",
+    ],
 )
 def test_mistakes_with_few_tokens_are_noticed(modules, libraries, make_library, on_device, mistake):
     gemm = fused_of(modules, libraries._replace(decode=make_library(DECODE_SOURCE, mistake)))
-    shapes = [SHAPES[name] for name in ("Q, K and V", "in a cluster", "rank 24", "two steps a slot")]
+    names = "Q, K and V", "in a cluster", "slots of 8", "rank 24", "two steps a slot", "two chunks"
+    shapes = [SHAPES[name] for name in names]
     with pytest.raises(AssertionError):
         check_all(gemm, on_device, shapes, (5, 13))
 

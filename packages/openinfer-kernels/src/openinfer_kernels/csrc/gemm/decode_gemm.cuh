@@ -23,7 +23,8 @@
 // second axis goes on to the next 8 rows, for swiglu from gate rows to the up rows of the same features. So a thread,
 // whose accumulators are of rows r and r + 8, has the gate and the up value of one feature.
 //
-// With adapters (kAdapted) the grid's first blocks make A x, and a tile's sums have theirs added: lora/decode_adapters.cuh.
+// With adapters (kAdapted) the grid's first blocks make A x, and a tile's last chunks are those of B, which are added to
+// its sums: lora/decode_adapters.cuh.
 #pragma once
 #include "common/hopper.cuh"
 #include "common/vectors.cuh"
@@ -39,6 +40,7 @@ constexpr int kColumns = kBox * kBoxes;      // K of a chunk: with one box there
 constexpr int kSliceRows = 16, kProductSlices = 4;  // features of a slice; slices of a product of the tensor cores
 constexpr int kConsumers = 128;              // one warpgroup
 constexpr int kThreads = kConsumers + 32;    // and the producer
+constexpr int kAdaptedThreads = kThreads + 32;  // and the warp that delivers A x
 constexpr int kMostBlocksPerTile = 3;        // a cluster: 40 tiles (`down`) for 132 multiprocessors
 constexpr int kBlocksPerMultiprocessor = 2;
 constexpr int kAlignment = 1024;             // of swizzled boxes
@@ -69,6 +71,8 @@ struct Shared {
   alignas(kAlignment) uint8_t x[S::kStages][kBoxes][S::kXBox];
   float partials[S::kPartials * S::kSums * kConsumers + 1];  // and one, as there is no array of none
   uint64_t full[S::kStages], empty[S::kStages], partials_full;
+  uint64_t freed[S::kStages];  // a stage is free for A x, of which the producer tells the warp that delivers it
+  uint32_t asked;              // columns of B, as lora::Delivery has them
 
   __device__ __forceinline__ float* partial(int other, int sum) { return partials + (other * S::kSums + sum) * kConsumers; }
 };
@@ -77,16 +81,17 @@ struct Shared {
 struct Work {
   int rank, size;               // in the cluster, which shares a tile
   int first_tile, tile_stride;
-  int first_chunk, num_chunks;  // of each tile
-  int steps;                    // chunks of all tiles
+  int first_chunk, num_chunks;  // of W, of each tile
+  int tile_steps, steps;        // chunks of a tile, with those of B, and of all tiles
 
-  __device__ Work(int tiles, int chunks_per_tile, int blocks_before)
+  __device__ __forceinline__ Work(int tiles, int chunks_per_tile, int blocks_before, int delta_chunks)
       : rank(cluster_rank()), size(cluster_size()) {
     first_tile = (blockIdx.x - blocks_before) / size;
     tile_stride = (gridDim.x - blocks_before) / size;
     first_chunk = chunks_per_tile * rank / size;
     num_chunks = chunks_per_tile * (rank + 1) / size - first_chunk;
-    steps = (tiles - first_tile + tile_stride - 1) / tile_stride * num_chunks;
+    tile_steps = num_chunks + (rank == 0 ? delta_chunks : 0);  // the first block has all sums in the end
+    steps = (tiles - first_tile + tile_stride - 1) / tile_stride * tile_steps;
   }
 };
 
@@ -106,32 +111,101 @@ __device__ __forceinline__ void load_x(Shared<kTokens, kSlices>& s, int stage, c
     load_box(s.x[stage][box], &map, &s.full[stage], chunk * kColumns + box * kBox, 0, policy);
 }
 
-template <int kTokens, int kSlices>
-__device__ void produce(Shared<kTokens, kSlices>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map) {
+template <int kTokens, int kSlices, bool kAdapted>
+__device__ void produce(Shared<kTokens, kSlices>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map,
+                        const lora::DecodeAdapters* adapters) {
   using S = Sizes<kTokens, kSlices>;
   const uint64_t once = evict_first_policy(), again = evict_last_policy();
   const int ahead = min(S::kStages, work.steps);
   int tile = work.first_tile, chunk = 0;
   auto advance = [&] {
-    if (++chunk == work.num_chunks) {
+    if (++chunk == work.tile_steps) {
       chunk = 0;
       tile += work.tile_stride;
     }
   };
+  // With adapters a stage is full after two arrivals: those of a chunk of W and of X, or of B and, by the warp that
+  // delivers it, of A x.
+  auto load_rows = [&](int stage) {
+    if constexpr (kAdapted) {
+      if (chunk >= work.num_chunks) {
+        barrier_arrive(&s.freed[stage]);
+        barrier_expect(&s.full[stage], S::kWeightBox);
+        load_box(s.w[stage][0], &adapters->b, &s.full[stage], (chunk - work.num_chunks) * kBox, 0, 0,
+                 tile * kSlices, once);
+        return;
+      }
+    }
+    barrier_expect(&s.full[stage], kAdapted ? S::kWeightBox * kBoxes : S::kStageBytes);
+    load_w<kTokens, kSlices>(s, stage, w_map, tile, work.first_chunk + chunk, once);
+  };
+  auto load_tokens = [&](int stage, int own) {
+    if constexpr (kAdapted) {
+      if (own >= work.num_chunks) return;
+      barrier_expect(&s.full[stage], S::kXBox * kBoxes);
+    }
+    load_x<kTokens, kSlices>(s, stage, x_map, work.first_chunk + own, again);
+  };
   // At first all stages are free. They are full only with their chunks of X, which the kernel ahead may write.
-  for (int i = 0; i < ahead; i++, advance()) {
-    barrier_expect(&s.full[i], S::kStageBytes);
-    load_w<kTokens, kSlices>(s, i, w_map, tile, work.first_chunk + chunk, once);
-  }
+  for (int i = 0; i < ahead; i++, advance()) load_rows(i);
   wait_for_previous_kernel();
-  for (int i = 0; i < ahead; i++) load_x<kTokens, kSlices>(s, i, x_map, work.first_chunk + i % work.num_chunks, again);
+  for (int i = 0; i < ahead; i++) load_tokens(i, i % work.tile_steps);
   for (int i = ahead; i < work.steps; i++, advance()) {
     const int stage = i % S::kStages;
     barrier_wait(&s.empty[stage], (i / S::kStages - 1) & 1);
-    barrier_expect(&s.full[stage], S::kStageBytes);
-    load_w<kTokens, kSlices>(s, stage, w_map, tile, work.first_chunk + chunk, once);
-    load_x<kTokens, kSlices>(s, stage, x_map, work.first_chunk + chunk, again);
+    load_rows(stage);
+    load_tokens(stage, chunk);
   }
+}
+
+// Products with adapters have tiles of one product of the tensor cores.
+template <int kTokens>
+using AdaptedSizes = Sizes<kTokens, kProductSlices>;
+template <int kTokens>
+using AdaptedShared = Shared<kTokens, kProductSlices>;
+
+// A x, where a chunk of W has its second half. Of B a chunk is one box.
+template <int kTokens>
+__device__ __forceinline__ lora::Halved<kTokens>& shrunk_in(AdaptedShared<kTokens>& s, int stage) {
+  static_assert(sizeof(lora::Halved<kTokens>) <= AdaptedSizes<kTokens>::kWeightBox && kBox == lora::kDeltaColumns);
+  return *reinterpret_cast<lora::Halved<kTokens>*>(s.w[stage][1]);
+}
+
+// Brings A x for each chunk of B, by one warp of a block that has the sums of tiles.
+template <int kTokens, bool kGated>
+__device__ void deliver(AdaptedShared<kTokens>& s, const Work& work, const lora::DecodeAdapters& adapters, int m) {
+  using S = AdaptedSizes<kTokens>;
+  const lora::Delivery<kTokens> delivery(adapters, m);
+  const uint32_t asked = delivery.asked();
+  if (threadIdx.x % 32 == 0) s.asked = asked;
+  delivery.wait();
+  int tile = work.first_tile;
+  uint32_t parities = 0;  // of each stage's next phase of `freed`: a stage is freed again when this warp has used it
+  for (int tile_end = work.tile_steps; tile_end <= work.steps; tile_end += work.tile_steps, tile += work.tile_stride) {
+    const lora::Planes planes = lora::Planes::of<kGated>(adapters, tile);
+    for (int i = tile_end - work.tile_steps + work.num_chunks; i < tile_end; i++) {
+      const int stage = i % S::kStages, chunk = i - (tile_end - work.tile_steps + work.num_chunks);
+      for (int plane = 0; plane < planes.count; plane++) {
+        constexpr int kTogether = lora::Delivery<kTokens>::kTogether;
+        for (int round = 0; round < delivery.rounds(); round += kTogether) {
+          typename lora::Delivery<kTokens>::Four fours[kTogether];
+#pragma unroll
+          for (int j = 0; j < kTogether; j++) fours[j] = delivery.read(planes.first + plane, chunk, round + j);
+          if (round == 0) {
+            if (plane == 0) barrier_wait(&s.freed[stage], parities >> stage & 1);
+            delivery.clear(shrunk_in<kTokens>(s, stage), plane);
+          }
+#pragma unroll
+          for (int j = 0; j < kTogether; j++) delivery.write(fours[j], shrunk_in<kTokens>(s, stage), plane);
+        }
+      }
+      parities ^= 1u << stage;
+      lora::fence_shared_copies();  // the copy engine writes there next
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(&s.full[stage]);
+    }
+  }
+  delivery.leave_shrunk(work.tile_stride);
 }
 
 template <int kTokens, int kSlices>
@@ -211,67 +285,34 @@ __device__ void finish_slices(const float (&d)[kTokens / 2], int first_slice, in
   }
 }
 
-// A product without adapters.
-template <int kTokens>
-struct NoDelta {
-  static constexpr bool kAdds = false;
-};
-
-// What adapters add, in the order in which `consume` needs it.
-template <int kTokens, bool kGated>
-struct AddedDelta {
-  static constexpr bool kAdds = true;
-  const lora::DecodeAdapters& given;
-  lora::Delta<kTokens, kGated> delta;
-  int m, n, warps;
-
-  // Before the wait, when slots are only guessed: the kernel ahead may write them.
-  __device__ AddedDelta(const lora::DecodeAdapters& given, const Work& work, int m, int n)
-      : given(given), m(m), n(n), warps(work.tile_stride * (kConsumers / 32)) {
-    delta.read_slots(given, m);
-    delta.load(given, work.first_tile, n);
-  }
-
-  __device__ __forceinline__ void begin(int tile, bool is_first) {
-    if (is_first)
-      delta.read_slots(given, m);
-    else
-      delta.load(given, tile, n);
-  }
-
-  __device__ __forceinline__ void add(float (&d)[kTokens / 2], int tile, bool is_first) {
-    if (is_first) lora::wait_for_shrunk(given);
-    delta.add(given, m, tile, n, d);
-  }
-
-  __device__ __forceinline__ void end(bool is_first) {
-    if (is_first) lora::leave_shrunk(warps);
-  }
-};
-
-template <int kTokens, Epilogue kEpilogue, int kSlices, class Added>
-__device__ void consume(Shared<kTokens, kSlices>& s, const Work& work, Output<kEpilogue>* y, int m, int n, Added& added) {
+template <int kTokens, Epilogue kEpilogue, int kSlices, bool kAdapted>
+__device__ void consume(Shared<kTokens, kSlices>& s, const Work& work, Output<kEpilogue>* y, int m, int n,
+                        const lora::DecodeAdapters* adapters) {
   using S = Sizes<kTokens, kSlices>;
   float d[S::kProducts][S::kSums] = {};
   int tile = work.first_tile, chunk = 0;
   for (int i = 0; i < work.steps; i++) {
-    if constexpr (Added::kAdds) {
-      if (chunk == 0) added.begin(tile, i == 0);
-    }
     const int stage = i % S::kStages;
     barrier_wait(&s.full[stage], (i / S::kStages) & 1);
-    multiply<kTokens, kSlices>(d, s, stage);
+    if (!kAdapted || chunk < work.num_chunks) {
+      multiply<kTokens, kSlices>(d, s, stage);
+    } else if constexpr (kAdapted) {
+      constexpr bool kGated = kEpilogue == kSwiglu;
+      const int row = tile * S::kRows + threadIdx.x / 32 * kSliceRows;
+      const int plane = kGated ? 0 : adapters->piece_of(row) - adapters->piece_of(tile * S::kRows);
+      const uint32_t asked = s.asked >> ((chunk - work.num_chunks) * lora::kDeltaSteps);
+      lora::add_delta<kTokens, kGated>(d[0], s.w[stage][0], shrunk_in<kTokens>(s, stage), plane, asked);
+      __syncwarp();
+    }
     if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[stage]);
-    if (++chunk < work.num_chunks) continue;
+    if (++chunk < work.tile_steps) continue;
     bool has_sums = true;
     if constexpr (S::kPartials > 0) has_sums = work.size == 1 || reduce_partials<kTokens, kSlices>(d[0], work, s);
     if (has_sums) {
-      if constexpr (Added::kAdds) added.add(d[0], tile, tile == work.first_tile);
-      const int end_slice = min((tile + 1) * kSlices, n / kSliceRows);
+      const int end_slice = kAdapted ? INT_MAX : min((tile + 1) * kSlices, n / kSliceRows);
 #pragma unroll
       for (int product = 0; product < S::kProducts; product++)
         finish_slices<kTokens, kEpilogue>(d[product], tile * kSlices + product * kProductSlices, end_slice, y, m, n);
-      if constexpr (Added::kAdds) added.end(tile == work.first_tile);
     }
 #pragma unroll
     for (int product = 0; product < S::kProducts; product++)
@@ -291,20 +332,22 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
   auto& s = *reinterpret_cast<Shared<kTokens, kSlices>*>(raw);
   int blocks_before = 0;
   if constexpr (kAdapted) {
-    static_assert(sizeof(lora::PartSums<kTokens>) <= S::kSharedBytes);
+    static_assert(sizeof(lora::ShrinkShared<kTokens>) <= S::kSharedBytes);
     blocks_before = adapters->shrink_blocks;
     if (int(blockIdx.x) < blocks_before) {
       launch_dependents();
-      auto& sums = *reinterpret_cast<lora::PartSums<kTokens>*>(raw);
-      if (int(blockIdx.x) < adapters->parts()) lora::shrink_part<kTokens>(*adapters, m, k, blockIdx.x, sums);
+      auto& shrink = *reinterpret_cast<lora::ShrinkShared<kTokens>*>(raw);
+      if (int(blockIdx.x) < adapters->parts()) lora::shrink_part<kTokens>(*adapters, m, k, blockIdx.x, shrink);
       return;
     }
   }
-  const Work work((n + S::kRows - 1) / S::kRows, k / kColumns, blocks_before);
+  const int tiles = kAdapted ? n / S::kRows : (n + S::kRows - 1) / S::kRows;  // with adapters all are whole
+  const Work work(tiles, k / kColumns, blocks_before, kAdapted ? adapters->delta_chunks() : 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; i++) {
-      barrier_init(&s.full[i], 1);
+      barrier_init(&s.full[i], kAdapted ? 2 : 1);
       barrier_init(&s.empty[i], kConsumers / 32);
+      if constexpr (kAdapted) barrier_init(&s.freed[i], 1);
     }
     if (S::kPartials > 0 && work.size > 1) barrier_init(&s.partials_full, (work.size - 1) * kConsumers);
     barrier_init_fence();
@@ -317,17 +360,13 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
   // products of a step of 8 tokens take 2.46 ms instead of 2.3.
   launch_dependents();
   if (threadIdx.x < kConsumers) {
-    if constexpr (kAdapted) {
-      AddedDelta<kTokens, kEpilogue == kSwiglu> added(*adapters, work, m, n);
-      wait_for_previous_kernel();
-      consume<kTokens, kEpilogue, kSlices>(s, work, y, m, n, added);
-    } else {
-      NoDelta<kTokens> none;
-      wait_for_previous_kernel();
-      consume<kTokens, kEpilogue, kSlices>(s, work, y, m, n, none);
-    }
-  } else if (threadIdx.x == kConsumers) {
-    produce<kTokens, kSlices>(s, work, w_map, x_map);
+    wait_for_previous_kernel();
+    consume<kTokens, kEpilogue, kSlices, kAdapted>(s, work, y, m, n, adapters);
+  } else if (threadIdx.x < kThreads) {
+    if (threadIdx.x == kConsumers) produce<kTokens, kSlices, kAdapted>(s, work, w_map, x_map, adapters);
+  } else if constexpr (kAdapted) {
+    wait_for_previous_kernel();
+    if (work.rank == 0) deliver<kTokens, kEpilogue == kSwiglu>(s, work, *adapters, m);
   }
   // The first block stays until the others, which write to its memory, have left: a thread that has ended counts as
   // arrived.

@@ -2,7 +2,7 @@
 #include "gemm/decode_gemm.cuh"
 
 #define DECODE_GEMM(TOKENS, NAME, EPILOGUE)                                                                       \
-  extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)                                \
+  extern "C" __global__ void __launch_bounds__(kAdaptedThreads, kBlocksPerMultiprocessor)                         \
       adapted_decode_gemm_##NAME##_##TOKENS(const __grid_constant__ CUtensorMap w_map,                            \
                                             const __grid_constant__ CUtensorMap x_map, Output<EPILOGUE>* y, int m, \
                                             int n, int k, const __grid_constant__ lora::DecodeAdapters adapters) {         \
@@ -11,7 +11,5 @@
 
 DECODE_GEMM(8, store, kStore)
 DECODE_GEMM(16, store, kStore)
-DECODE_GEMM(32, store, kStore)
 DECODE_GEMM(8, swiglu, kSwiglu)
 DECODE_GEMM(16, swiglu, kSwiglu)
-DECODE_GEMM(32, swiglu, kSwiglu)

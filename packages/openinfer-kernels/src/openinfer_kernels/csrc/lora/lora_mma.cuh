@@ -29,6 +29,9 @@ __device__ __forceinline__ void prefetch_box(const void* map, int x, int y, int 
 // Between a thread's accesses and those of the copy engine to the same global memory, on both sides.
 __device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
+// The same of shared memory.
+__device__ __forceinline__ void fence_shared_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Counts a part that this thread, and those that it has met at a barrier since, have written.
 __device__ __forceinline__ void count_part(unsigned* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");

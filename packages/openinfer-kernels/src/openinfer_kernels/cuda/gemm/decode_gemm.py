@@ -21,7 +21,7 @@ _SHARED_KIB_OF_SLICES = {8: 113, 16: 113}
 """As `_SHARED_KIB`. With more tokens norms wait for room, and tiles of 64 rows are as fast."""
 _BOX_COLUMNS = 64
 _CHUNK_COLUMNS = 128
-_THREADS = 160
+_THREADS, _ADAPTED_THREADS = 160, 192
 _MOST_BLOCKS_PER_TILE = 3
 _BLOCKS_PER_MULTIPROCESSOR = 2
 # At most half of a multiprocessor's shared memory: the next product's blocks move in next to those of the last one and
@@ -30,6 +30,8 @@ _SHARED_KIB = {8: 113, 16: 89, 32: 89}
 """Of a block, by the most tokens of a kernel."""
 _MOST_TOKENS = max(_SHARED_KIB)
 """Beyond it, cuBLASLt is faster: see docs/notes/kernels.md."""
+MOST_ADAPTED_TOKENS = 16
+"""With more, tiles of 64 tokens are quicker with adapters, though not without."""
 
 
 class DecodeGemm:
@@ -74,12 +76,14 @@ class DecodeGemm:
             self._multiply(self._swiglu, x, _gate_box(gate_up), out, overlap=weights_first)
 
     def multiply_adapted(
-        self, epilogue: Epilogue, x: Array, weight: Array, out: Array, adapters: DecodeAdapters
+        self, epilogue: Epilogue, x: Array, weight: Array, out: Array, *, adapters: DecodeAdapters, columns: Array
     ) -> None:
+        """`columns [n, E]`: the B's of all slots next to each other."""
         if epilogue not in self._adapted:
-            self._adapted[epilogue] = _kernels(self._device, epilogue, stem=_ADAPTED_STEM)
-        box = _gate_box(weight) if epilogue is Epilogue.SWIGLU else _rows_box(weight)
-        self._multiply(self._adapted[epilogue], x, box, out, adapters)
+            self._adapted[epilogue] = _kernels(self._device, epilogue, stem=_ADAPTED_STEM, most=MOST_ADAPTED_TOKENS)
+        box_of = _gate_box if epilogue is Epilogue.SWIGLU else _rows_box
+        adapters.b = self._maps.of(box_of(columns))
+        self._multiply(self._adapted[epilogue], x, box_of(weight), out, adapters)
 
     def _multiply(
         self,
@@ -103,7 +107,8 @@ class DecodeGemm:
             adapters.shrink_blocks = -(-adapters.parts // cluster) * cluster
             blocks += adapters.shrink_blocks
             arguments.append(adapters)
-        kernels[tokens]((blocks, 1, 1), (_THREADS, 1, 1), arguments, overlap=overlap, cluster=cluster)
+        threads = _THREADS if adapters is None else _ADAPTED_THREADS
+        kernels[tokens]((blocks, 1, 1), (threads, 1, 1), arguments, overlap=overlap, cluster=cluster)
 
     def _partition(self, rows: int, tile_rows: int, chunks_per_tile: int) -> tuple[int, int]:
         """Blocks in all, and those that share a tile: several where there are too few tiles for the chip."""
@@ -119,13 +124,16 @@ class DecodeGemm:
         return -(-tiles // tiles_per_block), 1
 
 
-def _kernels(device: Device, epilogue: str, *, stem: str = _STEM, of_slices: bool = False) -> dict[int, Kernel]:
+def _kernels(
+    device: Device, epilogue: str, *, stem: str = _STEM, most: int = _MOST_TOKENS, of_slices: bool = False
+) -> dict[int, Kernel]:
     if not device.has(stem):
         return {}
     end = "_slices" if of_slices else ""
     return {
         tokens: device.kernel(stem, f"{stem}_{epilogue}_{tokens}{end}", shared_bytes=kib << 10)
         for tokens, kib in (_SHARED_KIB_OF_SLICES if of_slices else _SHARED_KIB).items()
+        if tokens <= most
     }
 
 

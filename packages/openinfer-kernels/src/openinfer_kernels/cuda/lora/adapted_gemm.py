@@ -10,10 +10,10 @@ from openinfer_kernels.cuda.common.arrays import address, fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMap, TensorMaps
-from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm
+from openinfer_kernels.cuda.gemm.decode_gemm import MOST_ADAPTED_TOKENS, DecodeGemm
 from openinfer_kernels.cuda.gemm.gemm import Gemm, weight_box
 from openinfer_kernels.cuda.gemm.tiles import Epilogue, Partition, Tile
-from openinfer_kernels.cuda.lora.decode_adapters import decode_adapters
+from openinfer_kernels.cuda.lora.decode_adapters import decode_adapters, fits_tiles
 from openinfer_kernels.cuda.lora.lora import SHRINK_THREADS, Shrink
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array
@@ -30,8 +30,6 @@ _MOST_KEPT = 4096
 """Products whose launches are known: less than a KiB and a half each."""
 _MOST_HALVED_TOKENS = 512
 """Up to which `A x` is multiplied in two halves: prompts are bound by products, decode steps by memory."""
-_MOST_DECODE_TOKENS = 16
-"""Of `decode_gemm`: with more, a tile of 64 tokens is quicker with adapters, though not without."""
 _GROUPS = (1, 4)
 _INT32 = np.dtype(np.int32)
 
@@ -151,9 +149,10 @@ class AdaptedGemm:
             raise ArrayMismatchError(f"columns {columns.shape} are not those of {weight.shape} and a {a.shape}")
         if not len(x):
             return
-        if len(x) <= _MOST_DECODE_TOKENS and self._decode_gemm.serves(x, weight):
+        few = len(x) <= MOST_ADAPTED_TOKENS and self._decode_gemm.serves(x, weight)
+        if few and (epilogue is Epilogue.SWIGLU or fits_tiles(starts)):
             given, _shrunk = decode_adapters(x, a, columns, slots, starts)
-            self._decode_gemm.multiply_adapted(epilogue, x, weight, out, given)
+            self._decode_gemm.multiply_adapted(epilogue, x, weight, out, adapters=given, columns=columns)
             return
         self._multiply_many(epilogue, arrays, adapters, starts)
 
