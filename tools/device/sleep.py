@@ -1,11 +1,13 @@
 """Sleep, wake and weight updates of one engine on a GPU: memory asleep, times, and whether its tokens stay the same.
 
-    python3 tools/device/sleep.py MODEL [--off] [--load-format FORMAT] [--ranks N] [--times 3] [--size 1x1024 ...]
-        [--repeats 2] [--commit NAME] [--json FILE]
+    python3 tools/device/sleep.py MODEL [--off] [--load-format FORMAT] [--ranks N] [--times 3] [--asleep S ...]
+        [--size 1x1024 ...] [--repeats 2] [--commit NAME] [--json FILE]
 
 MODEL is a folder with a `config.json`, and, with the format safetensors, weights (`checkpoint.py` writes random ones).
 `--off` starts the engine without --enable-sleep and times its steps alone, to see what the option costs. Memory is that
 of the whole GPU, of the fullest of several, less what was in use before the engine's processes made their contexts.
+`--asleep` are seconds between a sleep and its wake, of each in turn: the driver clears memory that was given back, in
+the background, and who takes it before that has ended waits for it.
 """
 
 import argparse
@@ -58,12 +60,19 @@ class Measured:
         seconds = time.perf_counter() - begin_s
         return seconds, (used_bytes() - self.idle_bytes) / GIB
 
-    def sleep(self, *, level: int) -> None:
+    def sleep(self, *, level: int, for_s: float) -> None:
         asleep_s, asleep_gib = self.obey(Sleep(keeps_weights=level == 1))
+        time.sleep(for_s)
         awake_s, awake_gib = self.obey(Wake())
         equal = tokens(self.loop) == self.expected
         self.add(
-            f"sleep {level}", sleep_s=asleep_s, asleep_gib=asleep_gib, wake_s=awake_s, awake_gib=awake_gib, equal=equal
+            f"sleep {level}",
+            sleep_s=asleep_s,
+            asleep_gib=asleep_gib,
+            for_s=for_s,
+            wake_s=awake_s,
+            awake_gib=awake_gib,
+            equal=equal,
         )
 
     def update(self, path: str) -> None:
@@ -83,6 +92,7 @@ def main() -> int:
     parser.add_argument("--load-format", type=LoadFormat, default=LoadFormat.SAFETENSORS)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--asleep", type=float, nargs="+", default=[0.0])
     parser.add_argument("--size", nargs="*", default=["1x1024"], help="BATCHxPROMPT of the steps that are timed")
     parser.add_argument("--repeats", type=int, default=2, help="of each size")
     parser.add_argument("--commit")
@@ -109,8 +119,8 @@ def main() -> int:
     times(measured, "steps before", arguments.size, repeats=arguments.repeats)
     if not arguments.off:
         for level in (1, 2):
-            for _ in range(arguments.times):
-                measured.sleep(level=level)
+            for for_s in arguments.asleep * arguments.times:
+                measured.sleep(level=level, for_s=for_s)
         if arguments.load_format is LoadFormat.SAFETENSORS:
             for _ in range(arguments.times):
                 measured.update(arguments.model.resolve().name)
