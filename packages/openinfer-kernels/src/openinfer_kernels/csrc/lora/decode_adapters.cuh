@@ -200,7 +200,7 @@ using Halved = uint4[kMostPlanes][kTokens][kDeltaColumns / 4];
 // The warp that waits for A x.
 template <int kTokens>
 struct Delivery {
-  static constexpr int kLanes = 32, kFours = kDeltaColumns / 4, kRounds = kTokens * kFours / kLanes;
+  static constexpr int kLanes = 32, kFours = kDeltaColumns / 4, kTogether = kTokens / 8;
   const DecodeAdapters& given;
   int num_tokens, slot;  // the latter of this lane's token
 
@@ -222,33 +222,45 @@ struct Delivery {
     return found;
   }
 
-  // What this lane brings of a piece and a chunk of B: of token `round` * 2 + lane / 16 four columns.
-  __device__ __forceinline__ void read(int piece, int chunk, uint4 (&halves)[kRounds]) const {
-    const int lane = threadIdx.x % kLanes, rows = given.pieces * given.rank;
-#pragma unroll
-    for (int round = 0; round < kRounds; round++) {
-      const int token = round * (kLanes / kFours) + lane / kFours;
-      const int own = __shfl_sync(~0u, slot, token);
-      const int column = chunk * kDeltaColumns + lane % kFours * 4 - own * given.rank;
-      float4 sum = make_float4(0, 0, 0, 0);
-      if (own >= 0 && column >= 0 && column < given.rank) {
-        const float* from = given.shrunk + int64_t(token) * rows + piece * given.rank + column;
+  // Four columns of a token, and where they go.
+  struct Four {
+    int place;  // -1: nothing
+    uint4 halves;
+  };
+
+  // A token has only the columns of its own slot: of 8 tokens and rank 16 each lane brings one four, all at once. By
+  // lanes of all columns it took four rounds, each of which waited for memory.
+  __device__ __forceinline__ int fours() const { return min(given.rank, kDeltaColumns) / 4; }
+  __device__ __forceinline__ int rounds() const { return (kTokens * fours() + kLanes - 1) / kLanes; }
+
+  __device__ __forceinline__ Four read(int piece, int chunk, int round) const {
+    const int item = round * kLanes + threadIdx.x % kLanes, rows = given.pieces * given.rank;
+    const int token = item / fours(), four = item % fours();
+    const int own = __shfl_sync(~0u, slot, token % kTokens), begin = own * given.rank - chunk * kDeltaColumns;
+    const int at = max(begin, 0) + four * 4;  // in the chunk
+    float4 sum = make_float4(0, 0, 0, 0);
+    const bool is_there = token < kTokens && own >= 0 && at < min(begin + given.rank, kDeltaColumns);
+    if (is_there) {
+      const float* from = given.shrunk + int64_t(token) * rows + piece * given.rank + at - begin;
 #pragma unroll 4
-        for (int split = 0; split < given.splits; split++, from += int64_t(num_tokens) * rows) {
-          const float4 part = __ldcg(reinterpret_cast<const float4*>(from));
-          sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-        }
+      for (int split = 0; split < given.splits; split++, from += int64_t(num_tokens) * rows) {
+        const float4 part = __ldcg(reinterpret_cast<const float4*>(from));
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
       }
-      const Halves one(sum.x, sum.y), other(sum.z, sum.w);
-      halves[round] = make_uint4(one.high, other.high, one.low, other.low);
     }
+    const Halves one(sum.x, sum.y), other(sum.z, sum.w);
+    return {is_there ? token * kFours + at / 4 : -1, make_uint4(one.high, other.high, one.low, other.low)};
   }
 
-  __device__ __forceinline__ void write(const uint4 (&halves)[kRounds], Halved<kTokens>& to, int plane) const {
-    const int lane = threadIdx.x % kLanes;
+  __device__ __forceinline__ void clear(Halved<kTokens>& to, int plane) const {
 #pragma unroll
-    for (int round = 0; round < kRounds; round++)
-      to[plane][round * (kLanes / kFours) + lane / kFours][lane % kFours] = halves[round];
+    for (int i = 0; i < kTokens * kFours / kLanes; i++)
+      (&to[plane][0][0])[i * kLanes + threadIdx.x % kLanes] = make_uint4(0, 0, 0, 0);
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void write(const Four& four, Halved<kTokens>& to, int plane) const {
+    if (four.place >= 0) (&to[plane][0][0])[four.place] = four.halves;
   }
 
   __device__ __forceinline__ void wait() const { wait_for_parts(&parts_ready, given.parts()); }
