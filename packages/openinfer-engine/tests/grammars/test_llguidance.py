@@ -255,11 +255,12 @@ def test_a_preamble_has_none_of_what_it_must_be_without(compiler: LlguidanceComp
         (GrammarKind.JSON_SCHEMA, "{", "Expecting property name"),
         (GrammarKind.JSON_SCHEMA, '{"type": "array", "items":' * 5000 + "{}" + "}" * 5000, "nested too deeply"),
         (GrammarKind.JSON_SCHEMA, "false", "schema is false"),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "refer to itself without end"),
         (GrammarKind.CHOICE, "[]", "a choice is a list of strings"),
         (GrammarKind.LARK, "what is this", "Expected ::="),
         (GrammarKind.LARK, DEEP_RULES, "too large, too deep or too slow"),
     ],
-    ids=["regex", "keyword", "json", "deep", "false", "choice", "lark", "stack"],
+    ids=["regex", "keyword", "json", "deep", "false", "loop", "choice", "lark", "stack"],
 )
 def test_a_grammar_that_cannot_be_used_says_why_and_the_next_one_works(
     compiler: LlguidanceCompiler, kind: GrammarKind, text: str, message: str
@@ -269,6 +270,53 @@ def test_a_grammar_that_cannot_be_used_says_why_and_the_next_one_works(
         with pytest.raises(InvalidRequest, match=re.escape(message)):
             make(compiler, request)
     assert allowed(make(compiler, regex("[a-b]")))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"enum": [1234567890123456789]}',  # read as 1234567890123456768
+        '{"const": {"ids": [12345678901234567890123]}}',
+        '{"type": "integer", "const": -9223372036854775807}',
+        '{"allOf": [{"type": "integer"}, {"enum": [1e25]}]}',
+        '{"type": "integer", "minimum": 9007199254740993}',
+        '{"type": "integer", "minimum": 1e40, "maximum": 1e41}',
+        '{"type": "integer", "maximum": 9223372036854775806}',
+        '{"type": "integer", "exclusiveMinimum": 9007199254740992}',
+        '{"type": "integer", "exclusiveMaximum": 9223372036854775807}',
+        '{"$defs": {"const": {"maximum": 9007199254740995}}, "$ref": "#/$defs/const"}',
+    ],
+)
+def test_numbers_that_would_be_taken_for_others_are_refused(compiler: LlguidanceCompiler, schema: str) -> None:
+    with pytest.raises(InvalidRequest, match="beyond 2\\^53"):
+        make(compiler, ask(Grammar(kind=GrammarKind.JSON_SCHEMA, text=schema)))
+    with pytest.raises(InvalidRequest, match="beyond 2\\^53"):
+        make(compiler, ask(Grammar(kind=GrammarKind.LARK, text=f'start: "x" call\ncall: %json {schema}')))
+    lenient = json.dumps({"x-guidance": {"lenient": True}, **json.loads(schema)})
+    guard_process.check_numbers(json.loads(lenient))
+
+
+@pytest.mark.parametrize(
+    ("schema", "largest"),
+    [
+        ('{"enum": [1152921504606846976]}', 2**60),
+        ('{"enum": [9223372036854775807]}', 2**63 - 1),
+        ('{"type": "integer", "minimum": 9223372036854774784, "maximum": 9223372036854775807}', None),
+        ('{"type": "integer", "minimum": 0, "maximum": 18446744073709551615}', 2**63 - 1),
+        ('{"type": "integer", "exclusiveMaximum": 18446744073709551616}', 2**63 - 1),
+        ('{"properties": {"const": {"maximum": 18446744073709551615}}, "required": ["const"]}', None),
+        ('{"const": 9007199254740992}', 2**53),
+        ('{"type": "number", "exclusiveMinimum": -0.5, "maximum": 0.5}', 0),
+        ('{"type": "integer", "maximum": 18446744073709551615, "default": 1234567890123456789}', 7),
+    ],
+)
+def test_large_numbers_that_are_kept_are_taken(compiler: LlguidanceCompiler, schema: str, largest: int | None) -> None:
+    if largest is None:
+        guard_process.check_numbers(json.loads(schema))
+        return
+    matcher = make(compiler, ask(Grammar(kind=GrammarKind.JSON_SCHEMA, text=schema)))
+    say(matcher, str(largest))
+    assert END in allowed(matcher)
 
 
 def test_processor_time_of_a_check_is_bounded() -> None:

@@ -259,6 +259,8 @@ class GrammarGuard:
 
 def refused(grammar: Grammar, why: str) -> InvalidRequest:
     reason = " ".join(why.split())
+    if reason.startswith("NoExtensionBias"):  # llguidance's name for a state that nothing leads on from
+        reason = "no text fits it; does it refer to itself without end?"
     shown = reason if len(reason) <= MAX_MESSAGE else reason[:MAX_MESSAGE] + "..."
     return InvalidRequest(f"the grammar ({grammar.kind}) cannot be used: {shown}", field="grammar")
 
