@@ -116,7 +116,7 @@ def test_rows_of_long_contexts_add_to_a_step_what_they_may(*, grows_first: bool)
     timed.steps(20)
     took_ms, tokens = timed.steps(120)
     alone_ms = BASE_MS + 16 * 0.15 + 16 * 140 * 0.0008
-    assert max(took_ms) <= 1.1 * (alone_ms + max(ROWS_MS, alone_ms))
+    assert max(took_ms) <= 1.1 * (alone_ms + max(ROWS_MS, 0.5 * alone_ms))
     assert min(timed.tokens_of("few", tokens)[-16:]) == 120
     assert min(timed.tokens_of("long", tokens)) > 0  # and all of them go on
     assert sum(timed.tokens_of("long", tokens)) > 120 * LEAST_ROWS
@@ -216,7 +216,7 @@ def test_where_most_rows_fit_none_sits_out_two_steps_one_after_the_other() -> No
     timed = Timed(row_ms=0.5)
     timed.add("many", 24)
     timed.steps(20)
-    timed.add("few", 8)
+    timed.add("few", 14)  # whose rows take as long as 14 of the 24
     timed.steps(40)
     before = Counter[RequestId](range(24))
     for _ in range(40):

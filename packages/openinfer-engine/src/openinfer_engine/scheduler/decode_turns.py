@@ -2,10 +2,12 @@
 
     time of a step  =  time without a row  +  rows x time per row  +  tokens of their contexts x time per token
 
-What the decode rows of one tenant may add to a step next to decode rows of others has a bound: `ROWS_MS`, or as long
-as the step would take without them. Where they add more, they take turns in order of age, so each goes on and none
-falls behind; what sits a step out keeps its slot and blocks. Rows that take no longer than those of the others are
-within the bound. One next to prompts of others alone has none: these may take as long as its rows do (`itl_limit.py`).
+What the decode rows of one tenant may add to a step next to decode rows of others has a bound: `ROWS_MS`, half of what
+the step would take without them, or as long as the others' rows take, whichever is most. Where they add more, they take
+turns in order of age, so each goes on and none falls behind; what sits a step out keeps its slot and blocks. Rows that
+take no longer than those of the others are within the bound. One next to prompts of others alone has none: these may
+take as long as its rows do (`itl_limit.py`). As much as the step takes without them is too much: where the first rows
+cost most, that is taken for longer than it is, and steps became twice as long in the mean and three times at times.
 Those whose last row was less than `RECENT_STEPS` ago count as if they had one: the next request of a client that ends
 one and asks again would wait for two steps of all rows of the other, the second of them its own.
 
@@ -33,6 +35,7 @@ LEAST_ROWS = 4
 TURN_STEPS = 16
 RECENT_STEPS = 16
 ROWS_MS = 5.0
+_PART = 0.5  # of what a step takes without a tenant, that this one may add
 _KEPT = 0.95  # of the weight of earlier steps with each newer one
 _LEAST_SPREAD = 0.1  # of the mean: with less, what is known counts for more than a plane through the last steps
 _LEAST_KEPT = 0.5  # of what is known: the last steps say less only by chance, as where one with few rows took long
@@ -79,6 +82,10 @@ class _Fit:
     def of_step(self, rows: int, tokens: int) -> float:
         return self.base_ms + self.row_ms * rows + self.token_ms * tokens
 
+    def room_ms(self, least_ms: float, *, others_ms: float) -> float:
+        """What a tenant may add to a step in which rows of others take so long."""
+        return max(least_ms, others_ms, _PART * (self.base_ms + others_ms))
+
 
 class DecodeTurns:
     """Of one scheduler."""
@@ -116,7 +123,7 @@ class DecodeTurns:
         total_ms = sum(by_tenant.values())
         sitting: set[Sequence] = set()
         for tenant, own in rows.items():
-            room_ms = max(ROWS_MS, fit.base_ms + total_ms - by_tenant[tenant])
+            room_ms = fit.room_ms(ROWS_MS, others_ms=total_ms - by_tenant[tenant])
             if len(own) > LEAST_ROWS and sum(costs_ms[each] for each in own) > room_ms * (1 + 1e-9):
                 sitting.update(self._turns.setdefault(tenant, _Turn()).others(own, costs_ms, room_ms))
         return frozenset(sitting)
@@ -137,7 +144,7 @@ class DecodeTurns:
         for tenant in tenants:
             own_ms = by_tenant.get(tenant, 0.0)
             has_others = len(by_tenant) > (tenant in by_tenant)
-            room_ms = max(OTHERS_MS, fit.base_ms + total_ms - own_ms) - own_ms if has_others else OTHERS_MS
+            room_ms = fit.room_ms(OTHERS_MS, others_ms=total_ms - own_ms) - own_ms if has_others else OTHERS_MS
             left_ms = max(left_ms, room_ms)
         return left_ms
 
