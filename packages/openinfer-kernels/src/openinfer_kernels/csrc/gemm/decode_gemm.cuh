@@ -309,7 +309,7 @@ __device__ void consume(Shared<kTokens, kSlices>& s, const Work& work, Output<kE
     bool has_sums = true;
     if constexpr (S::kPartials > 0) has_sums = work.size == 1 || reduce_partials<kTokens, kSlices>(d[0], work, s);
     if (has_sums) {
-      const int end_slice = kAdapted ? INT_MAX : min((tile + 1) * kSlices, n / kSliceRows);
+      const int end_slice = min((tile + 1) * kSlices, n / kSliceRows);
 #pragma unroll
       for (int product = 0; product < S::kProducts; product++)
         finish_slices<kTokens, kEpilogue>(d[product], tile * kSlices + product * kProductSlices, end_slice, y, m, n);
