@@ -38,8 +38,6 @@ from openinfer_kernels.weights.scale_blocks import common_block
 logger = logging.getLogger("openinfer.engine")
 
 _SCALE_BYTES = 4  # of a row of a head in FP8
-_IN_TILES = (Way.TILES, Way.EXPERT_TILES, Way.TILES_DEQUANTISED)
-_TILE_SCALE_BYTES = 2  # at least
 _POSITIONS = 16  # of tables that a model makes for its positions; these are no weights
 _SMALL = 64  # numbers of a tensor whose values a model may look at: a repeated shape, a scale
 
@@ -190,9 +188,7 @@ class _CountingOps:
         scales = -(-rows // group_rows) * -(-columns // group_columns)
         code_bytes = sum(math.prod(part.codes.shape) * part.codes.itemsize for part in parts)
         with_them = (parts[0].zero_points, parts[0].minimums)
-        stored_bytes = parts[0].scales.itemsize
-        held_bytes = max(stored_bytes, _TILE_SCALE_BYTES) if way in _IN_TILES else stored_bytes
-        scale_bytes = held_bytes + sum(each.itemsize for each in with_them if each is not None)
+        scale_bytes = parts[0].scales.itemsize + sum(each.itemsize for each in with_them if each is not None)
         self.num_bytes += code_bytes + scales * scale_bytes
         nothing = np.empty(0, np.uint8)
         return QuantisedWeight(
