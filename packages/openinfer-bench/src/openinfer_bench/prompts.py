@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ _END_S = 60.0
 _PATH = "/v1/chat/completions"
 _MAX_BODY_BYTES = 2**26
 _MOST_TRIES = 10
+_HEAD = ("arm", "workers", "turns", "failed", "TTFT p50", "p99", "max", "gap p50", "p99", "max", "CPU ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +77,11 @@ def run(argv: Sequence[str]) -> int:
         if arguments.json is not None:
             _write(Path(arguments.json), arguments, list(found.values()))
 
+    print(_line(_HEAD), flush=True)
     for workers in arguments.workers:
         for arm in arguments.arms:
             asyncio.run(_measure(arguments, arm, workers, note))
-            print(_table([found[workers, arm]], has_head=len(found) == 1), flush=True)
+            print(_line(asdict(found[workers, arm]).values()), flush=True)
     return 0
 
 
@@ -272,10 +274,8 @@ def _ms(seconds: Sequence[float], quantile: float) -> float:
     return round(1000 * at, 2)
 
 
-def _table(arms: Sequence[Arm], *, has_head: bool) -> str:
-    head = ("arm", "workers", "turns", "failed", "TTFT p50", "p99", "max", "gap p50", "p99", "max", "CPU ms")
-    rows = [tuple(asdict(arm).values()) for arm in arms]
-    return "\n".join(" ".join(f"{cell!s:>9}" for cell in row) for row in [*([head] if has_head else []), *rows])
+def _line(cells: Iterable[object]) -> str:
+    return " ".join(f"{cell!s:>9}" for cell in cells)
 
 
 __all__ = ["ARMS", "Arm", "conversation", "run", "turn"]
