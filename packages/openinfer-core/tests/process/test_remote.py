@@ -223,6 +223,19 @@ def test_clients_are_told_of_a_death_before_the_engine_closes(
     run_async(main())
 
 
+def test_engine_that_is_closed_has_time_for_its_kv_tiers(
+    spawn_faulty: Callable[..., RemoteEngine], tmp_path: Path, run_async: RunAsync
+) -> None:
+    """Clients are told before the loop is closed, and its standard input ends then: that is not its parent's death."""
+    closed = tmp_path / "closed"
+
+    async def main() -> None:
+        await spawn_faulty(f"close late {closed}").close()
+
+    run_async(main())
+    assert closed.exists()
+
+
 def test_engine_that_a_plug_in_ended_says_so_over_the_link(
     spawn_faulty: Callable[..., RemoteEngine], make_request: MakeRequest, run_async: RunAsync
 ) -> None:

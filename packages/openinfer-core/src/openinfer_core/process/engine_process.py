@@ -48,7 +48,7 @@ logger = logging.getLogger("openinfer.engine")
 
 _LONGEST_UNIX_PATH_BYTES = 100  # `sockaddr_un.sun_path` has 104 bytes on macOS, 108 on Linux
 _REFUSAL_DEADLINE_S = 10.0
-_ORPHAN_DEADLINE_S = 3.0  # what an engine whose parent has died may take to end by itself
+_ORPHAN_DEADLINE_S = 6.0  # what an engine without a parent or clients may take to end; its KV tiers have four
 
 
 class LinkKind(StrEnum):

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -28,6 +29,19 @@ class SlowlyEndingLoop(DyingLoop):
 
     def close(self) -> None:
         time.sleep(3600)
+
+
+class LateLoop(SimulatedLoop):
+    """Closes as late as it may with KV tiers on a slow disk, and leaves a file when it has."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__(SimulatedOptions())
+        self._file = Path(file)
+
+    def close(self) -> None:
+        time.sleep(4)
+        super().close()
+        self._file.touch()
 
 
 class BreakingLoop(SimulatedLoop):
@@ -56,6 +70,8 @@ def build(raw: msgspec.Raw) -> SimulatedLoop:
     if behaviour == "print":
         sys.stdout.write("this would break the protocol if it went there\n")
         sys.stdout.flush()
+    if behaviour.startswith("close late "):
+        return LateLoop(behaviour.removeprefix("close late "))
     loops = {"die in a step": DyingLoop, "hang in a step": HangingLoop, "break": BreakingLoop}
     loops["die and hang in close"] = SlowlyEndingLoop
     return loops.get(behaviour, SimulatedLoop)(SimulatedOptions(model=behaviour))
