@@ -150,9 +150,10 @@ class Strikes:
 
     def _take_descriptors(self) -> None:
         self._begin_shortage()
+        most = self._run.world.processes.descriptor_limit  # a worker's own may be that of another shortage
         for worker in () if self._life is None else self._life.workers:
-            before, worker.descriptor_limit = worker.descriptor_limit, len(worker.ends)
-            self._later(_SHORTAGE_S, setattr, worker, "descriptor_limit", before)
+            worker.descriptor_limit = len(worker.ends)
+            self._later(_SHORTAGE_S, setattr, worker, "descriptor_limit", most)
 
     def _take_memory(self) -> None:
         self._begin_shortage()
