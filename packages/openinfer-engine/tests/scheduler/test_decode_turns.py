@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_engine.scheduler import TokenBudgetScheduler
 from openinfer_engine.scheduler.company import ALONE_MS, ALONE_TOKENS, COMPANY_S
 from openinfer_engine.scheduler.decode_turns import LEAST_ROWS, RECENT_STEPS, ROWS_MS, TURN_STEPS, DecodeTurns
-from openinfer_engine.scheduler.itl_limit import OTHERS_MS
+from openinfer_engine.scheduler.itl_limit import LEAST_TOKENS, OTHERS_MS
 from openinfer_engine.scheduler.row_shares import RowShares
 from openinfer_engine.scheduler.run_queue import RunQueue
 from openinfer_engine.scheduler.sequence import Sequence
@@ -203,8 +203,10 @@ def test_where_prompts_count_as_rows_of_others_rows_would_sit_out(monkeypatch: p
     )
     prompts: list[Any] = [Row(request, 1)]
 
-    def with_prompts(self: DecodeTurns, ready: Iterable[Sequence], decoding: Iterable[Sequence]) -> frozenset[Sequence]:
-        return sitting_out(self, ready, [*decoding, *prompts])
+    def with_prompts(
+        self: DecodeTurns, ready: Iterable[Sequence], decoding: Iterable[Sequence], prompts_ms: Mapping[str, float]
+    ) -> frozenset[Sequence]:
+        return sitting_out(self, ready, [*decoding, *prompts], prompts_ms)
 
     monkeypatch.setattr(DecodeTurns, "sitting_out", with_prompts)
     timed, _, tokens = next_to_a_prompt()
@@ -376,6 +378,20 @@ def test_rows_and_prompts_of_a_tenant_have_one_bound_together() -> None:
     assert timed.scheduler.stats().prompt_tokens > 1000
 
 
+def test_rows_leave_room_for_dear_prompts_of_their_own_tenant() -> None:
+    timed = Timed(row_ms=0.2, token_ms=0.3)
+    timed.add("calm", 8)
+    timed.steps(40)
+    timed.add("loud", 60)
+    timed.steps(60)
+    timed.add("loud", 4, prompt_tokens=1000)
+    timed.steps(5)
+    took_ms, tokens = timed.steps(60)
+    assert max(took_ms) <= 1.05 * (BASE_MS + 8 * 0.2 + 0.5 * ROWS_MS + 0.3 * LEAST_TOKENS)
+    assert min(timed.tokens_of("calm", tokens)) == 60
+    assert sum(timed.tokens_of("loud", tokens)) >= 60 * LEAST_ROWS
+
+
 def test_prompts_are_short_steps_as_long_as_another_tenant_was_here_a_moment_ago() -> None:
     timed = Timed(row_ms=0.1, token_ms=0.02)
     timed.add("calm", 4, max_tokens=8)
@@ -389,6 +405,17 @@ def test_prompts_are_short_steps_as_long_as_another_tenant_was_here_a_moment_ago
     timed.add("loud", 50, prompt_tokens=2000, max_tokens=1)
     took_ms, _ = timed.steps(20)
     assert max(took_ms) > BASE_MS + 0.02 * 4000  # and one tenant alone has whole steps
+
+
+def test_first_prompts_of_a_tenant_are_no_long_step_for_another_that_asks_at_the_same_time() -> None:
+    timed = Timed(row_ms=0.1, token_ms=0.5)
+    for _ in range(10):
+        timed.add("calm", 4, max_tokens=8)
+        timed.steps(8)
+    timed.add("calm", 4, max_tokens=8)
+    timed.add("loud", 50, prompt_tokens=1000, max_tokens=1)
+    took_ms, _ = timed.steps(4)
+    assert max(took_ms) <= BASE_MS + 4 * 0.1 + 0.5 * (LEAST_TOKENS + 1) + 1.0
 
 
 def test_dear_prompts_of_a_tenant_that_expects_company_go_on_in_chunks_that_are_worth_a_step() -> None:

@@ -2,12 +2,17 @@
 
     time of a step  =  time without a row  +  rows x time per row  +  tokens of their contexts x time per token
 
-What the decode rows of one tenant may add to a step next to decode rows of others has a bound: `ROWS_MS`, half of what
-the step would take without them, or as long as the others' rows take, whichever is most. Where they add more, they take
-turns in order of age, so each goes on and none falls behind; what sits a step out keeps its slot and blocks. Rows that
-take no longer than those of the others are within the bound. One next to prompts of others alone has none: these may
-take as long as its rows do (`itl_limit.py`). As much as the step takes without them is too much: where the first rows
-cost most, that is taken for longer than it is, and steps became twice as long in the mean and three times at times.
+What the decode rows of one tenant may add to a step next to decode rows of others has a bound: `ROWS_MS`, a third of
+what the step would take without them, or as long as the others' rows take, whichever is most. Where they add more, they
+take turns in order of age, so each goes on and none falls behind; what sits a step out keeps its slot and blocks. Rows
+that take no longer than those of the others are within the bound. One next to prompts of others alone has none: these
+may take as long as its rows do (`itl_limit.py`). More than a third is too much: where the first rows cost most, or
+where what a tenant does elsewhere slows the processor, a step without them is taken for longer than it is.
+
+Next to prompts of their own tenant that are under way rows leave room for the least that these have of a step, up to
+half of the bound. Otherwise one that has more than its blocks hold, of which something is always computed again, has
+the bound twice in each step.
+
 Those whose last row was less than `RECENT_STEPS` ago count as if they had one: the next request of a client that ends
 one and asks again would wait for two steps of all rows of the other, the second of them its own.
 
@@ -35,7 +40,8 @@ LEAST_ROWS = 4
 TURN_STEPS = 16
 RECENT_STEPS = 16
 ROWS_MS = 5.0
-_PART = 0.5  # of what a step takes without a tenant, that this one may add
+_PART = 1 / 3  # of what a step takes without a tenant, that this one may add
+_ROWS_PART = 0.5  # of what a tenant may add, that its rows have next to prompts of its own
 _KEPT = 0.95  # of the weight of earlier steps with each newer one
 _LEAST_SPREAD = 0.1  # of the mean: with less, what is known counts for more than a plane through the last steps
 _LEAST_KEPT = 0.5  # of what is known: the last steps say less only by chance, as where one with few rows took long
@@ -101,12 +107,15 @@ class DecodeTurns:
         self._fitted: _Fit | None = None
         self._known: tuple[float, float] | None = None  # time per row and per token, of longer ago
 
-    def sitting_out(self, ready: Iterable[Sequence], decoding: Iterable[Sequence]) -> frozenset[Sequence]:
+    def sitting_out(
+        self, ready: Iterable[Sequence], decoding: Iterable[Sequence], prompts_ms: Mapping[str, float]
+    ) -> frozenset[Sequence]:
         """Those without a row in the next step.
 
         Args:
             ready: sequences that may decode, oldest first.
             decoding: all that decode, those without a mask for the next step among them.
+            prompts_ms: what prompts of a tenant will take of the step at least.
         """
         fit = self._fit()
         costs_ms = {sequence: 0.0 if fit is None else fit.of(sequence) for sequence in decoding}
@@ -124,6 +133,7 @@ class DecodeTurns:
         sitting: set[Sequence] = set()
         for tenant, own in rows.items():
             room_ms = fit.room_ms(ROWS_MS, others_ms=total_ms - by_tenant[tenant])
+            room_ms = max(_ROWS_PART * room_ms, room_ms - prompts_ms.get(tenant, 0.0))
             if len(own) > LEAST_ROWS and sum(costs_ms[each] for each in own) > room_ms * (1 + 1e-9):
                 sitting.update(self._turns.setdefault(tenant, _Turn()).others(own, costs_ms, room_ms))
         return frozenset(sitting)

@@ -7,10 +7,10 @@ rows it is in what these take, and in a step of prompts alone it is what the qui
 Counted for the tokens it would make steps shorter, and so each token dearer, down to `LEAST_TOKENS`. Before there was a
 step of decode rows alone it follows from two steps of prompts of which one had at least twice as many tokens.
 
-Prompts of one tenant next to decode rows of another have `OTHERS_MS`, half of what the step takes without the tenant,
-or as long as the other's rows take, also where no limit is set, less what decode rows of its own take: what one tenant
-does shall not make another's tokens come half as fast. Where another tenant had rows a moment ago and has none now,
-prompts have `OTHERS_MS`: its next request waits for the step in flight; where one had rows in the last minute,
+Prompts of one tenant next to decode rows of another have `OTHERS_MS`, a third of what the step takes without the
+tenant, or as long as the other's rows take, also where no limit is set, less what decode rows of its own take: what one
+tenant does shall not make another's tokens come half as fast. Where another tenant had rows a moment ago and has none
+now, prompts have `OTHERS_MS`: its next request waits for the step in flight; where one had rows in the last minute,
 `company.ALONE_MS`.
 
 A step of prompts alone is `LONE_MS` long at most, where it has more than `LONE_TOKENS`: who comes first waits for it.
@@ -74,6 +74,11 @@ class ItlLimiter:
         if others_ms is not None:
             room_ms = min(room_ms, others_ms)
         return min(budget_tokens, max(least_tokens, int(room_ms / self._token_ms)))
+
+    @property
+    def least_prompt_ms(self) -> float:
+        """What the least that prompts have of a step takes, as far as it is known."""
+        return LEAST_TOKENS * (self._token_ms or 0.0)
 
     def note(self, step: StepInFlight, *, applied_s: float) -> None:
         took_ms = (applied_s - max(self._applied_s, step.planned_s)) * 1e3

@@ -286,12 +286,16 @@ class TokenBudgetScheduler:
         if len(self._queue.shares.rows.keys() | self._decode_turns.recent_tenants) < 2:
             return frozenset()
         ready, decoding = list[Sequence](), list[Sequence]()
+        begun = set[str]()
         for sequence in self._queue.running:
             if sequence.computed_tokens >= sequence.given_tokens:
                 decoding.append(sequence)  # its mask may be late: it is slowed by long steps all the same
                 if sequence.computed_tokens != sequence.target_tokens and not self._waits_for_mask(sequence):
                     ready.append(sequence)
-        sitting_out = self._decode_turns.sitting_out(ready, decoding)
+            else:
+                begun.add(sequence.request.tenant)
+        prompts_ms = dict.fromkeys(begun, self._itl_limiter.least_prompt_ms)
+        sitting_out = self._decode_turns.sitting_out(ready, decoding, prompts_ms)
         self._counters.share_rows_sat_out += len(sitting_out)
         return sitting_out
 
@@ -338,7 +342,8 @@ class TokenBudgetScheduler:
     def _beside_others(self, builder: StepBuilder, tenants: AbstractSet[str]) -> tuple[float | None, int]:
         """What prompts of these tenants may add to a step because of others, None for anything; their least tokens."""
         with_rows = {sequence.request.tenant for sequence in builder.rows}
-        if len(tenants | with_rows | self._queue.shares.recent_tenants) < 2:
+        # One that waits for the first time may be admitted in this step, too, after those.
+        if len(tenants | with_rows | self._queue.shares.recent_tenants | self._queue.wanting) < 2:
             return (ALONE_MS, ALONE_TOKENS) if self._company.is_expected_by(tenants) else (None, LEAST_TOKENS)
         return self._decode_turns.left_ms(builder.rows, tenants), LEAST_TOKENS
 
