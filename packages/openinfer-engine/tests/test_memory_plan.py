@@ -92,6 +92,18 @@ def test_plan_says_which_kernel_a_gpu_has_for_a_format_and_what_it_does_without(
     assert planned("a100-40g", {}) == (1.0, "")
 
 
+def test_plan_counts_tiles_as_they_are_on_a_gpu() -> None:
+    mxfp4 = SCHEMES["mxfp4"].config
+    in_tiles, in_rows = planned("h200-141g", mxfp4)[0], planned("a100-40g", mxfp4)[0]
+    # Q and K's, O's, gate's and up's, and down's numbers, of a head of 32 and of hidden 256; a scale for each 32.
+    plain = DEFINITION.parse({**PUBLISHED, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1})
+    heads = plain.num_attention_heads + 2 * plain.num_key_value_heads, plain.num_attention_heads
+    matrices = 256 * (plain.head_dim * sum(heads) + 3 * 512)
+    backend = NamedGpuBackend(NAMED_GPUS["h200-141g"], EngineOptions(device=DeviceKind.CUDA))
+    of_bf16 = weights_of_rank(DEFINITION, plain, backend, ranks=1).num_bytes
+    assert (in_tiles - in_rows) * of_bf16 == pytest.approx(matrices / 32), "a byte in a checkpoint, two in a tile"
+
+
 class SmallDevice(CpuBackend):
     """A device with so much memory for weights and KV."""
 

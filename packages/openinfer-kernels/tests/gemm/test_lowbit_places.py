@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import openinfer_kernels
+from openinfer_kernels.weights.gpu_kernels import tile_layout
+from openinfer_kernels.weights.quantised import Code, ScaleType, WeightFormat
 
 CSRC = Path(openinfer_kernels.__file__).parent / "csrc"
 PROGRAM = """
@@ -68,3 +70,26 @@ def test_two_tiles_have_the_64_rows_of_a_product(places):
     for row in range(256):  # a thread's rows are r and r + 8, in different tiles
         warp, high, group = row % 64 // 16, row % 16 // 8, row % 8
         assert (tiles[row], rows[row]) == (row // 64 * 2 + high, warp * 8 + group)
+
+
+def described(code: Code, columns: int | None, scales: ScaleType, *, zeros: bool = False) -> WeightFormat:
+    return WeightFormat(code=code, group_rows=1, group_columns=columns, scales=scales, zero_points=zeros)
+
+
+@pytest.mark.parametrize(
+    ("made", "block", "tile_bytes"),
+    [
+        (described(Code.E4M3, 128, ScaleType.BF16), (128, 128), 4096 + 16),
+        (described(Code.E4M3, None, ScaleType.F32), (1, 320), 4096 + 128),
+        (described(Code.INT4, 128, ScaleType.F16, zeros=True), (1, 128), 2048 + 64 + 64),
+        (described(Code.INT4, 64, ScaleType.BF16), (1, 64), 2048 + 128),
+        (described(Code.E2M1, 32, ScaleType.E8M0), (1, 32), 2048 + 256),
+        (described(Code.INT8, 32, ScaleType.F16, zeros=True), (1, 32), 4096 + 512 + 256),
+    ],
+    ids=str,
+)
+def test_tiles_hold_codes_scales_and_zero_points_of_whole_pairs_of_tiles(made, block, tile_bytes):
+    layout = tile_layout(made, block, (200, 320))
+    assert (layout.tile_rows, layout.chunks) == (8, 3)
+    assert layout.tile_bytes == tile_bytes
+    assert layout.num_bytes == 24 * tile_bytes

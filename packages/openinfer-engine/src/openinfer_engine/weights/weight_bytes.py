@@ -30,13 +30,14 @@ from openinfer_kernels import (
     WeightFormat,
     WeightPart,
 )
-from openinfer_kernels.weights.gpu_kernels import Way
+from openinfer_kernels.weights.gpu_kernels import Way, tile_layout
 from openinfer_kernels.weights.low_bit_activations import FP8_ROWS
 from openinfer_kernels.weights.plain import stacked_shape
 from openinfer_kernels.weights.scale_blocks import common_block
 
 logger = logging.getLogger("openinfer.engine")
 
+_IN_TILES = (Way.TILES, Way.EXPERT_TILES, Way.TILES_DEQUANTISED)
 _SCALE_BYTES = 4  # of a row of a head in FP8
 _POSITIONS = 16  # of tables that a model makes for its positions; these are no weights
 _SMALL = 64  # numbers of a tensor whose values a model may look at: a repeated shape, a scale
@@ -156,6 +157,16 @@ class _Shapes:
         return (end - begin, *shape[1:]) if shard is Shard.COLUMN_PARALLEL else (shape[0], end - begin)
 
 
+def _stored_bytes(parts: tuple[QuantisedPart, ...], shape: tuple[int, int]) -> int:
+    """Of codes and scales as a checkpoint has them."""
+    group_rows, group_columns = (each or size for each, size in zip(parts[0].format.groups, shape, strict=True))
+    scales = -(-shape[0] // group_rows) * -(-shape[1] // group_columns)
+    code_bytes = sum(math.prod(part.codes.shape) * part.codes.itemsize for part in parts)
+    with_them = (parts[0].zero_points, parts[0].minimums)
+    scale_bytes = parts[0].scales.itemsize + sum(each.itemsize for each in with_them if each is not None)
+    return code_bytes + scales * scale_bytes
+
+
 @dataclass(slots=True)
 class _CountingOps:
     """The part of `Ops` that loading asks for."""
@@ -184,12 +195,10 @@ class _CountingOps:
             self.products[made, way] += 1
         if way is Way.BF16:
             return self._counted(shape, self.itemsize_bytes)
-        group_rows, group_columns = (each or size for each, size in zip(made.groups, (rows, columns), strict=True))
-        scales = -(-rows // group_rows) * -(-columns // group_columns)
-        code_bytes = sum(math.prod(part.codes.shape) * part.codes.itemsize for part in parts)
-        with_them = (parts[0].zero_points, parts[0].minimums)
-        scale_bytes = parts[0].scales.itemsize + sum(each.itemsize for each in with_them if each is not None)
-        self.num_bytes += code_bytes + scales * scale_bytes
+        if way in _IN_TILES:
+            self.num_bytes += tile_layout(made, block, (math.prod(shape[:-1]), columns)).num_bytes
+        else:
+            self.num_bytes += _stored_bytes(parts, (rows, columns))
         nothing = np.empty(0, np.uint8)
         return QuantisedWeight(
             format=made, shape=shape, codes=nothing, scales=nothing, block_rows=block[0], block_columns=block[1]

@@ -3,7 +3,9 @@
 Needs no package of CUDA, so that a plan for a GPU that is not here says what a start there would do.
 """
 
+import math
 from enum import StrEnum
+from typing import NamedTuple
 
 from openinfer_kernels.weights.quantised import Code, ScaleType, WeightFormat
 
@@ -15,7 +17,12 @@ _ROWS = 8
 """That come in wholes."""
 _EXPERT_ROWS = 128
 """The same of an expert in tiles: 64 of its gate, and 64 of up."""
-_TILE_COLUMNS = 128
+TILE_ROWS = 32
+TILE_COLUMNS = 128
+_PAIR_ROWS = 2 * TILE_ROWS
+"""Rows of two tiles, which lie among each other."""
+_VECTOR_BYTES = 16
+"""Of which what follows the codes of a tile is a multiple."""
 
 
 class Way(StrEnum):
@@ -85,7 +92,7 @@ def expert_tiles_hold(weight_format: WeightFormat, block: tuple[int, int], shape
             return True
         case "int4" | "fp8":
             # Of E4M3 the sums of whole tiles alone are scaled; few tokens of narrow groups of INT4 are faster in rows.
-            is_whole = block[1] % _TILE_COLUMNS == 0 or block[1] == shape[-1]
+            is_whole = block[1] % TILE_COLUMNS == 0 or block[1] == shape[-1]
             return is_whole or (weight_format.code is Code.INT4 and not rows_hold(weight_format, block, shape))
         case _:
             return False
@@ -96,6 +103,54 @@ def tiles_kernels(weight_format: WeightFormat) -> str:
     if weight_format.minimums:
         return "int4_min"
     return {Code.E4M3: "fp8", Code.INT8: "int8", Code.INT4: "int4", Code.E2M1: "fp4"}[weight_format.code]
+
+
+class TileLayout(NamedTuple):
+    """Of the tiles of a matrix: bytes of each part, as `csrc/lowbit/lowbit_tiles.cuh` has them."""
+
+    tile_rows: int
+    """Tiles along the rows."""
+    chunks: int
+    """Along the columns."""
+    groups: int
+    """In the columns of a tile."""
+    scale_rows: int
+    """Scales of a group: one for each row of a tile, or one for all."""
+    code_bytes: int
+    scale_bytes: int
+    """Of one scale."""
+    scales_bytes: int
+    """Of all scales, to the end of a vector."""
+    zeros_bytes: int
+    """Of zero points, or of what minimums add."""
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.code_bytes + self.scales_bytes + self.zeros_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tiles."""
+        return self.tile_rows * self.chunks * self.tile_bytes
+
+
+def tile_layout(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, int]) -> TileLayout:
+    """How a matrix that `tiles_hold` says they hold lies in tiles."""
+    rows, columns = shape
+    width = TILE_COLUMNS if block[1] == columns else math.gcd(TILE_COLUMNS, block[1])
+    groups, scale_rows = TILE_COLUMNS // width, 1 if block[0] % _PAIR_ROWS == 0 else TILE_ROWS
+    scale_bytes = 4 if weight_format.code.bits == 8 else 2
+    has_zeros = weight_format.zero_points or weight_format.minimums
+    return TileLayout(
+        tile_rows=-(-rows // _PAIR_ROWS) * 2,
+        chunks=-(-columns // TILE_COLUMNS),
+        groups=groups,
+        scale_rows=scale_rows,
+        code_bytes=TILE_ROWS * TILE_COLUMNS * weight_format.code.bits // 8,
+        scale_bytes=scale_bytes,
+        scales_bytes=-(-groups * scale_rows * scale_bytes // _VECTOR_BYTES) * _VECTOR_BYTES,
+        zeros_bytes=groups * TILE_ROWS * 2 if has_zeros else 0,
+    )
 
 
 def rows_kernels(weight_format: WeightFormat) -> str | None:

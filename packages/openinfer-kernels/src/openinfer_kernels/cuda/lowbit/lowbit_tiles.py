@@ -20,17 +20,12 @@ from openinfer_kernels.cuda.common.memory import Memory
 from openinfer_kernels.errors import WeightValueError
 from openinfer_kernels.ops import Array, QuantisedWeight
 from openinfer_kernels.weights.bfloat16 import rounded_bits
-from openinfer_kernels.weights.gpu_kernels import tiles_kernels
+from openinfer_kernels.weights.gpu_kernels import TILE_COLUMNS, TILE_ROWS, tile_layout, tiles_kernels
 from openinfer_kernels.weights.quantised import Code, QuantisedPart, ScaleType, WeightFormat
 from openinfer_kernels.weights.scale_blocks import float32_scales, of_blocks
 
-TILE_ROWS = 32
-TILE_COLUMNS = 128
 _STEM = "lowbit_tiles"
 _THREADS = 128
-_VECTOR_BYTES = 16
-_PAIR_ROWS = 2 * TILE_ROWS
-"""Rows of two tiles, which lie among each other."""
 _INT4_OFFSET = 128
 """Tiles hold 128 + zero point."""
 _MIDDLE_OF_INT4 = np.float32(8)
@@ -112,15 +107,9 @@ class LowbitTiles:
 
     def empty(self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> TiledWeight:
         """Tiles without anything in them; `fill_scales` and `place` write all that is read."""
-        layout, (rows, columns) = _LAYOUTS[tiles_kernels(weight_format)], shape
-        width = TILE_COLUMNS if block[1] == columns else math.gcd(TILE_COLUMNS, block[1])
-        groups = TILE_COLUMNS // width
-        scale_rows = 1 if block[0] % _PAIR_ROWS == 0 else TILE_ROWS
-        scale_bytes = -(-groups * scale_rows * layout.scale_bytes // _VECTOR_BYTES) * _VECTOR_BYTES
-        end = layout.code_bytes + scale_bytes
-        has_zeros = weight_format.zero_points or weight_format.minimums
-        tile_bytes = end + (groups * TILE_ROWS * 2 if has_zeros else 0)
-        tiles = cupy.empty((-(-rows // _PAIR_ROWS) * 2, -(-columns // TILE_COLUMNS), tile_bytes), np.uint8)
+        kernels, (rows, columns) = tiles_kernels(weight_format), shape
+        layout = tile_layout(weight_format, block, (rows, columns))
+        tiles = cupy.empty((layout.tile_rows, layout.chunks, layout.tile_bytes), np.uint8)
         return TiledWeight(
             format=weight_format,
             shape=shape,
@@ -128,10 +117,10 @@ class LowbitTiles:
             scales=tiles,
             block_rows=block[0],
             block_columns=block[1],
-            kernels=layout.kernels,
-            groups=groups,
-            scale_rows=scale_rows,
-            zeros=end if has_zeros else 0,
+            kernels=kernels,
+            groups=layout.groups,
+            scale_rows=layout.scale_rows,
+            zeros=layout.code_bytes + layout.scales_bytes if layout.zeros_bytes else 0,
             float16_scales=layout.scale_bytes == 2 and weight_format.scales is ScaleType.F16,
         )
 
