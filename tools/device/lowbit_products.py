@@ -88,6 +88,7 @@ CASES = (
     WeightFormat(code=Code.INT4, group_rows=1, group_columns=32, scales=ScaleType.F16, minimums=True),
     described(Code.INT4, 1, 32, ScaleType.F16),
     described(Code.INT8, 1, 32, ScaleType.F16),
+    WeightFormat(code=Code.E2M1, group_rows=1, group_columns=16, scales=ScaleType.E4M3, global_scale=True),
 )
 BF16_SCALES = described(Code.E4M3, 128, 128, ScaleType.BF16)
 """As official FP8 models of Qwen have them."""
@@ -99,6 +100,7 @@ STEPS = {
     "q4_1": CASES[14],
     "q4_0": CASES[15],
     "q8_0": CASES[16],
+    "nvfp4": CASES[17],
 }
 
 
@@ -112,6 +114,9 @@ def stored_scales(scales: ScaleType, values):
         case ScaleType.BF16:
             bits = (values.view(np.uint32) >> 16).astype(np.uint16)
             return bits, (bits.astype(np.uint32) << 16).view(np.float32)
+        case ScaleType.E4M3:  # a global scale has their size
+            codes = HOST.integers(0x28, 0x58, values.shape, dtype=np.uint8)
+            return codes, E4M3_VALUES[codes]
         case _:
             exponents = np.floor(np.log2(values)).astype(int)
             return (exponents + 127).astype(np.uint8), np.ldexp(np.float32(1), exponents)
@@ -128,7 +133,10 @@ def random_part(made: WeightFormat, rows: int, columns: int):
         codes = np.where((codes & 0x7F) == 0x7F, codes & 0x3F, codes)
     lowest = HOST.uniform(0.3, 0.7, grid) * -15 * scales if made.minimums else None
     minimums = None if lowest is None else lowest.astype(np.float16)
-    part = QuantisedPart(format=made, codes=codes, scales=stored, zero_points=zeros, minimums=minimums)
+    whole = SIZES_OF_SCALES[made.code] if made.global_scale else 1.0
+    part = QuantisedPart(
+        format=made, codes=codes, scales=stored, zero_points=zeros, minimums=minimums, global_scale=whole
+    )
     if made.code.bits == 4:
         codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(rows, columns)
     r = np.arange(rows) // (made.group_rows or rows)
@@ -140,7 +148,7 @@ def random_part(made: WeightFormat, rows: int, columns: int):
     else:
         centre = 0 if made.minimums else 1 << (made.code.bits - 1)
         numbers = codes.astype(np.float64) - (centre if zeros is None else zeros.astype(np.float64)[r[:, None], c])
-    values = numbers * scales.astype(np.float64)[r[:, None], c]
+    values = numbers * scales.astype(np.float64)[r[:, None], c] * whole
     return part, cupy.asarray(values if minimums is None else values + minimums.astype(np.float64)[r[:, None], c])
 
 

@@ -1,5 +1,6 @@
 """What each rank would take, against what loading really uploads."""
 
+import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -86,6 +87,11 @@ def test_plan_says_which_kernel_a_gpu_has_for_a_format_and_what_it_does_without(
     assert "no kernel on this GPU, dequantised to BF16 at each product" in said
     assert "no kernel on this GPU, dequantised to BF16 at each" in planned("h200-141g", awq, batch_invariant=True)[1]
     share, said = planned("h200-141g", nvfp4)
+    assert said.endswith("a global scale: lowbit_gemm_nvfp4, dequantised to BF16 first for many tokens")
+    assert planned("a100-40g", nvfp4)[0] == share < 0.7
+    narrow = copy.deepcopy(SCHEMES["w4a16"].config)
+    narrow["config_groups"]["group_0"]["weights"]["group_size"] = 16
+    share, said = planned("h200-141g", narrow)
     assert share == 1, "without a kernel it is as large as BF16"
     assert said.endswith("no kernel on this GPU, dequantised to BF16 when loaded, which takes a BF16 model's memory")
     assert "grouped_gemm_fp8" in planned("a100-40g", SCHEMES["fp8 blocks F32"].config)[1]

@@ -352,6 +352,7 @@ SERVINGS = (
             ("int8", "INT8", "1,024", ""),
             ("int4_min", "INT4 with minimums", "1,024", ""),
             ("fp4", "E2M1", "1,024", ""),
+            ("nvfp4", "E2M1 in groups of 16 with scales of E4M3", "1,024", ""),
         )
     ),
     Serving(

@@ -78,18 +78,22 @@ def parts_of(name: str) -> list[str]:
 
 def source_of(names: list[str]) -> str:
     """A library that runs these kernels."""
-    calls = "".join(f"  OPENINFER_RUN({name})\n" for name in names)
+    problems = ["lowbit::Problem" + ("WithFactors" if "_nvfp4_" in name else "") for name in names]
+    calls = "".join(f"  OPENINFER_RUN({name}, {each})\n" for name, each in zip(names, problems, strict=True))
     kernels = "".join(f"{kernel_of(*parts_of(name))}\n" for name in names)
     return f"""#include "bfloat16.hpp"
 #include "clusters.hpp"
 #include "lowbit/lowbit_gemm.cuh"
 {kernels}using namespace emulated;
-#define OPENINFER_RUN(NAME) \\
-  if (!strcmp(kind, #NAME)) return run_clusters(blocks, cluster, threads, [=] {{ NAME(*map, *problem); }});
+#define OPENINFER_RUN(NAME, PROBLEM) \\
+  if (!strcmp(kind, #NAME)) {{ \\
+    if (bytes != sizeof(PROBLEM)) return kOtherArguments; \\
+    const auto* given = static_cast<const PROBLEM*>(problem); \\
+    return run_clusters(blocks, cluster, threads, [=] {{ NAME(*map, *given); }}); \\
+  }}
 extern "C" __attribute__((visibility("default"))) int run(
-    const char* kind, const CUtensorMap* map, const lowbit::Problem* problem, size_t bytes, int blocks, int cluster,
+    const char* kind, const CUtensorMap* map, const void* problem, size_t bytes, int blocks, int cluster,
     int threads) {{
-  if (bytes != sizeof(lowbit::Problem)) return kOtherArguments;
 {calls}  return kNoSuchKernel;
 }}
 """
@@ -262,7 +266,28 @@ def fp4_matrix(modules: Any, rows: int, columns: int) -> Matrix:
     return Matrix(tiled(modules, made, (rows, columns), whole, (1, 32)), E2M1_VALUES[codes] * spread)
 
 
-def tiled(modules: Any, made: WeightFormat, shape: tuple[int, int], tiles: np.ndarray, block: tuple[int, int]) -> Any:
+def nvfp4_matrix(modules: Any, rows: int, columns: int) -> Matrix:
+    """E2M1 with a number of E4M3 for each 16 columns, and another scale of the matrix for each half of its rows."""
+    rng, chunks = np.random.default_rng(rows), -(-columns // 128)
+    codes = rng.integers(0, 16, (rows, columns), dtype=np.uint8)
+    scales = rng.integers(0, 256, (rows, chunks, 8), dtype=np.uint8)
+    scales = E4M3_VALUES[np.where(scales & 0x7F == 0x7F, 0x7E, scales)]
+    scales[:, :, 3] = 0
+    scales[1:2, :, 2] = 2.0**-9  # the smallest
+    wholes = np.repeat(np.array([3e-5, 1e-3], np.float32), [rows // 2, rows - rows // 2])
+    tiles = in_tiles(codes, "nvfp4")
+    stored = ((scales * np.float32(2.0**64)).view(np.uint32) >> 16).astype(np.uint16)
+    end = of_tiles(stored, len(tiles)).reshape(*tiles.shape[:2], -1).view(np.uint8)
+    made = WeightFormat(code=Code.E2M1, group_rows=1, group_columns=16, scales=ScaleType.E4M3, global_scale=True)
+    spread = np.repeat(scales.astype(np.float64).reshape(rows, -1), 16, axis=1)[:, :columns]
+    whole = np.concatenate([tiles, end], axis=2)
+    tiled_one = tiled(modules, made, (rows, columns), whole, (1, 16), factors=wholes * np.float32(2.0**62))
+    return Matrix(tiled_one, E2M1_VALUES[codes] * spread * wholes[:, None].astype(np.float64))
+
+
+def tiled(
+    modules: Any, made: WeightFormat, shape: tuple[int, int], tiles: np.ndarray, block: tuple[int, int], **more: Any
+) -> Any:
     is_fp8, is_fp4 = made.code is Code.E4M3, made.code is Code.E2M1
     return modules.tiles.TiledWeight(
         format=made,
@@ -271,11 +296,12 @@ def tiled(modules: Any, made: WeightFormat, shape: tuple[int, int], tiles: np.nd
         scales=tiles,
         block_rows=block[0],
         block_columns=block[1],
-        kernels="fp8" if is_fp8 else "fp4" if is_fp4 else "int4_min" if made.minimums else "int4",
+        kernels="fp8" if is_fp8 else "nvfp4" if more else "fp4" if is_fp4 else "int4_min" if made.minimums else "int4",
         groups=128 // block[1],
         scale_rows=1 if is_fp8 else 32,
         zeros=0 if is_fp8 or is_fp4 else 2048 + 64 * 128 // block[1],
         float16_scales=not (is_fp8 or is_fp4),
+        **more,
     )
 
 
@@ -364,6 +390,56 @@ def test_groups_within_a_tile_have_scales_of_their_own(modules, library, on_devi
     for partition in gemm.partitions_of(num_tokens, matrix.tiled):
         for scaling in gemm.scalings_of(matrix.tiled, partition.size) if partition.size.tokens in SIZES else ():
             check(gemm, modules, matrix, x, gates=False, partition=partition, scaling=scaling)
+
+
+NVFP4_SIZES = {8: ("e4m3groups", "weights"), 16: ("e4m3groups", "weights"), 64: ("weights",), 256: ("weights",)}
+"""Tokens of a tile, and what is scaled."""
+
+
+@pytest.fixture(scope="module")
+def nvfp4_library(make_library: Callable[..., ctypes.CDLL]) -> ctypes.CDLL:
+    return make_library(
+        [
+            f"lowbit_gemm_nvfp4_{epilogue}_{scaling}_{tokens}"
+            for epilogue in ("store", "swiglu")
+            for tokens, scalings in NVFP4_SIZES.items()
+            for scaling in scalings
+        ]
+    )
+
+
+@pytest.mark.parametrize("gates", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 7, 11, 60, 200, 300])
+def test_nvfp4_is_multiplied_with_the_factor_of_each_row(modules, nvfp4_library, on_device, num_tokens, gates):
+    # Gate has one factor, up another; the last tile of 128 rows has 64 or 8, but for a gate.
+    matrix = nvfp4_matrix(modules, 384 if gates else 328, 352)
+    gemm = gemm_of(modules, nvfp4_library, "nvfp4")
+    x = on_device(np.random.default_rng(num_tokens).standard_normal((num_tokens, 352)))
+    for partition in gemm.partitions_of(num_tokens, matrix.tiled):
+        for scaling in NVFP4_SIZES.get(partition.size.tokens, ()):
+            check(gemm, modules, matrix, x, gates=gates, partition=partition, scaling=modules.scaling(scaling))
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("store_weights_64", ("d[i] *= of[i / 2 % 2]", "d[i] *= of[0]")),
+        ("swiglu_weights_64", ("const int next = kEpilogue == kSwiglu ? p.n : 8", "const int next = 8")),
+        (
+            "store_weights_64",
+            ("(box * kStepsOfBox + first) * p.scales.groups", "(box * kStepsOfBox) * p.scales.groups"),
+        ),
+    ],
+    ids=["the lower row's factor", "up with the factor of gate", "scales of the box's first columns"],
+)
+def test_mistakes_with_factors_of_rows_are_noticed(modules, make_library, on_device, name, mistake):
+    gemm = gemm_of(modules, make_library([f"lowbit_gemm_nvfp4_{name}"], mistake), "nvfp4")
+    # a thread has rows r and r + 8: the halves, with factors of their own, meet between such
+    matrix = nvfp4_matrix(modules, 384 if name.startswith("swiglu") else 304, 352)
+    x = on_device(np.random.default_rng(5).standard_normal((60, 352)))
+    (partition, *_) = [each for each in gemm.partitions_of(60, matrix.tiled) if each.size.tokens == 64]
+    with pytest.raises(AssertionError):
+        check(gemm, modules, matrix, x, gates=name.startswith("swiglu"), partition=partition)
 
 
 def told(matrix: Matrix, scales: ScaleType) -> Matrix:
@@ -455,6 +531,7 @@ E4M3_KERNELS = {
     "int4 in groups": "int4_float32_e4m3groups",
     "int4 with minimums": "int4_min_float32_e4m3groups",
     "fp4": "fp4_float32_e4m3groups",
+    "nvfp4": "nvfp4_float32_e4m3groups",
 }
 """Of matrices whose codes are multiplied as E4M3, with results in float32."""
 
@@ -469,6 +546,8 @@ def matrix_of(modules: Any, kind: str, rows: int, columns: int) -> Matrix:
         return fp8_matrix(modules, rows, columns)
     if kind == "fp4":
         return fp4_matrix(modules, rows, columns)
+    if kind == "nvfp4":
+        return nvfp4_matrix(modules, rows, columns)
     return int4_matrix(
         modules, rows, columns, group=128 if kind == "int4" else 32, minimums=kind == "int4 with minimums"
     )
@@ -542,8 +621,11 @@ def test_codes_after_the_last_column_which_may_be_nan_are_not_multiplied_as_e4m3
         ("int4", ("d[i] += scales[i / 2 % 2] * sum", "d[i] += scales[0] * sum")),
         ("int4 in groups", (".sums[first + at];", ".sums[0];")),
         ("int4 with minimums", ("middle(stored[at][half])", "middle(stored[at][0])")),
-        ("int4 in groups", ("group = (first + at) * p.scales.groups / kMmasOfTile", "group = 0")),
-        ("fp4", ("group = (first + at) * p.scales.groups / kMmasOfTile", "group = 0")),
+        ("int4 in groups", ("group = (first + at) * p.scales.groups / kParts", "group = 0")),
+        ("fp4", ("group = (first + at) * p.scales.groups / kParts", "group = 0")),
+        ("nvfp4", ("(first + at) * p.scales.groups / kParts", "(first + at) / 2 * 2 * p.scales.groups / kParts")),
+        ("nvfp4", ("half == 0 ? 0x00FF00FFu : 0xFF00FF00u", "half == 0 ? 0x0000FFFFu : 0xFFFF0000u")),
+        ("nvfp4", ("d[i] *= of[i / 2 % 2]", "d[i] *= of[0]")),
     ],
     ids=[
         "half of the lower number",
@@ -554,6 +636,9 @@ def test_codes_after_the_last_column_which_may_be_nan_are_not_multiplied_as_e4m3
         "minimums of the lower row",
         "its scale",
         "scales of the first 32 columns",
+        "scales of the 16 columns before",
+        "codes of another half",
+        "the lower row's factor",
     ],
 )
 def test_mistakes_in_what_scales_sums_of_e4m3_are_noticed(modules, make_library, on_device, kind, mistake):
@@ -672,7 +757,7 @@ def test_experts_multiply_the_tokens_of_a_plan(modules, expert_libraries, on_dev
     [
         ("fp8", ("from += piece.tile.matrix * p.matrix_bytes", "from += 0")),
         ("fp4", ("planned.y + planned.z, planned.x}", "m, planned.x}")),
-        ("fp4", ("group = (first + at) * p.scales.groups / kMmasOfTile", "group = 0")),
+        ("fp4", ("group = (first + at) * p.scales.groups / kParts", "group = 0")),
         ("int4", ("return {planned.y, wide % wide_tiles", "return {planned.y + 1, wide % wide_tiles")),
     ],
     ids=["another matrix", "tokens after a tile's last", "scales of the first group", "the token after"],

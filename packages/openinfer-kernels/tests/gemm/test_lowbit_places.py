@@ -93,3 +93,10 @@ def test_tiles_hold_codes_scales_and_zero_points_of_whole_pairs_of_tiles(made, b
     assert (layout.tile_rows, layout.chunks) == (8, 3)
     assert layout.tile_bytes == tile_bytes
     assert layout.num_bytes == 24 * tile_bytes
+
+
+def test_tiles_of_nvfp4_have_a_factor_for_each_row():
+    made = WeightFormat(code=Code.E2M1, group_rows=1, group_columns=16, scales=ScaleType.E4M3, global_scale=True)
+    layout = tile_layout(made, (1, 16), (200, 320))
+    assert layout.tile_bytes == 2048 + 8 * 64
+    assert layout.num_bytes == 24 * layout.tile_bytes + 4 * 200

@@ -232,7 +232,11 @@ def test_ways_are_told_by_format_cut_and_gpu():
     assert way(INT4_GROUP_32, 128, 4, 128, 256) is way(MXFP4, 32, 4, 128, 256) is Way.EXPERT_TILES
     assert way(FP8, 128, 4, 128, 256, has_lowbit=False) is Way.ROWS
     assert way(FP8, 16) is Way.BF16  # a rank's cut inside a group
-    assert way(NVFP4, 16) is Way.BF16
+    assert [way(NVFP4, 16), way(NVFP4, 8)] == [Way.TILES, Way.BF16]
+    assert way(NVFP4, 16, has_lowbit=False) is Way.TILES_DEQUANTISED
+    assert way(NVFP4, 16, 4, 128, 256) is Way.BF16
+    assert tiles_kernels(NVFP4) == "nvfp4"
+    assert way(replace(INT4_ZEROS, group_columns=16), 16) is Way.BF16
     assert way(replace(INT4_ZEROS, scales=ScaleType.F32)) is Way.BF16
     assert tiles_kernels(DESCRIBED[5]) == "int4_min"
 

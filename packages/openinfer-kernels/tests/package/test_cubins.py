@@ -48,6 +48,7 @@ HOPPERS = {
     "lowbit_gemm_int4",
     "lowbit_gemm_int4_min",
     "lowbit_gemm_int8",
+    "lowbit_gemm_nvfp4",
     "shrink_halves",
 }
 """Stems of the sources that use Hopper's own instructions."""

@@ -11,6 +11,8 @@ from openinfer_kernels.weights.quantised import Code, ScaleType, WeightFormat
 
 GROUP = 32
 """Columns within which no scale may change for a kernel that multiplies codes."""
+_NVFP4_GROUP = 16
+"""The same for E2M1 with scales of E4M3."""
 
 
 _ROWS = 8
@@ -75,6 +77,8 @@ def rows_hold(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[
 
 def tiles_hold(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
     """Whether a matrix may be in the tiles of `csrc/lowbit/lowbit_tiles.cuh`."""
+    if _is_nvfp4(weight_format):
+        return _are_whole(block, shape, group=_NVFP4_GROUP)
     if not _are_whole(block, shape) or (weight_format.minimums and weight_format.code is not Code.INT4):
         return False
     if weight_format.code.bits == 8:  # their scales are float32 there, which holds every type
@@ -102,6 +106,8 @@ def tiles_kernels(weight_format: WeightFormat) -> str:
     """The name of the kernels of a format that tiles hold: `lowbit_gemm_NAME`."""
     if weight_format.minimums:
         return "int4_min"
+    if _is_nvfp4(weight_format):
+        return "nvfp4"
     return {Code.E4M3: "fp8", Code.INT8: "int8", Code.INT4: "int4", Code.E2M1: "fp4"}[weight_format.code]
 
 
@@ -123,6 +129,8 @@ class TileLayout(NamedTuple):
     """Of all scales, to the end of a vector."""
     zeros_bytes: int
     """Of zero points, or of what minimums add."""
+    factor_rows: int
+    """Rows of NVFP4, each of which has a factor in float32 besides."""
 
     @property
     def tile_bytes(self) -> int:
@@ -130,8 +138,8 @@ class TileLayout(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of all tiles."""
-        return self.tile_rows * self.chunks * self.tile_bytes
+        """Of all tiles, and of factors."""
+        return self.tile_rows * self.chunks * self.tile_bytes + 4 * self.factor_rows
 
 
 def tile_layout(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, int]) -> TileLayout:
@@ -150,6 +158,7 @@ def tile_layout(weight_format: WeightFormat, block: tuple[int, int], shape: tupl
         scale_bytes=scale_bytes,
         scales_bytes=-(-groups * scale_rows * scale_bytes // _VECTOR_BYTES) * _VECTOR_BYTES,
         zeros_bytes=groups * TILE_ROWS * 2 if has_zeros else 0,
+        factor_rows=rows if tiles_kernels(weight_format) == "nvfp4" else 0,
     )
 
 
@@ -168,8 +177,13 @@ def rows_kernels(weight_format: WeightFormat) -> str | None:
             return None
 
 
-def _are_whole(block: tuple[int, int], shape: tuple[int, ...]) -> bool:
-    return not (block[1] % GROUP or shape[-1] % GROUP or shape[-2] % _ROWS)
+def _is_nvfp4(weight_format: WeightFormat) -> bool:
+    """Sizes of codes, and of codes times scales, fit into BF16; what else multiplies a row is its own factor."""
+    return weight_format.code is Code.E2M1 and weight_format.scales is ScaleType.E4M3
+
+
+def _are_whole(block: tuple[int, int], shape: tuple[int, ...], *, group: int = GROUP) -> bool:
+    return not (block[1] % group or shape[-1] % GROUP or shape[-2] % _ROWS)
 
 
 def described_way(way: Way, weight_format: WeightFormat) -> str:

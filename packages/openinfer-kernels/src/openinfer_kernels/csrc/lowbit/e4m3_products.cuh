@@ -99,6 +99,13 @@ struct E4m3Operands<Fp4> : E4m3Operands<Int4> {
   static __device__ __forceinline__ float zero(None) { return 0; }
 };
 
+template <>
+struct E4m3Operands<Nvfp4> : E4m3Operands<Fp4> {
+  static __device__ __forceinline__ void operands(const Rows<Nvfp4>& rows, uint32_t (&a)[kMmasOfTile][4]) {
+    E4m3Operands<Fp4>::operands(Rows<Fp4>{{rows.tile[0], rows.tile[1]}, rows.thread}, a);
+  }
+};
+
 // Of these tiles hold what a code of 8 stands for.
 template <>
 struct E4m3Operands<Int4Min> : E4m3Operands<Int4> {

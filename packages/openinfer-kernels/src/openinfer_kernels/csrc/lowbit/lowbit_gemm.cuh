@@ -71,6 +71,21 @@ struct Problem {
   int weights_first;            // whether the plan is older than the kernel ahead
 };
 
+struct ProblemWithFactors : Problem {
+  const float* factors;  // of each row of W
+};
+
+template <bool kHasFactors>
+struct ProblemType {
+  using Type = Problem;
+};
+template <>
+struct ProblemType<true> {
+  using Type = ProblemWithFactors;
+};
+template <typename Format>
+using ProblemOf = typename ProblemType<Format::kHasFactors>::Type;
+
 template <int kTokens_, int kGroups_ = 0>
 struct Sizes {
   static constexpr int kTokens = kTokens_, kGroups = kGroups_;
@@ -343,14 +358,14 @@ __device__ __forceinline__ void weights_of_box(uint32_t (&a)[kStepsOfBox][4], co
                                                const Factors<Format>& factors, const Problem& p, int box) {
   const Pieces<Format> pieces(rows, box);
 #pragma unroll
-  for (int first = 0; first < kStepsOfBox; first += 2) {  // 32 columns, of one group
+  for (int first = 0; first < kStepsOfBox; first += Format::kStepsOfGroup) {  // columns of one group
     Factors<Format> own = factors;
     if constexpr (!kHigh) {
       const int group = (box * kStepsOfBox + first) * p.scales.groups / kSteps;
       if (p.scales.groups > 1) own = Factors<Format>(rows, p.scales, group);
     }
 #pragma unroll
-    for (int step = first; step < first + 2; step++) pieces.template weights<kHigh>(a[step], own, box, step);
+    for (int step = first; step < first + Format::kStepsOfGroup; step++) pieces.template weights<kHigh>(a[step], own, box, step);
   }
 }
 
@@ -369,7 +384,7 @@ template <typename Format, int kTokens, Scaling kScaling, Epilogue kEpilogue, bo
 struct Consumer {
   static constexpr int kGroups = kSumsOfFactor<kScaling>;
   using S = Sizes<kTokens, kGroups>;
-  const Problem& p;
+  const ProblemOf<Format>& p;
   const Work<kTokens, kPlanned>& work;
   const Shared<kTokens, kGroups>& s;
   int warpgroup, thread;  // of the block, of the warpgroup
@@ -437,6 +452,12 @@ struct Consumer {
     }
   }
 
+  // The bytes of codes of four bits of 16 columns, in the words that have 32 of them: those of even steps or of odd ones.
+  template <int kHalves>
+  static __device__ __forceinline__ constexpr uint32_t codes_of_half(int half) {
+    return kHalves == 1 ? ~0u : half == 0 ? 0x00FF00FFu : 0xFF00FF00u;
+  }
+
   // As `multiply_slots`, in E4M3.
   __device__ __forceinline__ void multiply_codes(float (&d)[S::kSums], int num_chunks) {
     static_assert(S::kChunks > 1);
@@ -480,10 +501,12 @@ struct Consumer {
     }
   }
 
-  // The same where 32 columns of a chunk have scales of their own.
+  // The same where 32 columns of a chunk have scales of their own, or 16: then in two products, each with zeros in the
+  // place of the other's codes.
   __device__ __forceinline__ void multiply_grouped_codes(float (&d)[S::kSums], int num_chunks) {
     static_assert(S::kChunks > 1 && S::kGroups == kMmasOfTile);
-    constexpr int kAtOnce = kTokens == 8 ? 2 : 1;  // sums of 32 columns, which take registers
+    constexpr int kAtOnce = kTokens == 8 ? 2 : 1;  // sums of a group, which take registers
+    constexpr int kHalves = 2 / Format::kStepsOfGroup, kParts = kMmasOfTile * kHalves;
     const int chunk = warpgroup;
 #pragma unroll
     for (int i = 0; i < S::kSums; i++) d[i] = 0;
@@ -501,21 +524,28 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < S::kSums; i++) part[i] = 0;
 #pragma unroll
-        for (int first = 0; first < kMmasOfTile; first += kAtOnce) {
+        for (int first = 0; first < kParts; first += kAtOnce) {
           float sums[kAtOnce][2 * S::kSums];
+          uint32_t operands[kAtOnce][4];
+#pragma unroll
+          for (int at = 0; at < kAtOnce; at++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+              operands[at][i] = a[(first + at) / kHalves][i] & codes_of_half<kHalves>((first + at) % kHalves);
           wgmma_fence();
 #pragma unroll
           for (int at = 0; at < kAtOnce; at++)
-            wgmma_of_codes<2 * kTokens>(sums[at], a[first + at], x + (first + at) * (kMmaColumns / 16), false);
+            wgmma_of_codes<2 * kTokens>(sums[at], operands[at], x + (first + at) / kHalves * (kMmaColumns / 16), false);
           wgmma_commit();
           float scales[kAtOnce][2];  // read while the tensor cores multiply
           typename Format::Zero stored[kAtOnce][2];
 #pragma unroll
           for (int at = 0; at < kAtOnce; at++) {
-            const int group = (first + at) * p.scales.groups / kMmasOfTile;
+            const int group = (first + at) * p.scales.groups / kParts;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
               scales[at][half] = from.scale(p.scales, half, group);
+              if constexpr (Format::kHasFactors) scales[at][half] *= Format::kScaleOfSums;
               stored[at][half] = from.zero(p.scales, half, group);
             }
           }
@@ -589,6 +619,27 @@ struct Consumer {
     if constexpr (kEpilogue == kSwiglu) return pair / 2 * 64 + pair % 2 * 8 + in_warp;
     return pair * 64 + half * 8 + in_warp;
   }
+
+  // Those of a thread's two rows, where the format has any; they are read while a tile is multiplied.
+  struct RowFactors {
+    float of[2];
+    __device__ __forceinline__ RowFactors(const Consumer& consumer, int row_tile) {
+      if constexpr (Format::kHasFactors) {
+        const auto& p = consumer.p;
+        const int first = consumer.feature(row_tile, S::kRowWarpgroups > 1 ? consumer.warpgroup : 0, consumer.thread, 0);
+        const int next = kEpilogue == kSwiglu ? p.n : 8;  // up is after all of gate
+        // Rows of the last warpgroups may not be there.
+        of[0] = first < p.n ? p.factors[first] : 0;
+        of[1] = first < p.n - (kEpilogue == kSwiglu ? 0 : 8) ? p.factors[first + next] : 0;
+      }
+    }
+    __device__ __forceinline__ void multiply(float (&d)[S::kSums]) const {
+      if constexpr (Format::kHasFactors) {
+#pragma unroll
+        for (int i = 0; i < S::kSums; i++) d[i] *= of[i / 2 % 2];
+      }
+    }
+  };
 
   // Sums of tokens `token` and `token + 1`: of the lower row, then of the higher one.
   __device__ __forceinline__ void store_four(float4 four, int token, int feature, int end_token) const {
@@ -726,6 +777,7 @@ struct Consumer {
     for (int index = 0; index < work.pieces; index++) {
       const Piece piece = work.piece(index);
       const Tile tile = piece.tile;
+      const RowFactors factors(*this, tile.row_tile);
       if constexpr (kScaling == Scaling::kE4m3)
         multiply_codes(d, piece.num_chunks);
       else if constexpr (kScaling == Scaling::kE4m3Groups)
@@ -734,6 +786,7 @@ struct Consumer {
         multiply_scaled(d, piece.num_chunks);
       else
         multiply_slots(d, piece.num_chunks);
+      factors.multiply(d);
       if (!hand_over(d)) continue;
       if (piece.is_split) {  // the last one
         if constexpr (S::kPushes) {
@@ -752,7 +805,7 @@ struct Consumer {
 };
 
 template <typename Format, int kTokens, Scaling kScaling, Epilogue kEpilogue, bool kPlanned = false>
-__device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) {
+__device__ __forceinline__ void run(const CUtensorMap& x_map, const ProblemOf<Format>& p) {
   constexpr int kGroups = kSumsOfFactor<kScaling>;
   using S = Sizes<kTokens, kGroups>;
   extern __shared__ __align__(kAlignment) uint8_t raw[];
@@ -819,7 +872,8 @@ __device__ __forceinline__ void run(const CUtensorMap& x_map, const Problem& p) 
   extern "C" __global__ void __launch_bounds__(lowbit::Sizes<TOKENS, lowbit::kSumsOfFactor<lowbit::Scaling::SCALING>>::kThreads, \
                                                lowbit::Sizes<TOKENS>::kBlocks)                                     \
       lowbit_gemm_##FORMAT_NAME##_##EPILOGUE_NAME##_##SCALING_NAME##_##TOKENS(                                     \
-          const __grid_constant__ CUtensorMap x_map, const __grid_constant__ lowbit::Problem problem) {            \
+          const __grid_constant__ CUtensorMap x_map,                                                               \
+          const __grid_constant__ lowbit::ProblemOf<lowbit::FORMAT> problem) {                                     \
     lowbit::run<lowbit::FORMAT, TOKENS, lowbit::Scaling::SCALING, EPILOGUE>(x_map, problem);                       \
   }
 

@@ -98,19 +98,26 @@ ARRANGE_SCALES(32)
 
 namespace {
 
+// Two BF16 numbers times a float32, rounded once.
+__device__ uint32_t times(uint32_t pair, float factor) {
+  return bits_of(__floats2bfloat162_rn(__uint_as_float(pair << 16) * factor,
+                                       __uint_as_float(pair & 0xFFFF0000u) * factor));
+}
+
 // A block has a tile; 16 columns of a row are of four threads. The next kernel may not begin before: it would read what
 // is written here as a weight, which is read before any wait.
 template <typename Format>
 __device__ void dequantise_tile(const uint8_t* tiles, __nv_bfloat16* to, int rows, int columns, int tile_bytes,
-                                const Scales& scales) {
+                                const Scales& scales, const float* factors = nullptr) {
   constexpr int kStepsOfPiece = kSteps / Format::kPieces;
   const int thread = threadIdx.x, in_tile = thread / 4, chunk = blockIdx.x, tile_row = blockIdx.y;
   const uint8_t* tile = tiles + (int64_t(tile_row) * gridDim.x + chunk) * tile_bytes;
   const Rows<Format> from{{tile, tile}, thread};
   const int row = tile_row / 2 * 64 + in_tile / 8 * 16 + tile_row % 2 * 8 + in_tile % 8;
   wait_for_previous_kernel();
+  const float factor = Format::kHasFactors && row < rows ? factors[row] : 0;
 #pragma unroll
-  for (int first = 0; first < kSteps; first += 2) {  // 32 columns, of one group
+  for (int first = 0; first < kSteps; first += 2) {  // 32 columns, of one group or of two
     const int group = first * scales.groups / kSteps, column = chunk * kTileColumns + first * 16 + thread % 4 * 8;
     const typename Format::Factor scale(from.scale(scales, 0, group));
     const auto zero = from.zero(scales, 0, group);
@@ -119,7 +126,13 @@ __device__ void dequantise_tile(const uint8_t* tiles, __nv_bfloat16* to, int row
     for (int i = 0; i < 2; i++) {
       const int step = first + i;
       uint32_t pairs[2];
-      Format::weights(from.piece(0, step / kStepsOfPiece), step % kStepsOfPiece, zero, scale, pairs);
+      if constexpr (Format::kHasFactors) {
+        const typename Format::Factor own(from.scale(scales, 0, step * scales.groups / kSteps));
+        Format::weights(from.piece(0, step / kStepsOfPiece), step % kStepsOfPiece, zero, own, pairs);
+        pairs[0] = times(pairs[0], factor), pairs[1] = times(pairs[1], factor);
+      } else {
+        Format::weights(from.piece(0, step / kStepsOfPiece), step % kStepsOfPiece, zero, scale, pairs);
+      }
       words[2 * i] = pairs[0], words[2 * i + 1] = pairs[1];
     }
     const uint4 eight = gathered(words);
@@ -142,3 +155,10 @@ DEQUANTISE_TILES(int8, Int8)
 DEQUANTISE_TILES(int4, Int4)
 DEQUANTISE_TILES(int4_min, Int4Min)
 DEQUANTISE_TILES(fp4, Fp4)
+
+// The same, with `factors [rows]`.
+extern "C" __global__ void dequantise_tiles_nvfp4(const uint8_t* tiles, __nv_bfloat16* to, int rows, int columns,
+                                                  int tile_bytes, int groups, int float16_scales, int scale_rows,
+                                                  int zeros, const float* factors) {
+  dequantise_tile<Nvfp4>(tiles, to, rows, columns, tile_bytes, {groups, float16_scales, scale_rows, zeros}, factors);
+}

@@ -12,7 +12,7 @@
 //               BF16 or float16
 //     zeros     [groups][32 rows] of 16 bits, as the format wants them; of a format with minimums what it adds
 //
-// A group is 128, 64 or 32 columns. Tiles end at multiples of 16 bytes.
+// A group is 128, 64 or 32 columns, of Nvfp4 16. Tiles end at multiples of 16 bytes.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -64,7 +64,15 @@ struct FoldedScale : Scale {
   __device__ __forceinline__ explicit FoldedScale(float scale) : Scale(scale * 0x1p120f) {}
 };
 
-// A format has kPieces of 16 bytes for 128 columns, and
+// A scale that is one BF16 number.
+struct HighScale {
+  __nv_bfloat162 high;
+  __device__ __forceinline__ explicit HighScale(float scale) : high(__float2bfloat162_rn(scale)) {}
+  __device__ __forceinline__ uint32_t times(uint32_t pair) const { return bits_of(__hmul2(pair_of(pair), high)); }
+};
+
+// A format has kPieces of 16 bytes for 128 columns, scales for kStepsOfGroup times 16 columns or more, with kHasFactors
+// also a factor of each row that sums are multiplied with, and
 //     Zero                                 what is subtracted of a code; kNoZeros where none is stored
 //     codes(piece, step, zero, pairs)      columns 16 `step` + {2 t, 2 t + 1} and + {2 t + 8, 2 t + 9}, exact
 //     weights(.., scale, pairs)            the same times a scale, rounded once
@@ -75,7 +83,8 @@ struct None {};
 // number 2^120 times too small, also where the exponent is 0.
 struct Fp8 {
   static constexpr int kPieces = 2;
-  static constexpr bool kHasZeros = false, kFloat32Scales = true, kHasHighWeights = true;
+  static constexpr int kStepsOfGroup = 2;
+  static constexpr bool kHasZeros = false, kFloat32Scales = true, kHasHighWeights = true, kHasFactors = false;
   using Zero = None;
   using Factor = FoldedScale;
 
@@ -109,7 +118,8 @@ struct Fp8 {
 // 128 + zero, in BF16.
 struct Int4 {
   static constexpr int kPieces = 1;
-  static constexpr bool kHasZeros = true, kFloat32Scales = false, kHasHighWeights = true;
+  static constexpr int kStepsOfGroup = 2;
+  static constexpr bool kHasZeros = true, kFloat32Scales = false, kHasHighWeights = true, kHasFactors = false;
   using Zero = uint32_t;
   using Factor = Scale;
   static constexpr uint16_t kNoZeros = 0x4308;  // 128 + 8
@@ -142,7 +152,8 @@ struct Int4 {
 // weights lie around zero it is small, and so is what its rounding costs.
 struct Int4Min {
   static constexpr int kPieces = 1;
-  static constexpr bool kHasZeros = true, kFloat32Scales = false, kHasHighWeights = false;
+  static constexpr int kStepsOfGroup = 2;
+  static constexpr bool kHasZeros = true, kFloat32Scales = false, kHasHighWeights = false, kHasFactors = false;
   using Zero = uint32_t;
   using Factor = Scale;
   static constexpr uint16_t kNoZeros = 0;
@@ -159,7 +170,8 @@ struct Int4Min {
 // zero point is 128. Tiles hold the zero point, in float16.
 struct Int8 {
   static constexpr int kPieces = 2;
-  static constexpr bool kHasZeros = true, kFloat32Scales = true, kHasHighWeights = false;
+  static constexpr int kStepsOfGroup = 2;
+  static constexpr bool kHasZeros = true, kFloat32Scales = true, kHasHighWeights = false, kHasFactors = false;
   using Zero = float;
   using Factor = float;
   static constexpr uint16_t kNoZeros = 0x5800;  // 128
@@ -188,12 +200,17 @@ struct Int8 {
 // E2M1: sign and size of a nibble are shifted into those of a BF16, 2^126 too small.
 struct Fp4 {
   static constexpr int kPieces = 1;
-  static constexpr bool kHasZeros = false, kFloat32Scales = false, kHasHighWeights = false;
+  static constexpr int kStepsOfGroup = 2;
+  static constexpr bool kHasZeros = false, kFloat32Scales = false, kHasHighWeights = false, kHasFactors = false;
   using Zero = None;
   using Factor = Scale;
 
+  static __device__ __forceinline__ uint32_t shifted(uint32_t signs, uint32_t sizes) {
+    return and_or(signs, 0x80008000u, sizes & 0x01C001C0u);
+  }
+
   static __device__ __forceinline__ uint32_t two(uint32_t signs, uint32_t sizes) {
-    return bits_of(__hmul2(pair_of(and_or(signs, 0x80008000u, sizes & 0x01C001C0u)), pair_of(0x7E807E80u)));
+    return bits_of(__hmul2(pair_of(shifted(signs, sizes)), pair_of(0x7E807E80u)));
   }
 
   static __device__ __forceinline__ void codes(const uint4& piece, int step, Zero, uint32_t (&pairs)[2]) {
@@ -206,6 +223,24 @@ struct Fp4 {
                                                  uint32_t (&pairs)[2]) {
     codes(piece, step, zero, pairs);
     pairs[0] = scale.times(pairs[0]), pairs[1] = scale.times(pairs[1]);
+  }
+};
+
+// E2M1 with scales of E4M3 for 16 columns, whose products have six bits: BF16 holds them. Tiles have scales times 2^64, so
+// that a shifted code, 2^126 too small, makes no subnormal number. The factor of a row has 2^62, and the matrix's scale.
+struct Nvfp4 {
+  static constexpr int kPieces = 1;
+  static constexpr int kStepsOfGroup = 1;
+  static constexpr bool kHasZeros = false, kFloat32Scales = false, kHasHighWeights = false, kHasFactors = true;
+  static constexpr float kScaleOfSums = 0x1p-126f;  // of scales for sums of codes that were not shifted
+  using Zero = None;
+  using Factor = HighScale;
+
+  static __device__ __forceinline__ void weights(const uint4& piece, int step, Zero, const Factor& scale,
+                                                 uint32_t (&pairs)[2]) {
+    const uint32_t word = component(piece, step / 2) >> step % 2 * 8;
+    pairs[0] = scale.times(Fp4::shifted(word << 12, word << 6));
+    pairs[1] = scale.times(Fp4::shifted(word << 8, word << 2));
   }
 };
 
@@ -232,6 +267,7 @@ struct Rows {
     const uint8_t* scales = tile[half] + Format::kPieces * kTileThreads * 16;
     if constexpr (Format::kFloat32Scales) return reinterpret_cast<const float*>(scales)[at];
     const uint16_t bits = reinterpret_cast<const uint16_t*>(scales)[at];
+    if constexpr (Format::kHasFactors) return __uint_as_float(uint32_t(bits) << 16);
     return s.float16_scales ? __half2float(__ushort_as_half(bits)) : __uint_as_float(uint32_t(bits) << 16);
   }
   __device__ __forceinline__ typename Format::Zero zero(const Scales& s, int half, int group) const {

@@ -18,7 +18,14 @@ MOST_TOKENS: Mapping[str, Mapping[int, int]] = {
 }
 """By the name of kernels, BF16's being for groups alone: tokens of a tile -> the most tokens it multiplies."""
 
-MOST_LOWBIT_TOKENS: Mapping[str, int] = {"fp8": 2048, "int8": 1024, "int4": 4096, "int4_min": 1024, "fp4": 1024}
+MOST_LOWBIT_TOKENS: Mapping[str, int] = {
+    "fp8": 2048,
+    "int8": 1024,
+    "int4": 4096,
+    "int4_min": 1024,
+    "fp4": 1024,
+    "nvfp4": 1024,
+}
 """Of a matrix in tiles, by the name of kernels: with more tokens it is dequantised to BF16 first. `fp8` and `int4` have
 been measured, up to 4,096; the others keep the limit of these before pairs of blocks divided what is left over."""
 
@@ -37,7 +44,7 @@ MOST_E4M3_TOKENS: Mapping[str, int] = {"fp8": 2, "int4": 1}
 """Of a matrix in tiles, by the name of kernels: up to so many its codes are multiplied as numbers of E4M3, and never
 dequantised, where the sums of 128 columns may be scaled."""
 
-MOST_E4M3_GROUPS_TOKENS: Mapping[str, int] = {"int4": 8, "int4_min": 8, "fp4": 8}
+MOST_E4M3_GROUPS_TOKENS: Mapping[str, int] = {"int4": 8, "int4_min": 8, "fp4": 8, "nvfp4": 0}
 """The same for groups of 64 and of 32 columns."""
 
 

@@ -10,8 +10,9 @@ from openinfer_kernels.cuda.gemm import dispatch
 from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, Plan
 from openinfer_kernels.cuda.lowbit.lowbit_gemm import BOX_COLUMNS, E4M3_THREADS, Problem, Scaling
 from openinfer_kernels.cuda.lowbit.lowbit_partition import SIZES
-from openinfer_kernels.cuda.lowbit.lowbit_tiles import TILE_COLUMNS, TiledWeight
+from openinfer_kernels.cuda.lowbit.lowbit_tiles import TiledWeight
 from openinfer_kernels.ops import Array
+from openinfer_kernels.weights.gpu_kernels import TILE_COLUMNS
 from openinfer_kernels.weights.quantised import Code
 
 _STEM = "lowbit_experts_"

@@ -20,8 +20,9 @@ from openinfer_kernels.cuda.lowbit.lowbit_partition import (
     partition_product,
     partitions,
 )
-from openinfer_kernels.cuda.lowbit.lowbit_tiles import TILE_COLUMNS, TiledWeight
+from openinfer_kernels.cuda.lowbit.lowbit_tiles import TiledWeight
 from openinfer_kernels.ops import Array
+from openinfer_kernels.weights.gpu_kernels import TILE_COLUMNS
 from openinfer_kernels.weights.quantised import Code
 
 _STEM = "lowbit_gemm_"
@@ -30,8 +31,8 @@ BOX_COLUMNS = 64
 _TOKEN_GROUP = 8
 """Token tiles that are multiplied before the next rows: what they read stays in the L2 cache."""
 _MOST_KEPT = 4096
-_WEIGHTS_ALONE = ("int4_min",)
-"""Kernels whose sums are never scaled: a minimum is no multiple of a scale."""
+_WEIGHTS_ALONE = ("int4_min", "nvfp4")
+"""Kernels that never scale sums of 128 columns: a minimum is no multiple of a scale, and these of NVFP4 have eight."""
 _E4M3_TOKENS = (8, 16)
 """Of kernels that multiply codes as E4M3."""
 E4M3_THREADS = 128
@@ -65,6 +66,12 @@ class Problem(ctypes.Structure):
         ("limit", ctypes.c_float),
         ("weights_first", ctypes.c_int),
     )
+
+
+class ProblemWithFactors(Problem):
+    """`lowbit::ProblemWithFactors`."""
+
+    _fields_ = (("factors", ctypes.c_void_p),)
 
 
 class LowbitGemm:
@@ -117,7 +124,7 @@ class LowbitGemm:
         chosen = self.partition_of(num_tokens, weight) if partition is None else partition
         size = chosen.size
         scaling = _fastest(num_tokens, weight, self.scalings_of(weight, size)) if scaling is None else scaling
-        problem = Problem(
+        problem = (Problem if weight.factors is None else ProblemWithFactors)(
             address(weight.codes),
             address(out),
             num_tokens,
@@ -135,6 +142,8 @@ class LowbitGemm:
             _TOKEN_GROUP,
             chosen.whole_tiles,
         )
+        if isinstance(problem, ProblemWithFactors):
+            problem.factors = address(weight.factors)
         # The map ends at the last token and column, and the copy engine fills up with zeros.
         box = (BOX_COLUMNS, size.tokens // chosen.multicast_ctas)
         x_map = self._maps.of(TensorBox(address(x), (k, num_tokens), (k * _BF16_BYTES,), box))

@@ -20,7 +20,8 @@ from openinfer_kernels.cuda.common.memory import Memory
 from openinfer_kernels.errors import WeightValueError
 from openinfer_kernels.ops import Array, QuantisedWeight
 from openinfer_kernels.weights.bfloat16 import rounded_bits
-from openinfer_kernels.weights.gpu_kernels import TILE_COLUMNS, TILE_ROWS, tile_layout, tiles_kernels
+from openinfer_kernels.weights.code_values import E4M3_VALUES
+from openinfer_kernels.weights.gpu_kernels import TILE_ROWS, tile_layout, tiles_kernels
 from openinfer_kernels.weights.quantised import Code, QuantisedPart, ScaleType, WeightFormat
 from openinfer_kernels.weights.scale_blocks import float32_scales, of_blocks
 
@@ -29,6 +30,9 @@ _THREADS = 128
 _INT4_OFFSET = 128
 """Tiles hold 128 + zero point."""
 _MIDDLE_OF_INT4 = np.float32(8)
+_SCALES_OF_NVFP4 = 2.0**64
+"""Tiles hold scales times this: what else a shifted code of E2M1 is too small by, a row's factor has."""
+_FACTORS_OF_NVFP4 = 2.0**62
 _MOST_E4M3_SCALE = 128
 """Kernels multiply scales of E4M3 by 2^120, which BF16 has room for."""
 
@@ -51,6 +55,7 @@ _LAYOUTS = {
     "int4": _Layout("int4", "nibbles", 8, 2048, 2),
     "int4_min": _Layout("int4_min", "nibbles", 8, 2048, 2),
     "fp4": _Layout("fp4", "nibbles", 8, 2048, 2),
+    "nvfp4": _Layout("nvfp4", "nibbles", 8, 2048, 2),
 }
 """By the name of kernels, which `tiles_kernels` has."""
 
@@ -69,6 +74,8 @@ class TiledWeight(QuantisedWeight):
     zeros: int
     """Where in a tile zero points begin, or what a code of 8 stands for where there are minimums; 0: neither."""
     float16_scales: bool
+    factors: Array | None = None
+    """Of NVFP4: what a row's sums are multiplied with, float32 `[rows]`."""
 
     @property
     def tile_bytes(self) -> int:
@@ -122,6 +129,7 @@ class LowbitTiles:
             scale_rows=layout.scale_rows,
             zeros=layout.code_bytes + layout.scales_bytes if layout.zeros_bytes else 0,
             float16_scales=layout.scale_bytes == 2 and weight_format.scales is ScaleType.F16,
+            factors=cupy.empty(rows, np.float32) if layout.factor_rows else None,
         )
 
     def place(self, weight: TiledWeight, *, first_row: int) -> "Place":
@@ -133,6 +141,8 @@ class LowbitTiles:
         layout, block = _LAYOUTS[weight.kernels], (weight.block_rows, weight.block_columns)
         scales = np.concatenate([_stored_scales(part, block, layout) for part in parts])
         self._fill(weight, scales, offset=layout.code_bytes, rows=weight.scale_rows)
+        if weight.factors is not None:
+            weight.factors.set(np.concatenate([_factors(part) for part in parts]))
         if weight.zeros:
             stored = _stored_middles if weight.format.minimums else _stored_zeros
             self._fill(weight, stored(parts, block), offset=weight.zeros, rows=TILE_ROWS)
@@ -143,7 +153,8 @@ class LowbitTiles:
         tile_rows, chunks, tile_bytes = weight.codes.shape
         flat = math.prod(weight.shape[:-1]), weight.shape[-1]
         sizes = *flat, tile_bytes, weight.groups, int(weight.float16_scales), weight.scale_rows, weight.zeros
-        arguments = [weight.codes, out, *map(ctypes.c_int, sizes)]
+        factors = [] if weight.factors is None else [weight.factors]
+        arguments = [weight.codes, out, *map(ctypes.c_int, sizes), *factors]
         self._dequantise[weight.kernels]((chunks, tile_rows, 1), (_THREADS, 1, 1), arguments, overlap=True)
         return out
 
@@ -191,15 +202,23 @@ class Place:
 
 
 def _stored_scales(part: QuantisedPart, block: tuple[int, int], layout: _Layout) -> NDArray[Any]:
-    """The scale of each block as tiles hold it: float32, or 16 bits as they are, those of E8M0 as BF16."""
+    """The scale of each block as tiles hold it: float32, or 16 bits as they are, those of E8M0 and E4M3 as BF16."""
     if layout.scale_bytes == 4:
         scales = float32_scales(part, block)
         if part.format.code is Code.E4M3:
             _require_moderate(scales, part.name)
         return scales
+    if part.format.scales is ScaleType.E4M3:
+        scales = E4M3_VALUES[of_blocks(part, part.scales, block)]
+        return _upper_halves(scales * np.float32(_SCALES_OF_NVFP4))
     if part.format.scales is ScaleType.E8M0:
         return _upper_halves(float32_scales(part, block))
     return of_blocks(part, part.scales, block).view(np.uint16)
+
+
+def _factors(part: QuantisedPart) -> NDArray[np.float32]:
+    """Of each row; the scale of the matrix is rounded once."""
+    return np.full(part.shape[0], part.global_scale * _FACTORS_OF_NVFP4, np.float32)
 
 
 def _require_moderate(scales: NDArray[np.float32], name: str) -> None:
