@@ -43,7 +43,7 @@ from openinfer_kernels.cuda.gemm.linear import Linear  # noqa: E402
 from openinfer_kernels.cuda.gemm.quantised import Quantised  # noqa: E402
 from openinfer_kernels.cuda.gemm.tiles import Epilogue  # noqa: E402
 from openinfer_kernels.cuda.lowbit.lowbit_gemm import LowbitGemm  # noqa: E402
-from openinfer_kernels.cuda.lowbit.staged_gemm import StagedGemm  # noqa: E402
+from openinfer_kernels.cuda.lowbit.lowbit_partition import Partition  # noqa: E402
 from openinfer_kernels.cuda.norm.rms_norm import Norm  # noqa: E402
 from openinfer_kernels.weights.code_values import E4M3_VALUES  # noqa: E402
 from openinfer_kernels.weights.gpu_kernels import tiles_kernels  # noqa: E402
@@ -173,17 +173,7 @@ def reference(x, weight, epilogue: Epilogue):
     return gate / (1 + cupy.exp(-gate)) * up
 
 
-def ways_to_multiply(gemm: LowbitGemm, staged: StagedGemm, num_tokens: int, matrix, epilogue: Epilogue):
-    """Names, products, and what they are told: each partition in each scaling, and from 65 tokens on in stages."""
-    for partition in gemm.partitions_of(num_tokens, matrix):
-        for scaling in gemm.scalings_of(matrix, partition.size):
-            yield f"{epilogue} {scaling}", gemm, {"scaling": scaling, "partition": partition}
-    if dispatch.is_staged(matrix.kernels, num_tokens):
-        for partition in staged.partitions_of(epilogue, num_tokens, matrix):
-            yield f"{epilogue} staged", staged, {"partition": partition}
-
-
-def check(quantised: Quantised, gemm: LowbitGemm, staged: StagedGemm, tokens, shapes, cases=CASES) -> None:
+def check(quantised: Quantised, gemm: LowbitGemm, tokens, shapes, cases=CASES) -> None:
     """Prints the largest errors by format; anything above the limits, or other bits the second time, is BAD."""
     num_bad = 0
     for made in cases:
@@ -199,19 +189,21 @@ def check(quantised: Quantised, gemm: LowbitGemm, staged: StagedGemm, tokens, sh
                 x = RNG.standard_normal((m, columns), dtype=np.float32).astype(bfloat16)
                 for epilogue in (Epilogue.STORE, Epilogue.SWIGLU) if rows % 128 == 0 else (Epilogue.STORE,):
                     expected = reference(x, weight, epilogue)
-                    for name, products_of, how in ways_to_multiply(gemm, staged, m, matrix, epilogue):
-                        error = error_of(products_of, x, matrix, expected, epilogue, **how)
-                        worst[name] = max(worst.get(name, 0), error)
-                        if not error < MOST_ERROR[epilogue]:
-                            num_bad += 1
-                            print("BAD", made, (rows, columns), m, name, how["partition"], error)
+                    for partition in gemm.partitions_of(m, matrix):
+                        for scaling in gemm.scalings_of(matrix, partition.size):
+                            error = error_of(gemm, x, matrix, expected, epilogue, scaling=scaling, partition=partition)
+                            name = f"{epilogue} {scaling}"
+                            worst[name] = max(worst.get(name, 0), error)
+                            if not error < MOST_ERROR[epilogue]:
+                                num_bad += 1
+                                print("BAD", made, (rows, columns), m, name, partition, error)
         # what a minimum adds is rounded before the sum
         num_bad += not worst["dequantised"] <= 2.0 ** (-7 if made.minimums else -8)
         print(made, "  ".join(f"{name} {error:.1e}" for name, error in worst.items()), flush=True)
     print("check:", f"{num_bad} BAD" if num_bad else "ok", flush=True)
 
 
-def error_of(gemm: LowbitGemm | StagedGemm, x, matrix, expected, epilogue: Epilogue, **how: Any) -> float:
+def error_of(gemm: LowbitGemm, x, matrix, expected, epilogue: Epilogue, **how: Any) -> float:
     """NaN where two runs differ, or something was not written."""
     found = []
     for _ in range(2):
@@ -267,7 +259,7 @@ def chain(way: Dense | Lowbit, step: products.Step, linear: Linear, norm: Norm, 
 
 @contextmanager
 def limited(most_tokens: int) -> Iterator[None]:
-    """Another number of tokens up to which codes are dequantised on their way to the tensor cores."""
+    """Another number of tokens up to which codes are dequantised in registers."""
     usual = dispatch.MOST_LOWBIT_TOKENS, dispatch.MOST_LOWBIT_TOKENS_OF_BF16_SCALES
     dispatch.MOST_LOWBIT_TOKENS, dispatch.MOST_LOWBIT_TOKENS_OF_BF16_SCALES = (
         dict.fromkeys(each, most_tokens) for each in usual
@@ -310,7 +302,7 @@ def time_chains(ways, step, linear, norm, num_tokens: int) -> dict[str, float]:
                 row[name + how] = products.median_ms(chain(way, step, linear, norm, num_tokens), repeats)
         row[f"{name}_floor_share"] = way.num_bytes / products.BYTES_PER_S * 1e3 / row[name + how]
         if isinstance(way, Lowbit) and num_tokens > 64:
-            for label, most in (("on_the_way", 1 << 30), ("dequantised", 0)):
+            for label, most in (("in_registers", 1 << 30), ("dequantised", 0)):
                 with limited(most):
                     row[f"{name}_{label}"] = products.median_ms(chain(way, step, linear, norm, num_tokens), repeats)
     print("  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
@@ -329,49 +321,45 @@ def time_product(ways, name: str, num_tokens: int) -> dict[str, float | str]:
         if isinstance(way, Lowbit) and num_tokens >= 256:
             row[f"dequantise_{label}_us"] = over_layers(way, lambda layer, way=way: way.dequantised(layer[name]))
             call = lambda layer, multiply=multiply: multiply(x, layer[name])  # noqa: E731
-            for how, most in (("on_the_way", 1 << 30), ("dequantised", 0)):
+            for how, most in (("in_registers", 1 << 30), ("dequantised", 0)):
                 with limited(most):
                     row[f"{label}_{how}_us"] = over_layers(way, call)
     print("  ".join(f"{key} {value:.2f}" if isinstance(value, float) else str(value) for key, value in row.items()))
     return row
 
 
-def time_partitions(gemm: LowbitGemm, staged: StagedGemm, ways, name: str, num_tokens: int) -> Iterator[dict[str, Any]]:
-    """By format and partition, of the kernels that multiply so many tokens; the one that is chosen is marked."""
+def time_partitions(gemm: LowbitGemm, ways, name: str, num_tokens: int) -> Iterator[dict[str, Any]]:
+    """By format and partition; the one that is chosen is marked."""
     x = products.random_bf16((num_tokens, products.SHAPES[name][1]))
     epilogue, halves = (Epilogue.SWIGLU, 2) if name == "gate_up" else (Epilogue.STORE, 1)
     out = cupy.empty((num_tokens, products.SHAPES[name][0] // halves), bfloat16)
     dense = ways["bf16"].linear_swiglu if halves == 2 else ways["bf16"].linear
+
+    def product(matrix, partition: Partition | None):
+        out.view(np.uint16)[...] = 0xFFFF  # NaN
+        gemm.multiply(x, matrix, out, epilogue=epilogue, partition=partition)
+        return out.astype(np.float32)
+
     row: dict[str, Any] = {"tokens": num_tokens, "product": name}
     yield row | {"format": "bf16", "us": over_layers(ways["bf16"], lambda layer: dense(x, layer[name]))}
     for label, way in ways.items():
         if not isinstance(way, Lowbit):
             continue
         first = way.layers[0][name]
-        if dispatch.is_staged(way.kernels, num_tokens):
-            of, found = staged, staged.partitions_of(epilogue, num_tokens, first)
-            chosen = staged.partition_of(epilogue, num_tokens, first)
-        else:
-            of, found, chosen = gemm, gemm.partitions_of(num_tokens, first), gemm.partition_of(num_tokens, first)
+        chosen = gemm.partition_of(num_tokens, first)
+        expected = product(first, chosen)
+        for partition in gemm.partitions_of(num_tokens, first):
 
-        def product(partition, of=of, first=first):
-            out.view(np.uint16)[...] = 0xFFFF  # NaN
-            of.multiply(x, first, out, epilogue=epilogue, partition=partition)
-            return out.astype(np.float32)
-
-        expected = product(chosen)
-        for partition in found:
-
-            def call(layer, partition=partition, of=of):
-                of.multiply(x, layer[name], out, epilogue=epilogue, partition=partition)
+            def call(layer, partition=partition):
+                gemm.multiply(x, layer[name], out, epilogue=epilogue, partition=partition)
 
             size, *rest = partition
-            results = [product(partition) for _ in range(2)]
+            found = [product(first, partition) for _ in range(2)]
             yield row | {
-                "same_twice": bool((results[0] == results[1]).all()),
-                "error": float(cupy.linalg.norm(results[0] - expected) / cupy.linalg.norm(expected)),
+                "same_twice": bool((found[0] == found[1]).all()),
+                "error": float(cupy.linalg.norm(found[0] - expected) / cupy.linalg.norm(expected)),
                 "format": label,
-                "partition": [list(size) if of is staged else size.tokens, *rest],
+                "partition": [size.tokens, *rest],
                 "chosen": partition == chosen,
                 "us": over_layers(way, call),
             }
@@ -407,24 +395,22 @@ def main() -> None:
     device = Device.open()
     linear, norm = Linear(device, DecodeGemm(device), Gemm(device), LibraryProducts(device)), Norm(device)
     quantised, gemm = Quantised(device, GroupedGemm(device), Memory(device), linear), LowbitGemm(device)
-    staged = StagedGemm(device)
     for kernels in MOST_LOWBIT_TOKENS:
         gemm.load(kernels)
-        staged.load(kernels)
     if "memcheck" in given.what:
-        check(quantised, gemm, staged, (1, 9, 31, 64, 100, 257), ((256, 416),))
+        check(quantised, gemm, (1, 9, 31, 64, 100, 257), ((256, 416),))
     if "check" in given.what:
         # More tiles than multiprocessors, of which some are left over, and an odd number of them.
-        check(quantised, gemm, staged, (5, 130, 192, 250, 400, 520), ((17536, 384),), [CASES[0], CASES[4], CASES[14]])
+        check(quantised, gemm, (5, 130, 192, 250, 400, 520), ((17536, 384),), [CASES[0], CASES[4], CASES[14]])
         odd = (1, 3, 8, 9, 16, 17, 31, 33, 64, 65, 100, 129, 200, 256, 257, 520)
-        check(quantised, gemm, staged, odd, ((256, 512), (448, 1184), (136, 640)))
-        check(quantised, gemm, staged, (1, 12, 32, 57, 128, 255, 600), ((2560, 1536),))
+        check(quantised, gemm, odd, ((256, 512), (448, 1184), (136, 640)))
+        check(quantised, gemm, (1, 12, 32, 57, 128, 255, 600), ((2560, 1536),))
     if {"chains", "single", "partitions"} & set(given.what):
-        time_all(given, device, linear, norm, quantised, (gemm, staged))
+        time_all(given, device, linear, norm, quantised, gemm)
 
 
-def time_all(given, device: Device, linear: Linear, norm: Norm, quantised: Quantised, kernels) -> None:
-    dense, (gemm, staged) = Dense(linear), kernels
+def time_all(given, device: Device, linear: Linear, norm: Norm, quantised: Quantised, gemm: LowbitGemm) -> None:
+    dense = Dense(linear)
     with linear.tuning():
         for tokens in given.tokens:
             chain(dense, dense.step, linear, norm, tokens)()
@@ -436,7 +422,7 @@ def time_all(given, device: Device, linear: Linear, norm: Norm, quantised: Quant
     if "partitions" in given.what:
         record["partitions"] = made = []
         for tokens, name in itertools.product(given.tokens, products.SHAPES):
-            rows = list(time_partitions(gemm, staged, ways, name, tokens))
+            rows = list(time_partitions(gemm, ways, name, tokens))
             shown_partitions(rows)
             made += rows
             write(given.json, record)  # after each, as there are many

@@ -355,17 +355,6 @@ SERVINGS = (
             ("nvfp4", "E2M1 in groups of 16 with scales of E4M3", "1,024", ""),
         )
     ),
-    *(
-        Serving(
-            part="quantised products",
-            phase=Phase.ANY,
-            operators=("linear", "linear_swiglu"),
-            kernel=f"staged_gemm_{each}",
-            architectures=(HOPPER,),
-            when="65 tokens and more, dequantised into shared memory; not with --batch-invariant",
-        )
-        for each in ("fp8", "int8", "int4", "int4_min", "fp4", "nvfp4")
-    ),
     Serving(
         part="products with quantised activations",
         phase=Phase.PREFILL,

@@ -208,6 +208,7 @@ inline uint32_t to_e4m3(float value) {
 }
 inline uint32_t e4m3_pair(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
 inline float2 floats_of_e4m3(uint32_t pair) { return {of_e4m3(pair & 255), of_e4m3(pair >> 8 & 255)}; }
+inline void fence_for_async_reads() {}
 
 // d[64 x N] = a[64 x 32] b[N x 32]^T of E4M3. Sums are in float32, where a GPU has about 14 bits.
 template <int N>

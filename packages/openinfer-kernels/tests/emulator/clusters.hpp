@@ -7,7 +7,7 @@
 
 namespace emulated {
 
-constexpr int kMostBlocks = 8, kMostClusterThreads = 576, kSharedBytes = 227 * 1024;
+constexpr int kMostBlocks = 8, kMostClusterThreads = 512, kSharedBytes = 227 * 1024;
 constexpr long kMostClusterRounds = 50'000;
 
 struct ClusterBlock {

@@ -40,8 +40,7 @@ KERNELS = [
 ] + [f"lowbit_gemm_int4_{epilogue}_e4m3groups_{tokens}" for epilogue in ("store", "swiglu") for tokens in (8, 16)]
 BODIES = {
     ("lowbit/lowbit_tiles.cuh", "uint32_t and_or("): "return (a & b) | c;",
-    ("lowbit/bulk_copies.cuh", "void load_bulk("): "memcpy(target, from, bytes); hopper::complete(barrier, bytes);",
-    ("lowbit/bulk_copies.cuh", "void fence_for_async_reads("): "",
+    ("lowbit/lowbit_gemm.cuh", "void load_bulk("): "memcpy(target, from, bytes); hopper::complete(barrier, bytes);",
     ("lowbit/lowbit_gemm.cuh", "uint32_t transposed("): "return emulated::transposed(matrix);",
 }
 NAMED_BARRIER = re.compile(r'asm volatile\("bar\.sync (\d), %0;" ::"n"\((\S+?)\) : "memory"\);')
@@ -77,24 +76,14 @@ def parts_of(name: str) -> list[str]:
     return [family, *rest.rsplit("_", 3)]
 
 
-def staged_kernel_of(name: str) -> str:
-    """The line of a kernel that dequantises into stages."""
-    code, epilogue, tile = name.removeprefix("staged_gemm_").rsplit("_", 2)
-    names = f"{code.title().replace('_', '')}, {code}, k{epilogue.capitalize()}, {epilogue}"
-    return f"STAGED_GEMM({names}, {tile.replace('x', ', ')})"
-
-
 def source_of(names: list[str]) -> str:
-    """A library that runs these kernels, which are of one header."""
-    is_staged = names[0].startswith("staged")
-    plain = ["lowbit::Problem" + ("WithFactors" if "_nvfp4_" in name else "") for name in names]
-    problems = ["staged::Problem"] * len(names) if is_staged else plain
+    """A library that runs these kernels."""
+    problems = ["lowbit::Problem" + ("WithFactors" if "_nvfp4_" in name else "") for name in names]
     calls = "".join(f"  OPENINFER_RUN({name}, {each})\n" for name, each in zip(names, problems, strict=True))
-    lines = [staged_kernel_of(name) if is_staged else kernel_of(*parts_of(name)) for name in names]
-    kernels = "".join(f"{line}\n" for line in lines)
+    kernels = "".join(f"{kernel_of(*parts_of(name))}\n" for name in names)
     return f"""#include "bfloat16.hpp"
 #include "clusters.hpp"
-#include "lowbit/{"staged" if is_staged else "lowbit"}_gemm.cuh"
+#include "lowbit/lowbit_gemm.cuh"
 {kernels}using namespace emulated;
 #define OPENINFER_RUN(NAME, PROBLEM) \\
   if (!strcmp(kind, #NAME)) {{ \\
@@ -116,7 +105,7 @@ def make_library(tmp_path_factory: pytest.TempPathFactory, emulation: Any) -> Ca
 
     def make(names: list[str], mistake: tuple[str, str] | None = None) -> ctypes.CDLL:
         folder = emulation.sources(tmp_path_factory)
-        for name in ("common/hopper.cuh", "gemm/wgmma.cuh", "lowbit/wgmma_registers.cuh"):
+        for name in ("common/hopper.cuh", "lowbit/wgmma_registers.cuh"):
             text = (emulation.here / "cluster_hopper.cuh").read_text("utf-8")
             (folder / "csrc" / name).write_text(text, "utf-8")
         for name in ("cuda_fp16.h", "cuda_bf16.h"):
@@ -124,7 +113,7 @@ def make_library(tmp_path_factory: pytest.TempPathFactory, emulation: Any) -> Ca
         for (name, function), body in BODIES.items():
             path = folder / "csrc" / name
             path.write_text(emulation.with_body(path.read_text("utf-8"), function, body), "utf-8")
-        path = folder / f"csrc/lowbit/{names[0].split('_')[0]}_gemm.cuh"
+        path = folder / "csrc/lowbit/lowbit_gemm.cuh"
         text = NAMED_BARRIER.sub(r"emulated::barriers[\1].sync(\2);", path.read_text("utf-8"))
         for old, new in [(SHARED, "uint8_t* raw = emulated::shared_memory();"), *([mistake] if mistake else [])]:
             assert text.count(old) == 1, old
@@ -166,7 +155,6 @@ def modules(emulation: Any) -> Iterator[SimpleNamespace]:
             epilogue=importlib.import_module("openinfer_kernels.cuda.gemm.tiles").Epilogue,
             experts=importlib.import_module("openinfer_kernels.cuda.lowbit.lowbit_experts"),
             grouped=importlib.import_module("openinfer_kernels.cuda.gemm.grouped_gemm"),
-            staged=importlib.import_module("openinfer_kernels.cuda.lowbit.staged_gemm"),
         )
     for name in set(sys.modules) - before:
         if name.startswith("openinfer_kernels.cuda"):
@@ -196,14 +184,13 @@ class Matrix(NamedTuple):
 def in_tiles(codes: np.ndarray, code: str) -> np.ndarray:
     """`[tiles, chunks, bytes]` of codes `[rows, columns]`, one a byte; zeros where there are none."""
     rows, columns = codes.shape
-    bits = 8 if code in ("fp8", "int8") else 4
+    bits = 8 if code == "fp8" else 4
     tiles = np.zeros((-(-rows // 64) * 2, -(-columns // 128), 32 * 128 * bits // 8), np.uint8)
     r, c = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
     tile, row, step = r // 64 * 2 + r // 8 % 2, r // 16 % 4 * 8 + r % 8, c % 128 // 16
     thread, half = row * 4 + c % 8 // 2, c // 8 % 2
     if bits == 8:
-        order = np.array([1, 3, 0, 2] if code == "fp8" else [0, 1, 2, 3])
-        at = step // 4 * 2048 + thread * 16 + step % 4 * 4 + order[c % 2 + 2 * half]
+        at = step // 4 * 2048 + thread * 16 + step % 4 * 4 + np.array([1, 3, 0, 2])[c % 2 + 2 * half]
         tiles[tile, c // 128, at] = codes
     else:
         at = (thread * 4 + step // 2) * 4 + step % 2 + 2 * (c % 2)
@@ -786,165 +773,3 @@ def test_plans_have_larger_tiles_where_experts_have_more_tokens(modules):
     found = [modules.experts.tile_tokens(positions, 128) for positions in (1, 8, 512, 4096, 16384, 65536)]
     assert found == sorted(found)
     assert set(found) == set(modules.experts.TILE_TOKENS)
-
-
-STAGED_TILES = {
-    "store": ("128x96", "128x160", "192x96", "256x96", "256x160"),
-    "swiglu": ("128x96", "128x160", "192x96", "256x160"),
-}
-STAGED_KERNELS = [
-    *(f"staged_gemm_fp8_{epilogue}_{tile}" for epilogue, tiles in STAGED_TILES.items() for tile in tiles),
-    *(f"staged_gemm_{code}_store_128x96" for code in ("int4", "int4_min", "fp4", "nvfp4", "int8")),
-    "staged_gemm_nvfp4_swiglu_128x96",
-]
-"""Those of other codes differ in what becomes of a code alone."""
-
-
-def staged_of(modules: Any, library: ctypes.CDLL, code: str) -> Any:
-    gemm = modules.staged.StagedGemm(Device(library))
-    gemm.load(code)
-    return gemm
-
-
-def staged_partition(modules: Any, gemm: Any, matrix: Matrix, num_tokens: int, **wanted: Any) -> Any:
-    """The first of a product whose results are stored."""
-    found = gemm.partitions_of(modules.epilogue.STORE, num_tokens, matrix.tiled)
-    return next(each for each in found if all(getattr(each, name) == value for name, value in wanted.items()))
-
-
-@pytest.fixture(scope="module")
-def staged_library(make_library: Callable[..., ctypes.CDLL]) -> ctypes.CDLL:
-    return make_library(STAGED_KERNELS)
-
-
-@pytest.mark.parametrize("gates", [False, True])
-@pytest.mark.parametrize("num_tokens", [70, 300])
-def test_every_partition_of_what_is_staged_is_right_and_the_same_twice(
-    modules, staged_library, on_device, num_tokens, gates
-):
-    # The last tile of columns is not whole, nor is the last chunk of K.
-    matrix = fp8_matrix(modules, 256 if gates else 200, 352)
-    gemm = staged_of(modules, staged_library, "fp8")
-    x = on_device(np.random.default_rng(num_tokens).standard_normal((num_tokens, 352)))
-    found = gemm.partitions_of(modules.epilogue.SWIGLU if gates else modules.epilogue.STORE, num_tokens, matrix.tiled)
-    if num_tokens > 128:
-        assert {1, 2} == {each.multicast_ctas for each in found}
-    else:
-        assert {1, 2, 3} == {each.splits for each in found}
-    for partition in found:
-        check(gemm, modules, matrix, x, gates=gates, partition=partition)
-
-
-@pytest.mark.parametrize(
-    ("kind", "gates"),
-    [
-        *(
-            (kind, False)
-            for kind in ("fp8 in rows", "fp8 bf16", "int4", "int4 in groups of 64", "minimums", "fp4", "int8")
-        ),
-        *(("nvfp4", gates) for gates in (False, True)),
-    ],
-)
-def test_codes_and_scales_of_every_kind_are_staged(modules, staged_library, on_device, kind, gates):
-    match kind:
-        case "fp8 in rows":
-            matrix = in_rows(fp8_matrix(modules, 200, 352))
-        case "fp8 bf16":
-            matrix = fp8_matrix(modules, 200, 352, ScaleType.BF16)
-        case "fp4":
-            matrix = fp4_matrix(modules, 200, 352)
-        case "minimums":
-            matrix = int4_matrix(modules, 200, 352, group=32, minimums=True)
-        case "nvfp4":
-            matrix = nvfp4_matrix(modules, 256, 352)
-        case "int8":
-            matrix = int8_matrix(modules, 200, 352)
-        case _:
-            matrix = int4_matrix(modules, 200, 352, group=128 if kind == "int4" else 64)
-    gemm = staged_of(modules, staged_library, matrix.tiled.kernels)
-    x = on_device(np.random.default_rng(8).standard_normal((75, 352)))
-    partition = staged_partition(modules, gemm, matrix, 75, tile=modules.staged.Tile(128, 96))
-    check(gemm, modules, matrix, x, gates=gates, partition=partition)
-
-
-def in_rows(matrix: Matrix) -> Matrix:
-    """E4M3 whose scales are of 64 rows, with a scale for each row: the same numbers."""
-    tiled = matrix.tiled
-    scales = np.repeat(tiled.codes[..., 4096:4100], 32, axis=2).reshape(*tiled.codes.shape[:2], 4, 32)
-    whole = np.concatenate([tiled.codes[..., :4096], scales.swapaxes(2, 3).reshape(*scales.shape[:2], 128)], axis=2)
-    return matrix._replace(tiled=dataclasses.replace(tiled, codes=np.ascontiguousarray(whole), scale_rows=32))
-
-
-def int8_matrix(modules: Any, rows: int, columns: int) -> Matrix:
-    """A float32 scale and a zero point for each row and 128 columns."""
-    rng, chunks = np.random.default_rng(rows), -(-columns // 128)
-    codes = rng.integers(0, 256, (rows, columns), dtype=np.uint8)
-    scales = rng.uniform(1e-4, 1e-3, (rows, chunks, 1)).astype(np.float32)
-    zeros = rng.integers(100, 156, (rows, chunks, 1))
-    tiles = in_tiles(codes, "int8")
-    stored = scales, zeros.astype(np.float16).view(np.uint16)
-    parts = [of_tiles(part, len(tiles)).reshape(*tiles.shape[:2], -1).view(np.uint8) for part in stored]
-    made = WeightFormat(code=Code.INT8, group_rows=1, group_columns=128, scales=ScaleType.F32, zero_points=True)
-    spread = [
-        np.repeat(each.reshape(rows, -1), 128, axis=1)[:, :columns].astype(np.float64) for each in (zeros, scales)
-    ]
-    tiled_weight = modules.tiles.TiledWeight(
-        format=made,
-        shape=(rows, columns),
-        codes=np.ascontiguousarray(np.concatenate([tiles, *parts], axis=2)),
-        scales=tiles,
-        block_rows=1,
-        block_columns=128,
-        kernels="int8",
-        groups=1,
-        scale_rows=32,
-        zeros=4096 + 128,
-        float16_scales=False,
-    )
-    return Matrix(tiled_weight, (codes - spread[0]) * spread[1])
-
-
-@pytest.mark.parametrize(
-    ("kernel", "mistake"),
-    [
-        ("fp8_store_128x96", ("half / 2 % 2 * kHalfPieceBytes", "0")),
-        ("fp8_store_128x96", ("work.first_chunk) * p.tile_bytes", "0) * p.tile_bytes")),
-        (
-            "fp8_store_128x96",
-            (
-                "piece = half_of_block<kEpilogue>(block) * Format::kPieces + chunk * kStepsOfChunk",
-                "piece = half_of_block<kEpilogue>(block) * Format::kPieces + 0 * kStepsOfChunk",
-            ),
-        ),
-        ("fp8_store_128x96", ("((2 * step + eighth) ^ row) * 16", "(2 * step + eighth) * 16")),
-        ("int4_store_128x96", ("/ 2 % 2 * kHalfRows + eight_of_block", "* 0 + eight_of_block")),
-        ("fp8_store_128x96", ("block % 2 * 2 + own % 2) * 8", "block % 2 + own % 2 * 2) * 8")),
-        (
-            "fp8_store_256x160",
-            ("first_token = work.tile(index).first_token + first;", "first_token = work.tile(index).first_token;"),
-        ),
-        ("fp8_store_128x96", ("split * work.multicast_ctas + work.multicast_rank);", "0);")),
-    ],
-    ids=[
-        "the other half of a tile",
-        "another split's codes",
-        "codes of the chunk before",
-        "rows that are not swizzled",
-        "scales of the other half",
-        "columns in another order",
-        "tokens of the first share",
-        "sums of the first split alone",
-    ],
-)
-def test_mistakes_in_what_is_staged_are_noticed(modules, make_library, on_device, kernel, mistake):
-    library = make_library([f"staged_gemm_{kernel}"], mistake)
-    code, _, tile = kernel.split("_")
-    matrix = fp8_matrix(modules, 200, 352) if code == "fp8" else int4_matrix(modules, 200, 352, group=128)
-    num_tokens = 300 if tile.startswith("256") else 75
-    wanted = {"multicast_ctas": 2} if num_tokens == 300 else {"splits": 2}
-    gemm = staged_of(modules, library, code)
-    wanted["tile"] = modules.staged.Tile(*map(int, tile.split("x")))
-    x = on_device(np.random.default_rng(8).standard_normal((num_tokens, 352)))
-    partition = staged_partition(modules, gemm, matrix, num_tokens, **wanted)
-    with pytest.raises(AssertionError):
-        check(gemm, modules, matrix, x, gates=False, partition=partition)

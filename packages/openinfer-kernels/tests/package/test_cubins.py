@@ -50,12 +50,6 @@ HOPPERS = {
     "lowbit_gemm_int8",
     "lowbit_gemm_nvfp4",
     "shrink_halves",
-    "staged_gemm_fp4",
-    "staged_gemm_fp8",
-    "staged_gemm_int4",
-    "staged_gemm_int4_min",
-    "staged_gemm_int8",
-    "staged_gemm_nvfp4",
 }
 """Stems of the sources that use Hopper's own instructions."""
 

@@ -21,7 +21,6 @@
 
 #include "common/hopper.cuh"
 #include "common/vectors.cuh"
-#include "lowbit/bulk_copies.cuh"
 #include "lowbit/lowbit_tiles.cuh"
 #include "lowbit/wgmma_registers.cuh"
 
@@ -244,7 +243,7 @@ struct Splitter {
         for (; token + kSplitWarps < m; token += 2 * kSplitWarps) split_tokens<2>(token, slot, left);
         if (token < m) split_tokens<1>(token, slot, left);
         turn += kSplitWarps - m % kSplitWarps;
-        fence_for_async_reads();
+        hopper::fence_for_async_reads();
         __syncwarp();
         if (lane == 0) hopper::barrier_arrive(&s.barriers().x_split[slot]);
         if (++slot == kSlots) slot = 0, phase ^= 1;

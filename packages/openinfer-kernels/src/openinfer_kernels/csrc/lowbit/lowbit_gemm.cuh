@@ -33,7 +33,6 @@
 #include "common/hopper.cuh"
 #include "gemm/gemm_epilogue.cuh"
 #include "gemm/limited_swiglu.cuh"
-#include "lowbit/bulk_copies.cuh"
 #include "lowbit/e4m3_products.cuh"
 #include "lowbit/lowbit_tiles.cuh"
 #include "lowbit/wgmma_registers.cuh"
@@ -213,6 +212,15 @@ struct Work {
     return {(first_row + within % rows) * kTokens, within / rows * multicast_ctas + rank, m, 0};
   }
 };
+
+__device__ __forceinline__ void load_bulk(void* target, const void* from, uint32_t bytes, uint64_t* barrier,
+                                          uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(target)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
 
 // --- producers --------------------------------------------------------------------------------------------------------
 

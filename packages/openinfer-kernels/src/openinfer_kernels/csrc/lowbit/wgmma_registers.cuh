@@ -92,4 +92,9 @@ __device__ __forceinline__ float2 floats_of_e4m3(uint32_t pair) {
   return __half22float2(*reinterpret_cast<__half2*>(&halves));
 }
 
+// What threads have written to shared memory may be read by tensor cores after the next barrier.
+__device__ __forceinline__ void fence_for_async_reads() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 }  // namespace hopper

@@ -32,10 +32,6 @@ been measured, up to 4,096; the others keep the limit of these before pairs of b
 MOST_LOWBIT_TOKENS_OF_BF16_SCALES: Mapping[str, int] = {"fp8": 4096}
 """The same where each scale is a BF16 number and more tokens pay."""
 
-LEAST_STAGED_TOKENS: Mapping[str, int] = dict.fromkeys(("fp8", "int8", "int4", "int4_min", "fp4", "nvfp4"), 65)
-"""Of a matrix in tiles, by the name of kernels: from so many tokens on it is dequantised into shared memory
-(`csrc/lowbit/staged_gemm.cuh`) and not in registers."""
-
 MOST_EXPERT_TOKENS: Mapping[int, int] = {8: 6, 32: 40, 128: 160}
 """Of quantised experts in tiles: tokens of a tile of the plan -> the most tokens of an expert, in the mean, that it is
 for."""
@@ -55,11 +51,6 @@ MOST_E4M3_GROUPS_TOKENS: Mapping[str, int] = {"int4": 8, "int4_min": 8, "fp4": 8
 def tile_of(kernels: str, num_tokens: int) -> int | None:
     """Tokens of the tile that multiplies so many; None: by another kernel, a quantised matrix in BF16."""
     return next((tile for tile, most in MOST_TOKENS[kernels].items() if num_tokens <= most), None)
-
-
-def is_staged(kernels: str, num_tokens: int) -> bool:
-    """Whether a matrix in tiles is dequantised into shared memory, rather than in registers."""
-    return num_tokens >= LEAST_STAGED_TOKENS.get(kernels, num_tokens + 1)
 
 
 def most_lowbit_tokens(kernels: str, *, scales_are_bf16: bool) -> int:

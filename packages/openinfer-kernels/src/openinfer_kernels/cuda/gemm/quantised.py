@@ -1,7 +1,6 @@
 """Quantised weights on a GPU: uploaded in the order of the kernels that multiply them.
 
-matrices on Hopper           tiles of `lowbit_tiles.py`, for `lowbit_gemm.py` and, with many tokens, `staged_gemm.py`;
-                             experts for `lowbit_experts.py`
+matrices on Hopper           tiles of `lowbit_tiles.py`, for `lowbit_gemm.py`; experts for `lowbit_experts.py`
 several in one, other GPUs   the order of `csrc/gemm/weight_formats.cuh`, for `grouped_gemm.py`
 formats without a kernel     tiles, dequantised at each product; or BF16, dequantised when they are loaded
 
@@ -32,7 +31,6 @@ from openinfer_kernels.cuda.gemm.tiles import Epilogue as DenseEpilogue
 from openinfer_kernels.cuda.lowbit.lowbit_experts import LowbitExperts
 from openinfer_kernels.cuda.lowbit.lowbit_gemm import LowbitGemm
 from openinfer_kernels.cuda.lowbit.lowbit_tiles import LowbitTiles, TiledWeight
-from openinfer_kernels.cuda.lowbit.staged_gemm import StagedGemm
 from openinfer_kernels.cuda.moe.experts import check_weight
 from openinfer_kernels.errors import ArrayMismatchError, WeightValueError
 from openinfer_kernels.ops import Array, HostArray, LinearWeight, QuantisedWeight
@@ -71,7 +69,6 @@ class Quantised:
         self._has_lowbit = gemm.chooses and LowbitGemm.there_is_one(device)
         self._tiles = LowbitTiles(device, memory)
         self._lowbit = LowbitGemm(device)
-        self._staged = StagedGemm(device)
         self._experts = experts
         self._dequantise = {each: device.kernel("quantised", f"dequantise_{each}") for each in NAMES}
         self._random = device.kernel("quantised", "random_codes")
@@ -173,8 +170,7 @@ class Quantised:
             return multiply(x, dense, weights_first=False)
         out = cupy.empty((len(x), weight.shape[0] // (2 if gates else 1)), bfloat16)
         if len(x):
-            products = self._staged if dispatch.is_staged(weight.kernels, len(x)) else self._lowbit
-            products.multiply(x if fits_vectors(x) else x.copy(), weight, out, epilogue=epilogue)
+            self._lowbit.multiply(x if fits_vectors(x) else x.copy(), weight, out, epilogue=epilogue)
         return out
 
     def dequantised(self, weight: QuantisedWeight) -> Array:
@@ -199,7 +195,6 @@ class Quantised:
             self._experts.load(weight.kernels)
         elif self._has_lowbit:
             self._lowbit.load(weight.kernels)
-            self._staged.load(weight.kernels)
         self._tiles.fill_scales(weight, parts)
         begin = 0
         for part in parts:
