@@ -177,6 +177,46 @@ def test_a_device_needs_tiers_that_take_its_blocks() -> None:
     port.close()
 
 
+class _Resident(PlainTier):
+    """A tier that keeps its blocks beside the pool's."""
+
+    takes_device_blocks = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Any] = []
+
+    def pinnable_memory(self) -> Sequence[memoryview]:
+        return []
+
+    def use_memory(self, device: Any) -> None:
+        if device == "full":
+            raise MemoryError("no room")
+        self.given.append(device)
+
+
+class _Beside(HostPool):
+    source: Any = "gpu"
+
+
+def test_a_tier_beside_the_pool_is_given_the_pools_device_once() -> None:
+    pool = np.zeros((3, LAYOUT.block_bytes // 4), np.float32)
+    for memory, expected in ((HostPool(pool), None), (_Beside(pool), "gpu")):
+        tier = _Resident()
+        tiers = OpenTiers(tier=cast("KvTier", tier), digest_key=None)
+        open_port(tiers, pool=memory, load_timeout_s=1.0).close()
+        assert tier.given == [expected]
+
+
+def test_a_device_without_room_for_a_tier_is_refused() -> None:
+    class Full(HostPool):
+        source: Any = "full"
+
+    tiers = OpenTiers(tier=cast("KvTier", _Resident()), digest_key=None)
+    with pytest.raises(Refused, match="cannot have its memory: no room"):
+        open_port(tiers, pool=Full(np.zeros((3, LAYOUT.block_bytes // 4), np.float32)), load_timeout_s=1.0)
+
+
 def test_blocks_of_a_host_pool_are_its_memory() -> None:
     pool = np.zeros((3, 2, 4), np.float32)
     blocks: Sequence[Any] = HostPool(pool).blocks

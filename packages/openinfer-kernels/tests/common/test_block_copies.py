@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from openinfer_kernels import ArrayMismatchError
+from openinfer_kernels.errors import OutOfDeviceMemoryError
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +65,42 @@ def test_blocks_go_out_and_come_back_with_their_sums(locked: bool, scattered: bo
     assert len(set(sums)) == NUM_BLOCKS
     for index in (0, 63, 64, NUM_BLOCKS - 1):
         assert sums[index] == expected_sum(host[index])
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["neighbours", "scattered"])
+def test_blocks_go_to_a_tiers_own_memory_and_come_back_with_their_sums(scattered: bool) -> None:
+    from openinfer_kernels.cuda import Device
+    from openinfer_kernels.cuda.common.block_copies import DevicePool
+    from openinfer_kernels.cuda.common.libraries import cupy
+
+    host = np.random.default_rng(0).integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), np.uint8)
+    array = cupy.asarray(host)
+    pool = DevicePool(array, Device.open())
+    cupy.cuda.Device(0).synchronize()
+    memory = pool.allocate(NUM_BLOCKS * BLOCK_BYTES)
+    order = np.random.default_rng(1).permutation(NUM_BLOCKS) if scattered else np.arange(NUM_BLOCKS)
+    offsets = [index * BLOCK_BYTES for index in order.tolist()]
+    out = memory.copy_out(pool.blocks, offsets)
+    array[:] = 0
+    cupy.cuda.Device(0).synchronize()
+    back = memory.copy_in(pool.blocks[:-1], offsets[1:])  # each block has its neighbour's bytes
+    assert np.array_equal(cupy.asnumpy(array), np.concatenate([host[1:], np.zeros_like(host[:1])]))
+    assert back == out[1:]
+    assert [out[index] for index in (0, NUM_BLOCKS - 1)] == [expected_sum(host[index]) for index in (0, -1)]
+    assert len(cupy.cuda.runtime.ipcGetMemHandle(memory.address)) > 0
+    memory.close()
+    memory.close()
+
+
+def test_memory_for_a_tier_that_is_not_there_is_refused() -> None:
+    from openinfer_kernels.cuda import Device
+    from openinfer_kernels.cuda.common.block_copies import DevicePool
+    from openinfer_kernels.cuda.common.libraries import cupy
+
+    device = Device.open()
+    pool = DevicePool(cupy.zeros((4, 1024), np.uint8), device)
+    with pytest.raises(OutOfDeviceMemoryError, match="for a tier"):
+        pool.allocate(2 * device.memory_bytes)
 
 
 def test_blocks_that_are_no_whole_pieces_are_refused() -> None:

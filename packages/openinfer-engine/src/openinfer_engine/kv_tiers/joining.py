@@ -11,7 +11,7 @@ from openinfer_engine.kv_tiers.port import PoolTierPort, chunk_blocks_for
 from openinfer_engine.kv_tiers.prefault import MemoryPrefault, available_bytes
 from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_engine.tracing.trace import Tracer
-from openinfer_kv_cache import DeviceTier, KvTier, TieredScheduler
+from openinfer_kv_cache import DeviceTier, KvTier, ResidentTier, TieredScheduler
 
 _GIB = 1 << 30
 
@@ -70,7 +70,7 @@ def open_port(
     """The port of one rank's open tiers, which it owns; `shares` are those of the other ranks, on rank 0.
 
     Raises:
-        Refused: a tier takes no blocks of the pool's device.
+        Refused: a tier takes no blocks of the pool's device, or cannot have its memory there.
         ContractViolation: pool and tiers have blocks of different sizes.
     """
     block_bytes = tiers.tier.layout.block_bytes
@@ -78,6 +78,11 @@ def open_port(
         raise ContractViolation(f"blocks of the pool have {pool.blocks[0].nbytes} bytes, those of tiers {block_bytes}")
     if pool.is_on_device:
         pool.lock(_device_tier(tiers.tier).pinnable_memory())
+    if isinstance(tiers.tier, ResidentTier):
+        try:
+            tiers.tier.use_memory(pool.source)
+        except Exception as error:
+            raise Refused(f"--kv-tier: {tiers.tier.name} cannot have its memory: {error}") from error
     return PoolTierPort(
         tiers.tier,
         pool.blocks,

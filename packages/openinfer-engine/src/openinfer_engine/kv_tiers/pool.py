@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from openinfer_kernels import Array
-from openinfer_kv_cache.tiers.traits import BlockMemory
+from openinfer_kv_cache.tiers.traits import BlockMemory, MemorySource
 
 
 class PoolMemory(Protocol):
@@ -27,6 +27,11 @@ class PoolMemory(Protocol):
         """The chunks of each slot, each as large as a block; none without states."""
         ...
 
+    @property
+    def source(self) -> MemorySource | None:
+        """Where tiers may have memory beside these blocks; None for this machine's, of which each takes its own."""
+        ...
+
     def lock(self, memory: Sequence[memoryview]) -> None:
         """Locks memory in place, so that copies from and to it are fast."""
         ...
@@ -45,6 +50,7 @@ class HostPool:
     """
 
     is_on_device = False
+    source = None
 
     def __init__(self, kv_cache: Array, slots: Array | None = None) -> None:
         self.blocks: Sequence[BlockMemory] = _chunks(kv_cache, np.asarray(kv_cache).nbytes // len(kv_cache))

@@ -71,6 +71,57 @@ class DeviceTier(KvTier, Protocol):
     ) -> Transfer: ...
 
 
+class TierMemory(Protocol):
+    """Memory of a tier where a pool's blocks are, and copies between the two; called by any thread.
+
+    Copies wait for their end, as a `BlockMover`'s do. Both return, for each block of the pool, the sum that
+    `BlockMover` defines of what the block holds at the end.
+    """
+
+    @property
+    def address(self) -> int:
+        """Of the first byte, as the device counts."""
+        ...
+
+    @property
+    def device(self) -> int:
+        """Number of the device, as this process counts them."""
+        ...
+
+    def copy_out(self, blocks: Sequence[Any], offsets_bytes: Sequence[int]) -> Sequence[bytes]:
+        """Copies blocks of the pool to places in this memory."""
+        ...
+
+    def copy_in(self, blocks: Sequence[Any], offsets_bytes: Sequence[int]) -> Sequence[bytes]:
+        """Copies from places in this memory to blocks of the pool."""
+        ...
+
+    def close(self) -> None:
+        """Gives the memory back; idempotent."""
+        ...
+
+
+class MemorySource(Protocol):
+    """A device on which a tier may have memory of its own."""
+
+    def allocate(self, num_bytes: int) -> TierMemory:
+        """Takes so much of its memory, none of which a sleep gives up; any exception says that there is not so much."""
+        ...
+
+
+@runtime_checkable
+class ResidentTier(DeviceTier, Protocol):
+    """A tier that keeps its blocks where the pool's are: in a GPU's own memory."""
+
+    def use_memory(self, device: MemorySource | None) -> None:
+        """Takes its memory; called once, before the first `find`, by the caller that has the pool.
+
+        Args:
+            device: of the pool's blocks; None where they are in this machine's memory, as the tier's are then, too.
+        """
+        ...
+
+
 @runtime_checkable
 class CopyingTier(KvTier, Protocol):
     """A tier whose blocks may be copied by those who know their digests: the first of a write-behind stack."""

@@ -18,7 +18,9 @@ from openinfer_kv_cache import (
     KvTier,
     KvTierError,
     LastingTier,
+    MemorySource,
     Prefetch,
+    ResidentTier,
     SharedTier,
     TellingTier,
     TierCounters,
@@ -138,6 +140,11 @@ class TierStack:
 
     def pinnable_memory(self) -> Sequence[memoryview]:
         return [memory for tier in self._tiers for memory in tier.pinnable_memory()]
+
+    def use_memory(self, device: MemorySource | None) -> None:
+        for tier in self._tiers:
+            if isinstance(tier, ResidentTier):
+                tier.use_memory(device)
 
     @property
     def digest_key(self) -> bytes | None:

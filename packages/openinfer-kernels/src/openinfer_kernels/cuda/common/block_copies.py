@@ -6,6 +6,8 @@ gigabytes once more on the host would take longer than to copy them. Memory that
 at the speed of the bus, many blocks in one call of the driver's: a call for each block of half a megabyte would keep
 the interpreter from the thread that launches steps for as long as the bus takes. Other memory passes through a buffer
 of the driver's, block by block, and locked memory goes so, too, where the driver is older than CUDA 12.8.
+
+A tier's own memory on the GPU (`allocate`) is copied to and from in the same way.
 """
 
 import ctypes
@@ -19,17 +21,26 @@ from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import check
 from openinfer_kernels.cuda.common.libraries import cupy, driver
-from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.errors import ArrayMismatchError, OutOfDeviceMemoryError
 from openinfer_kernels.ops import Array, HostArray
 
-_TO_DEVICE, _TO_HOST = 1, 2
-"""`cudaMemcpyKind`."""
 _BATCH_BLOCKS = 128
 _TOGETHER_SINCE = 12_080
 """The driver's version that has `cuMemcpyBatchAsync`."""
 _SUM_BYTES = 16
 _PIECES, _THREADS = 32, 256
 """What a block is cut into for its sum, and the threads of each; a step's kernels wait for pieces that run long."""
+
+
+class _Way(NamedTuple):
+    """Between blocks of the pool and other memory."""
+
+    kind: int  # `cudaMemcpyKind`
+    is_inward: bool  # into the pool
+
+
+_FROM_HOST, _TO_HOST = _Way(1, is_inward=True), _Way(2, is_inward=False)
+_FROM_TIER, _TO_TIER = _Way(3, is_inward=True), _Way(3, is_inward=False)
 
 
 class DevicePool:
@@ -59,12 +70,26 @@ class DevicePool:
         device.kernel("block_sums", "block_sums")  # loads the module now, on this thread
         self._device = device
         self._locked: list[_Locked] = []
-        mover = DeviceBlockMover(device, block_bytes, self._locked)
+        self._copies = _OfThread(device, block_bytes, self._locked)
+        mover = DeviceBlockMover(self._copies)
         self.blocks: Sequence[DevicePoolBlock] = _cut(address(pool), num_blocks, block_bytes, mover)
         self.states: Sequence[Sequence[DevicePoolBlock]] = [
             _cut(address(slots) + slot * slot_bytes, slot_bytes // block_bytes, block_bytes, mover)
             for slot in range(0 if slots is None else len(slots))
         ]
+
+    @property
+    def source(self) -> "DevicePool":
+        return self
+
+    def allocate(self, num_bytes: int) -> "DeviceTierMemory":
+        """Memory of this GPU for a tier, beside the pool: other processes of this machine can open it.
+
+        Raises:
+            OutOfDeviceMemoryError: there is not so much.
+        """
+        self._device.use()
+        return DeviceTierMemory(self._device, num_bytes, self._copies)
 
     def lock(self, memory: Sequence[memoryview]) -> None:
         """Locks memory in place for fast copies; pages that have not been written to yet are taken now, one by one.
@@ -111,24 +136,61 @@ def _cut(begin: int, count: int, nbytes: int, mover: "DeviceBlockMover") -> list
 class DeviceBlockMover:
     """Copies blocks of one pool; any thread may call it. What wrote the blocks has to be over."""
 
-    def __init__(self, device: Device, block_bytes: int, locked: Sequence[_Locked]) -> None:
-        self._own = _OfThread(device, block_bytes, locked)
+    def __init__(self, copies: "_OfThread") -> None:
+        self._copies = copies
 
     def copy_out(self, blocks: Sequence[DevicePoolBlock], into: Sequence[memoryview]) -> list[bytes]:
         """Copies blocks into this machine's memory; returns the sum of what each holds, 16 bytes."""
-        return self._copy(blocks, into, _TO_HOST)
+        return _copied(self._copies, blocks, [_address_of(host) for host in into], _TO_HOST)
 
     def copy_in(self, blocks: Sequence[DevicePoolBlock], content: Sequence[memoryview]) -> list[bytes]:
         """Copies this machine's memory into blocks; returns the sum of what each holds then, 16 bytes."""
-        return self._copy(blocks, content, _TO_DEVICE)
+        return _copied(self._copies, blocks, [_address_of(host) for host in content], _FROM_HOST)
 
-    def _copy(self, blocks: Sequence[DevicePoolBlock], hosts: Sequence[memoryview], kind: int) -> list[bytes]:
-        sums: list[bytes] = []
-        for begin in range(0, len(blocks), _BATCH_BLOCKS):
-            batch = slice(begin, begin + _BATCH_BLOCKS)
-            addresses = [block.address for block in blocks[batch]]
-            sums += self._own.copy(addresses, [_address_of(host) for host in hosts[batch]], kind)
-        return sums
+
+class DeviceTierMemory:
+    """Memory of a tier on the pool's GPU; copies are as a `DeviceBlockMover`'s.
+
+    It is the driver's own allocation, not one of mapped pages: only such memory has a handle of CUDA IPC everywhere.
+
+    Raises:
+        OutOfDeviceMemoryError: there is not so much.
+    """
+
+    def __init__(self, device: Device, num_bytes: int, copies: "_OfThread") -> None:
+        try:
+            self.address: int = cupy.cuda.runtime.malloc(num_bytes)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise OutOfDeviceMemoryError(f"{num_bytes} bytes of GPU {device.index} for a tier: {error}") from error
+        self._device = device
+        self._copies = copies
+        self._is_open = True
+
+    @property
+    def device(self) -> int:
+        return self._device.index
+
+    def copy_out(self, blocks: Sequence[DevicePoolBlock], offsets_bytes: Sequence[int]) -> list[bytes]:
+        """Copies blocks of the pool into this memory; returns the sum of what each holds, 16 bytes."""
+        return _copied(self._copies, blocks, [self.address + offset for offset in offsets_bytes], _TO_TIER)
+
+    def copy_in(self, blocks: Sequence[DevicePoolBlock], offsets_bytes: Sequence[int]) -> list[bytes]:
+        """Copies this memory into blocks of the pool; returns the sum of what each holds then, 16 bytes."""
+        return _copied(self._copies, blocks, [self.address + offset for offset in offsets_bytes], _FROM_TIER)
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._device.use()
+            cupy.cuda.runtime.free(self.address)
+
+
+def _copied(copies: "_OfThread", blocks: Sequence[DevicePoolBlock], others: Sequence[int], way: _Way) -> list[bytes]:
+    sums: list[bytes] = []
+    for begin in range(0, len(blocks), _BATCH_BLOCKS):
+        batch = slice(begin, begin + _BATCH_BLOCKS)
+        sums += copies.copy([block.address for block in blocks[batch]], others[batch], way)
+    return sums
 
 
 class _OfThread(threading.local):
@@ -149,24 +211,25 @@ class _OfThread(threading.local):
             self._device_sums: Any = cupy.zeros((_BATCH_BLOCKS, 2), np.uint64)
         self._stream.synchronize()
 
-    def copy(self, blocks: Sequence[int], hosts: Sequence[int], kind: int) -> list[bytes]:
+    def copy(self, blocks: Sequence[int], others: Sequence[int], way: _Way) -> list[bytes]:
+        """Between blocks of the pool and as many other places, all by address; returns the sums of the blocks."""
         num_blocks = len(blocks)
         copy, stream = cupy.cuda.runtime.memcpyAsync, self._stream.ptr
         self._addresses[:num_blocks, 0] = blocks
-        copy(address(self._device_addresses), self._addresses.ctypes.data, 8 * num_blocks, _TO_DEVICE, stream)
+        copy(address(self._device_addresses), self._addresses.ctypes.data, 8 * num_blocks, _FROM_HOST.kind, stream)
         # The pieces of a block add to its sum, which therefore begins at zero.
         cupy.cuda.runtime.memsetAsync(address(self._device_sums), 0, _SUM_BYTES * num_blocks, stream)
-        runs = list(_runs(blocks, hosts, self._bytes))
-        if len(runs) > 1 and self._has_batches and self._are_locked(hosts):
-            self._copy_together(runs, kind)
+        runs = list(_runs(blocks, others, self._bytes))
+        if len(runs) > 1 and self._has_batches and (way in (_FROM_TIER, _TO_TIER) or self._are_locked(others)):
+            self._copy_together(runs, way)
         else:
-            for block, host, nbytes in runs:
-                target, source = (block, host) if kind == _TO_DEVICE else (host, block)
-                copy(target, source, nbytes, kind, stream)
+            for block, other, nbytes in runs:
+                target, source = (block, other) if way.is_inward else (other, block)
+                copy(target, source, nbytes, way.kind, stream)
         with self._stream:
             arguments = (self._device_addresses, self._device_sums, ctypes.c_int(self._bytes // _SUM_BYTES))
             self._kernel((_PIECES, num_blocks, 1), (_THREADS, 1, 1), arguments)
-        copy(self._sums.ctypes.data, address(self._device_sums), _SUM_BYTES * num_blocks, _TO_HOST, stream)
+        copy(self._sums.ctypes.data, address(self._device_sums), _SUM_BYTES * num_blocks, _TO_HOST.kind, stream)
         self._done.record(self._stream)
         self._done.synchronize()
         sums = self._sums[:num_blocks].tobytes()
@@ -177,24 +240,24 @@ class _OfThread(threading.local):
         begin, end = min(hosts), max(hosts) + self._bytes
         return any(piece.begin <= begin and end <= piece.end for piece in self._locked)
 
-    def _copy_together(self, runs: Sequence[tuple[int, int, int]], kind: int) -> None:
-        on_device = [driver.CUdeviceptr(block) for block, _, _ in runs]
-        on_host = [driver.CUdeviceptr(host) for _, host, _ in runs]
-        targets, sources = (on_device, on_host) if kind == _TO_DEVICE else (on_host, on_device)
+    def _copy_together(self, runs: Sequence[tuple[int, int, int]], way: _Way) -> None:
+        pool = [driver.CUdeviceptr(block) for block, _, _ in runs]
+        elsewhere = [driver.CUdeviceptr(other) for _, other, _ in runs]
+        targets, sources = (pool, elsewhere) if way.is_inward else (elsewhere, pool)
         sizes = [nbytes for _, _, nbytes in runs]
         attributes = driver.CUmemcpyAttributes()
         attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         check(driver.cuMemcpyBatchAsync(targets, sources, sizes, len(runs), [attributes], [0], 1, self._stream.ptr))
 
 
-def _runs(blocks: Sequence[int], hosts: Sequence[int], nbytes: int) -> Iterator[tuple[int, int, int]]:
+def _runs(blocks: Sequence[int], others: Sequence[int], nbytes: int) -> Iterator[tuple[int, int, int]]:
     """Neighbours on both sides as one copy: begin of each, and bytes."""
     first = 0
     for index in range(1, len(blocks) + 1):
         steps = (index - first) * nbytes
-        is_run = index < len(blocks) and blocks[index] == blocks[first] + steps and hosts[index] == hosts[first] + steps
-        if not is_run:
-            yield blocks[first], hosts[first], steps
+        next_to_it = blocks[first] + steps, others[first] + steps
+        if index == len(blocks) or (blocks[index], others[index]) != next_to_it:
+            yield blocks[first], others[first], steps
             first = index
 
 
