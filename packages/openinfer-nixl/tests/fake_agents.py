@@ -2,8 +2,9 @@
 
 import ctypes
 import itertools
+from collections.abc import Callable, Sequence
 
-from openinfer_nixl.agent import StillMoving
+from openinfer_nixl.agent import Memory, Piece, StillMoving
 
 
 class Wire:
@@ -15,8 +16,10 @@ class Wire:
         self.reads = 0
         self.hangs = False
         self.shift_bytes = 0
+        self.before_copy: Callable[[Piece], object] = lambda _: None
 
-    def agent(self, address: int, num_bytes: int) -> "FakeAgent":
+    def agent(self, address: int, num_bytes: int, *, memory: Memory = "DRAM", device: int = 0) -> "FakeAgent":
+        del memory, device
         return FakeAgent(self, address, num_bytes)
 
     def copy(self, peer: str, remote: int, local: int, num_bytes: int) -> None:
@@ -43,14 +46,16 @@ class FakeAgent:
     def part(self, peer: str) -> None:
         self._known.discard(peer)
 
-    def read(self, peer: str, remote: int, local: int, num_bytes: int, *, timeout_s: float) -> None:
+    def read(self, peer: str, pieces: Sequence[Piece], *, timeout_s: float) -> None:
         assert timeout_s > 0
         if peer not in self._known:
             raise ConnectionError(f"{peer} is not known")
         self._wire.reads += 1
         if self._wire.hangs:
             raise StillMoving("it does not end")
-        self._wire.copy(peer, remote, local, num_bytes)
+        for piece in pieces:
+            self._wire.before_copy(piece)
+            self._wire.copy(peer, *piece)
 
     def close(self) -> None:
         self._wire.memories.pop(self._name, None)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from memory_peer import bytes_of, memory_of, module_of
 
-from openinfer_nixl.agent import Memory, NixlAgent
+from openinfer_nixl.agent import Memory, NixlAgent, Piece
 
 pytestmark = pytest.mark.skipif(
     all(find_spec(name) is None for name in ("nixl", "nixl_cu13", "nixl_cu12")), reason="NIXL is not installed"
@@ -66,7 +66,7 @@ class Reader:
 
     def read(self, name: str, told: dict[str, Any], block: int, *, into: int) -> None:
         remote, local = told["address"] + block * BLOCK_BYTES, self._address + into * BLOCK_BYTES
-        self._agent.read(name, remote, local, BLOCK_BYTES, timeout_s=PATIENCE_S)
+        self._agent.read(name, [Piece(remote, local, BLOCK_BYTES)], timeout_s=PATIENCE_S)
 
     def sums(self) -> list[str]:
         held = bytes_of(self._kind, self._memory)

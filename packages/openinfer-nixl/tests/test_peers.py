@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from fake_agents import Wire
 
-from openinfer_nixl.peers import Peer
+from openinfer_nixl.messages import answers
+from openinfer_nixl.peers import Peer, PeerConnection
 
 TIMEOUT_S = 5.0
 
@@ -31,7 +32,9 @@ def test_a_machine_that_does_not_answer_is_waited_for_a_fifth_of_the_time(monkey
     network = Network()
     monkeypatch.setattr(socket, "create_connection", network.connect)
     agent = Wire().agent(0, 0)
-    peer = Peer(("10.0.0.9", 7600), agent, token=b"", layout="", timeout_s=TIMEOUT_S, clock=network.clock)
+    there = ("10.0.0.9", 7600)
+    connection = PeerConnection(there, agent, answers, token=b"", layout="", timeout_s=TIMEOUT_S, clock=network.clock)
+    peer = Peer(connection)
     while network.now_s < 100:
         assert not peer.has("key")
         network.now_s += 0.5

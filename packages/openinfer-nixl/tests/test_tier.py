@@ -23,7 +23,7 @@ from openinfer_kv_offload import RemoteTier, TierConfigError
 from openinfer_nixl import open_nixl
 from openinfer_nixl.agent import StillMoving, import_nixl
 from openinfer_nixl.arena import Arena
-from openinfer_nixl.directory import Directory
+from openinfer_nixl.directory import ArenaOffer, Directory
 from openinfer_nixl.messages import (
     PROTOCOL,
     Described,
@@ -36,9 +36,10 @@ from openinfer_nixl.messages import (
     Leased,
     List,
     TakeLease,
+    answers,
     questions,
 )
-from openinfer_nixl.peers import Peer
+from openinfer_nixl.peers import Peer, PeerConnection
 from openinfer_nixl.settings import NixlFields, open_with, parse
 from openinfer_nixl.store import NixlStore
 
@@ -185,8 +186,10 @@ def test_a_transfer_that_hangs_costs_its_place(pair: Pair) -> None:
     arena = Arena(1, OBJECT_BYTES, num_landings=2, lease_s=30.0, clock=time.monotonic)
     agent = pair.wire.agent(arena.address, arena.num_bytes)
     token, layout = b"t" * 32, LAYOUT.digest
-    directory = Directory(socket.create_server((HOST, 0)), arena, token=token, layout=layout, description=b"")
-    peer = Peer((HOST, pair.ports[0]), agent, token=token, layout=layout, timeout_s=60.0)
+    offer = ArenaOffer(arena)
+    directory = Directory(socket.create_server((HOST, 0)), offer, token=token, layout=layout, description=b"")
+    there = (HOST, pair.ports[0])
+    peer = Peer(PeerConnection(there, agent, answers, token=token, layout=layout, timeout_s=60.0))
     store = NixlStore(arena, directory, [peer], agent, timeout_s=0.01, address="here")
     key = f"openinfer/block/{digest.hex()}"
     assert store.has(key)

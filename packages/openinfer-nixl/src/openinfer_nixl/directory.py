@@ -1,10 +1,11 @@
-"""`Directory`: says to peers which objects an arena has, and leases them."""
+"""`Directory`: says to peers what this engine has, and leases it; `ArenaOffer` is what the tier `nixl` says."""
 
 import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -27,7 +28,6 @@ from openinfer_nixl.messages import (
     Keys,
     Leased,
     List,
-    Question,
     questions,
 )
 
@@ -36,21 +36,75 @@ logger = logging.getLogger("openinfer.kv_offload")
 MAX_PEERS = 256  # at a time; further ones wait in the listener's queue
 
 
+class Offer(Protocol):
+    """What a directory tells of; asked by several threads at once."""
+
+    def answer(self, question: bytes, leases: set[int]) -> msgspec.Struct:
+        """What a peer asks; `leases` are those of its connection, which a question may add to or end.
+
+        Raises:
+            msgspec.MsgspecError: it is no question.
+        """
+        ...
+
+    def release(self, lease_ids: Sequence[int]) -> None:
+        """Gives leases back; those that are void already are no error."""
+        ...
+
+
+class ArenaOffer:
+    """The objects of an arena."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def answer(self, question: bytes, leases: set[int]) -> Answer:
+        asked = questions.decode(question)
+        if isinstance(asked, Has):
+            return Found(self._arena.has(asked.key))
+        if isinstance(asked, List):
+            return Keys(self._arena.keys(asked.prefix))
+        if isinstance(asked, GiveBack):
+            if asked.lease_id in leases:  # a peer gives back its own alone
+                leases.discard(asked.lease_id)
+                self._arena.release([asked.lease_id])
+            return GivenBack()
+        lease = self._arena.lease(asked.key)
+        if lease is None:
+            return Absent()
+        leases.add(lease.lease_id)
+        return Leased(lease.lease_id, lease.address, lease.num_bytes)
+
+    def release(self, lease_ids: Sequence[int]) -> None:
+        self._arena.release(lease_ids)
+
+
 class Directory:
     """Listens until it is closed; a thread for each peer.
 
     Args:
         listener: a socket that listens; closed with it.
-        arena: what it tells of.
+        offer: what it tells of.
         token: what peers must have.
-        layout: digest of the blocks' layout; peers of another are refused.
-        description: how the arena's memory is read.
+        protocol: that both speak.
+        layout: what both have the same of: the digest of the blocks' layout; peers of another are refused.
+        description: how the memory is read.
     """
 
-    def __init__(self, listener: socket.socket, arena: Arena, *, token: bytes, layout: str, description: bytes) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        offer: Offer,
+        *,
+        token: bytes,
+        layout: str,
+        description: bytes,
+        protocol: bytes = PROTOCOL,
+    ) -> None:
         self._listener = listener
-        self._arena = arena
+        self._offer = offer
         self._token = token
+        self._protocol = protocol
         self._layout = layout
         self._description = description
         self._room = threading.BoundedSemaphore(MAX_PEERS)
@@ -90,39 +144,23 @@ class Directory:
         leases: set[int] = set()
         try:
             with connection, self._known(connection):
-                mutual_proof.admit(connection, token=self._token, protocol=PROTOCOL, judge=self._judge)
+                mutual_proof.admit(connection, token=self._token, protocol=self._protocol, judge=self._judge)
                 frames = Frames(connection)
                 frames.send(Described(self._description))
                 while True:
-                    frames.send(self._answer(questions.decode(frames.receive()), leases))
+                    frames.send(self._offer.answer(frames.receive(), leases))
         except (NotAdmitted, Refused) as error:
             logger.error("a peer is not admitted to this engine's KV blocks: %s", error)
         except (OSError, ContractViolation, msgspec.MsgspecError) as error:
             logger.info("a peer has left: %s", error)
         finally:
-            self._arena.release(list(leases))
+            self._offer.release(list(leases))
             self._room.release()
 
     def _judge(self, body: bytes) -> str | None:
         if body == self._layout.encode():
             return None
         return "the blocks of this engine have another layout: another model, KV dtype, block size or number of ranks"
-
-    def _answer(self, question: Question, leases: set[int]) -> Answer:
-        if isinstance(question, Has):
-            return Found(self._arena.has(question.key))
-        if isinstance(question, List):
-            return Keys(self._arena.keys(question.prefix))
-        if isinstance(question, GiveBack):
-            if question.lease_id in leases:  # a peer gives back its own alone
-                leases.discard(question.lease_id)
-                self._arena.release([question.lease_id])
-            return GivenBack()
-        lease = self._arena.lease(question.key)
-        if lease is None:
-            return Absent()
-        leases.add(lease.lease_id)
-        return Leased(lease.lease_id, lease.address, lease.num_bytes)
 
     @contextlib.contextmanager
     def _known(self, connection: socket.socket) -> Generator[None]:

@@ -17,7 +17,7 @@ _MAX_FRAME_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 16
 
 _Key = Annotated[str, msgspec.Meta(max_length=MAX_KEY_CHARACTERS)]
-_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Has(msgspec.Struct, frozen=True, array_like=True, tag="has"):
@@ -41,7 +41,7 @@ class TakeLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
 class GiveBack(msgspec.Struct, frozen=True, array_like=True, tag="give_back"):
     """It may go."""
 
-    lease_id: _Number
+    lease_id: Number
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True, tag="described"):
@@ -65,9 +65,9 @@ class Keys(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
 class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
     """Where the object is, in the address space of the server."""
 
-    lease_id: _Number
-    address: _Number
-    num_bytes: _Number
+    lease_id: Number
+    address: Number
+    num_bytes: Number
 
 
 class Absent(msgspec.Struct, frozen=True, array_like=True, tag="absent"):

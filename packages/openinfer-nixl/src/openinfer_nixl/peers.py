@@ -1,4 +1,7 @@
-"""`Peer`: another engine's objects, as this one asks for them. A peer that is gone has none."""
+"""`PeerConnection`: another engine, as this one asks it for what it has, and `Peer`: its objects.
+
+A peer that is gone has none.
+"""
 
 import contextlib
 import logging
@@ -6,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -24,11 +28,10 @@ from openinfer_nixl.messages import (
     Keys,
     Leased,
     List,
-    Question,
     TakeLease,
-    answers,
 )
 
+Answers = TypeVar("Answers")
 logger = logging.getLogger("openinfer.kv_offload")
 
 _REST_S = 1.0  # after which a peer that was gone is dialled again
@@ -44,15 +47,24 @@ class _Link:
         self.name = name
 
 
-class Peer:
-    """Used from several threads at once: questions one after the other, transfers side by side.
+class Told(NamedTuple, Generic[Answers]):
+    """What a peer has answered."""
+
+    peer: str  # as the agent calls it
+    answer: Answers
+
+
+class PeerConnection(Generic[Answers]):
+    """Questions to a peer's directory, one after the other, from several threads.
 
     Args:
         address: where its directory listens.
         agent: of this process.
+        answers: reads what the peer says.
         token: what both have.
-        layout: digest of the blocks' layout.
-        timeout_s: of connecting, of an answer, and of a transfer.
+        layout: what both have the same of: the digest of the blocks' layout.
+        timeout_s: of connecting, and of an answer.
+        protocol: that both speak.
         clock: monotonic seconds.
     """
 
@@ -60,14 +72,18 @@ class Peer:
         self,
         address: tuple[str, int],
         agent: Agent,
+        answers: "msgspec.msgpack.Decoder[Answers]",
         *,
         token: bytes,
         layout: str,
         timeout_s: float,
+        protocol: bytes = PROTOCOL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._address = address
         self._agent = agent
+        self._answers = answers
+        self._protocol = protocol
         self._token = token
         self._layout = layout
         self._timeout_s = timeout_s
@@ -77,49 +93,23 @@ class Peer:
         self._dial_s = float("-inf")
         self._is_closed = False
 
-    def has(self, key: str) -> bool:
-        answer = self._ask(Has(key))
-        return isinstance(answer, Found) and answer.is_there
-
-    def keys(self, prefix: str) -> tuple[str, ...]:
-        answer = self._ask(List(prefix))
-        return answer.keys if isinstance(answer, Keys) else ()
-
-    @contextlib.contextmanager
-    def leased(self, key: str) -> Generator[tuple[str, Leased] | None]:
-        """An object of the peer while it stays where it is, and the agent's name of the peer; None if it has none."""
-        name = ""
+    def ask(self, question: msgspec.Struct) -> Told[Answers] | None:
+        """What the peer answers; None if it is gone, or says what cannot be."""
         with self._lock:
-            answer = self._ask_locked(TakeLease(key))
-            if self._link is not None:
-                name = self._link.name
-        if not isinstance(answer, Leased):
-            yield None
-            return
-        try:
-            yield name, answer
-        finally:
-            self._ask(GiveBack(answer.lease_id))
+            link = self._linked()
+            if link is None:
+                return None
+            try:
+                link.frames.send(question)
+                return Told(link.name, self._answers.decode(link.frames.receive()))
+            except (OSError, ContractViolation, msgspec.MsgspecError) as error:
+                self._lose(error)
+                return None
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
             self._drop()
-
-    def _ask(self, question: Question) -> Answer | None:
-        with self._lock:
-            return self._ask_locked(question)
-
-    def _ask_locked(self, question: Question) -> Answer | None:
-        link = self._linked()
-        if link is None:
-            return None
-        try:
-            link.frames.send(question)
-            return answers.decode(link.frames.receive())
-        except (OSError, ContractViolation, msgspec.MsgspecError) as error:
-            self._lose(error)
-            return None
 
     def _linked(self) -> _Link | None:
         began_s = self._clock()
@@ -135,10 +125,11 @@ class Peer:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             said = self._layout.encode()
-            mutual_proof.introduce(connection, said, token=self._token, protocol=PROTOCOL, deadline_s=self._timeout_s)
+            proof = {"token": self._token, "protocol": self._protocol}
+            mutual_proof.introduce(connection, said, **proof, deadline_s=self._timeout_s)
             connection.settimeout(self._timeout_s)
             frames = Frames(connection)
-            described = answers.decode(frames.receive())
+            described = self._answers.decode(frames.receive())
             if not isinstance(described, Described):
                 raise ContractViolation("a peer does not say how its memory is read")
             name = self._agent.meet(described.description)
@@ -159,3 +150,31 @@ class Peer:
         if link is not None:
             link.connection.close()
             self._agent.part(link.name)
+
+
+class Peer:
+    """Another engine's objects. Used from several threads at once, as its connection is."""
+
+    def __init__(self, connection: "PeerConnection[Answer]") -> None:
+        self._connection = connection
+        self.close = connection.close
+
+    def has(self, key: str) -> bool:
+        told = self._connection.ask(Has(key))
+        return told is not None and isinstance(told.answer, Found) and told.answer.is_there
+
+    def keys(self, prefix: str) -> tuple[str, ...]:
+        told = self._connection.ask(List(prefix))
+        return told.answer.keys if told is not None and isinstance(told.answer, Keys) else ()
+
+    @contextlib.contextmanager
+    def leased(self, key: str) -> Generator[tuple[str, Leased] | None]:
+        """An object of the peer while it stays where it is, and the agent's name of the peer; None if it has none."""
+        told = self._connection.ask(TakeLease(key))
+        if told is None or not isinstance(told.answer, Leased):
+            yield None
+            return
+        try:
+            yield told.peer, told.answer
+        finally:
+            self._connection.ask(GiveBack(told.answer.lease_id))

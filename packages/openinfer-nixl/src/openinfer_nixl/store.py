@@ -4,7 +4,7 @@ import logging
 import queue
 from collections.abc import Iterable, Sequence
 
-from openinfer_nixl.agent import Agent, StillMoving
+from openinfer_nixl.agent import Agent, Piece, StillMoving
 from openinfer_nixl.arena import Arena
 from openinfer_nixl.directory import Directory
 from openinfer_nixl.messages import Leased
@@ -90,7 +90,7 @@ class NixlStore:
         except queue.Empty as error:
             raise StillMoving("no place is free for what peers send: too many transfers have not ended") from error
         try:
-            self._agent.read(peer, leased.address, landing, leased.num_bytes, timeout_s=self._timeout_s)
+            self._agent.read(peer, [Piece(leased.address, landing, leased.num_bytes)], timeout_s=self._timeout_s)
             found = self._arena.bytes_at(landing, leased.num_bytes)
         except StillMoving:
             raise  # the place is never used again: what is under way may still write there
