@@ -51,7 +51,8 @@ def free_port() -> int:
 class Engines:
     """One that prefills, one that decodes, and one alone."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, *, tier: str) -> None:
+        self._name = tier
         (folder / "key").write_bytes(b"k" * 32)
         (folder / "token").write_bytes(b"t" * 32)
         ports = (free_port(), free_port())
@@ -61,14 +62,14 @@ class Engines:
         )
 
     def _tier(self, folder: Path, here: int, there: int) -> dict[str, Any]:
-        setting = f"nixl=127.0.0.1:{here},64MiB,token_file={folder / 'token'},peers=127.0.0.1:{there},timeout_s=60"
-        return {"kv-tier": setting, "kv-transfer": "nixl", "kv-key-file": folder / "key"}
+        address = f"127.0.0.1:{here},64MiB,token_file={folder / 'token'},peers=127.0.0.1:{there},timeout_s=60"
+        return {"kv-tier": f"{self._name}={address}", "kv-transfer": self._name, "kv-key-file": folder / "key"}
 
 
-@pytest.fixture
-def engines(tmp_path: Path) -> Iterator[Engines]:
+@pytest.fixture(params=["nixl", "nixl-gpu"])  # without a GPU both are in this machine's memory
+def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]:
     with ExitStack() as stack:
-        yield Engines(tmp_path, stack)
+        yield Engines(tmp_path, stack, tier=request.param)
 
 
 def ask(server: Served, token_ids: list[int], **fields: Any) -> dict[str, Any]:
