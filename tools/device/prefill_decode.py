@@ -2,11 +2,14 @@
 
     python3 tools/device/prefill_decode.py chats MODEL OUT.json --tier disk      tokens of chats, and what decode loads
     python3 tools/device/prefill_decode.py load MODEL OUT.json --tier disk       times under a mixed load
+    python3 tools/device/prefill_decode.py handover MODEL OUT.json --tier nixl-gpu     times of one long prompt alone
 
 MODEL needs a config.json alone: weights are random. Chats of five turns are compared with an engine alone, in
 arithmetic whose results do not depend on the batch. The load is long prompts with short answers among short prompts
 with long ones, which arrive at random, the same for both ways; without HTTP. Tiers: `disk` (a folder in memory, which
-prefill writes and decode reads), `nixl` (host memory of both engines), or none (one engine of two ranks, for `load`).
+prefill writes and decode reads), `nixl` (host memory of both engines), `nixl-gpu` (memory of both GPUs), or none (one
+engine of two ranks, for `load`). A handover is what a prompt takes longer on two engines than on one: the time until
+prefill has answered, less what it takes to its first token without a handover, and decode's time to its first token.
 """
 
 import argparse
@@ -46,6 +49,7 @@ from openinfer_engine.launch import launch
 
 BLOCK_TOKENS = 16
 CHATS, TURNS, USER_TOKENS, SAID_TOKENS = 3, 5, 300, 48
+PROMPTS = 7
 HANDOVER = {"do_remote_decode": True}
 
 
@@ -120,10 +124,10 @@ class Pair:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("chats", "load"))
+    parser.add_argument("what", choices=("chats", "load", "handover"))
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tier", choices=("disk", "nixl", "none"), default="disk")
+    parser.add_argument("--tier", choices=("disk", "nixl", "nixl-gpu", "none"), default="disk")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--gpus", nargs=2, default=["0", "1"])
     parser.add_argument("--seconds", type=float, default=12.0)
@@ -134,7 +138,7 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="further options of the engines, as JSON")
     given = parser.parse_args()
     with tier_folder() as folder:
-        found = (chats if given.what == "chats" else load)(given, folder)
+        found = {"chats": chats, "load": load, "handover": handover}[given.what](given, folder)
     set_up = {name: value for name, value in vars(given).items() if name not in ("model", "out")}
     report = {**msgspec.to_builtins(provenance(commit=os.environ.get("COMMIT"))), "model": given.model.name}
     given.out.write_text(json.dumps({**report, "set_up": set_up, **found}, indent=2) + "\n")
@@ -177,7 +181,7 @@ def start_pair(given: argparse.Namespace, folder: Path, **options: Any) -> list[
     else:
         ports = [free_port(), free_port()]
         each = f"{size},token_file={folder / 'token'},timeout_s=20"
-        tiers = [f"nixl=127.0.0.1:{a},{each},peers=127.0.0.1:{b}" for a, b in (ports, ports[::-1])]
+        tiers = [f"{given.tier}=127.0.0.1:{a},{each},peers=127.0.0.1:{b}" for a, b in (ports, ports[::-1])]
     shared = {"kv_key_file": str(folder / "key"), "kv_transfer": given.tier, "kv_load_timeout_ms": 20_000, **options}
     return [start(given, gpu, kv_tier=[tier], **shared) for gpu, tier in zip(given.gpus, tiers, strict=True)]
 
@@ -226,6 +230,47 @@ async def run_chats(engines: Sequence[EngineHandle]) -> dict[str, Any]:
     for client in (prefill, decode, alone):
         await client.close()
     return found
+
+
+# --- one prompt ---------------------------------------------------------------------------------------------
+
+
+def handover(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    return asyncio.run(run_handover(start_pair(given, folder, kv_handover_timeout_ms=20_000), given))
+
+
+async def run_handover(engines: Sequence[EngineHandle], given: argparse.Namespace) -> dict[str, Any]:
+    prefill, decode = map(Client, engines)
+    rng, tokens = np.random.default_rng(3), given.long[0]
+    times: dict[str, list[float]] = {"alone_ms": [], "prefill_ms": [], "decode_ms": [], "handover_ms": []}
+    loaded: list[int] = []
+    for number in range(PROMPTS + 1):  # the first warms up, and opens what peers open of each other
+        prompts = [rng.integers(0, prefill.handle.info.num_token_ids, tokens).tolist() for _ in range(2)]
+        begin_s = time.perf_counter()
+        await prefill.ask(prompts[0], max_tokens=1)
+        alone_s = time.perf_counter()
+        await asyncio.sleep(0.5)  # what it saves is not to be in the way of the next
+        prefill_begin_s = time.perf_counter()
+        left = (await prefill.ask(prompts[1], max_tokens=1, transfer=HANDOVER)).transfer
+        answered_s = time.perf_counter()
+        said = await decode.ask(prompts[1], max_tokens=2, transfer=left)
+        ms = 1e3 * (alone_s - begin_s), 1e3 * (answered_s - prefill_begin_s), 1e3 * (said.times_s[0] - answered_s)
+        if number:
+            for name, value in zip(times, (*ms, ms[1] - ms[0] + ms[2]), strict=True):
+                times[name].append(round(value, 2))
+            loaded.append(said.cached_tokens)
+        await asyncio.sleep(0.5)
+    stats = [await client.handle.stats() for client in (prefill, decode)]
+    for client in (prefill, decode):
+        await client.close()
+    return {
+        "prompt_tokens": tokens,
+        "median": {name: float(np.median(values)) for name, values in times.items()},
+        "all": times,
+        "loaded_tokens": loaded,
+        "sealed_tokens": (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS,
+        "transfer": [msgspec.to_builtins(each.kv_transfer) for each in stats],
+    }
 
 
 # --- a mixed load -------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class Unlocked:
 
 UNLOCKED = {
     "dynamo": Unlocked("ai-dynamo==1.6.1", "openinfer-dynamo"),
-    "nixl": Unlocked("nixl-cu13==1.5.1", "openinfer-nixl", ("openinfer-bench",)),
+    "nixl": Unlocked("nixl-cu13==1.5.1", "openinfer-nixl", ("openinfer-bench", "openinfer-ray")),
     "packers": Unlocked("compressed-tensors==0.20.0", "openinfer-qwen3", tests="tools/golden/test_packers.py"),
 }
 
