@@ -83,7 +83,7 @@ def test_blocks_of_another_process_land_as_they_are_in_any_order(kind: Memory) -
         assert reader.sums() == told["sums"][::-1]
 
 
-def test_a_peer_that_has_died_is_a_connection_error_and_changes_no_other_block(kind: Memory) -> None:
+def test_a_peer_that_has_died_is_a_connection_error_or_still_mapped_and_changes_no_other_block(kind: Memory) -> None:
     with ExitStack() as stack:
         process, told = stack.enter_context(peer(kind))
         reader = Reader(kind, stack)
@@ -92,8 +92,13 @@ def test_a_peer_that_has_died_is_a_connection_error_and_changes_no_other_block(k
         process.kill()
         process.wait()
         began_s = time.monotonic()
-        with pytest.raises(ConnectionError):
+        try:
             reader.read(name, told, 1, into=1)
+        except ConnectionError:
+            pass
+        else:  # a GPU's memory that this process has mapped by CUDA's IPC outlives its owner
+            assert kind == "VRAM"
+            assert reader.sums()[1] == told["sums"][1]
         assert time.monotonic() - began_s < 2 * PATIENCE_S
         assert reader.sums()[0] == told["sums"][0]
         empty = hashlib.sha256(bytes(BLOCK_BYTES)).hexdigest()
