@@ -96,6 +96,11 @@ def peer(folder: Path, connections: int) -> None:
     sys.stdin.read()
 
 
+def used_mib(gpu: str) -> int:
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpu]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+
+
 def measure(folder: Path, given: argparse.Namespace, connections: int) -> dict[str, Any]:
     command = [sys.executable, __file__, str(folder), "--peer", "--connections", str(connections)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": given.gpus[1]}
@@ -125,7 +130,16 @@ def measure(folder: Path, given: argparse.Namespace, connections: int) -> dict[s
         found["one_copy"] = rate(copy)
         found["same_bytes"] = bool((cupy.asnumpy(engine.array[:: NUM_BLOCKS // 8]) == before).all())
         found["corrupt_blocks"] = engine.tier.counters()[0].corrupt_blocks
+        # Memory of the peer's GPU: what this process has mapped may outlive the peer.
+        used = {"alive": used_mib(given.gpus[1])}
+        process.kill()
+        process.wait()
+        time.sleep(1)
+        used["killed"] = used_mib(given.gpus[1])
+        engine.tier.look_up(chain(1, 1))
+        used["noticed"] = used_mib(given.gpus[1])
         engine.tier.close()
+        found["peers_gpu_used_mib"] = {**used, "closed": used_mib(given.gpus[1])}
         return found
     finally:
         process.kill()

@@ -3,6 +3,7 @@
 import ctypes
 import secrets
 import socket
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,6 +36,7 @@ class FakeDevice:
 
     def __init__(self, room_bytes: int = 1 << 30) -> None:
         self.room_bytes = room_bytes
+        self.threads: set[int] = set()  # whose device it is
 
     def allocate(self, num_bytes: int) -> "FakeDeviceMemory":
         if num_bytes > self.room_bytes:
@@ -54,6 +56,9 @@ class FakeDeviceMemory:
     @property
     def address(self) -> int:
         return self._memory.ctypes.data
+
+    def use(self) -> None:
+        self._of.threads.add(threading.get_ident())
 
     def copy_out(self, blocks: Sequence[FakeDeviceBlock], offsets_bytes: Sequence[int]) -> list[bytes]:
         return list(blocks[0].mover.copy_out(blocks, self._views(blocks, offsets_bytes)))

@@ -74,7 +74,10 @@ def test_blocks_of_a_device_go_from_memory_beside_one_pool_to_the_other_one(pair
     digests = chain(0, 5)
     right = [content(digest, LAYOUT) for digest in digests]
     assert ended(one.save(digests, [FakeDeviceBlock(each) for each in right])) is TransferState.COMPLETED
-    two.look_up(digests)
+    asking = threading.Thread(target=two.look_up, args=(digests,))
+    asking.start()
+    asking.join(60)
+    assert asking.ident in devices[1].threads, "UCX finds no GPU in a thread that has none"
     blocks = [FakeDeviceBlock(bytes(BLOCK_BYTES)) for _ in digests]
     assert ended(two.load(two.find(digests), blocks)) is TransferState.COMPLETED
     assert [bytes(block.memory) for block in blocks] == right

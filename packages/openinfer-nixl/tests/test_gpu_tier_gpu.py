@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -63,7 +64,9 @@ class Overwriting(NixlAgent):
 
 def load(engine: Engine, digests: Sequence[Digest], *, timeout_s: float = 60.0) -> Transfer:
     """Backwards into the pool."""
-    engine.tier.look_up(digests)
+    asking = threading.Thread(target=engine.tier.look_up, args=(digests,))  # as an engine: one that has no GPU yet
+    asking.start()
+    asking.join(60)
     hit = engine.tier.find(digests)
     assert list(hit.digests) == list(digests)
     blocks: list[Any] = [*engine.pool.blocks[: len(digests)]][::-1]

@@ -88,6 +88,10 @@ class TierMemory(Protocol):
         """Number of the device, as this process counts them."""
         ...
 
+    def use(self) -> None:
+        """Makes its device the calling thread's, as libraries that are given the address want it."""
+        ...
+
     def copy_out(self, blocks: Sequence[Any], offsets_bytes: Sequence[int]) -> Sequence[bytes]:
         """Copies blocks of the pool to places in this memory."""
         ...

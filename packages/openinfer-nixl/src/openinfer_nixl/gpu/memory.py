@@ -28,6 +28,9 @@ class HostMemory:
     def address(self) -> int:
         return self._memory.ctypes.data
 
+    def use(self) -> None:
+        """No device is asked for."""
+
     def copy_out(self, blocks: Sequence[BlockMemory], offsets_bytes: Sequence[int]) -> list[bytes]:
         return [self._copy_out(block, offset) for block, offset in zip(blocks, offsets_bytes, strict=True)]
 

@@ -167,7 +167,10 @@ class GpuTier(QueuedTier[Held, BlockBook]):
 
     def look_up(self, digests: Sequence[Digest]) -> None:
         opened = self._opened
-        for number, peer in enumerate(() if opened is None or self._queue.is_refusing else opened.peers):
+        if opened is None or self._queue.is_refusing:
+            return
+        opened.memory.use()  # a peer is met by the thread that asks it first, and UCX wants to know its GPU then
+        for number, peer in enumerate(opened.peers):
             with self._lock:
                 missing = digests[self._index.count_known(digests) :]
             if not missing:
@@ -244,6 +247,7 @@ class GpuTier(QueuedTier[Held, BlockBook]):
         with transfer.touching():
             pass  # else blocks would be read for a transfer that has ended
         opened, num_read = self._open, 0
+        opened.memory.use()
         try:
             with opened.peers[peer].leased([each.digest for each in batch]) as told:
                 if told is not None:

@@ -170,6 +170,10 @@ class DeviceTierMemory:
     def device(self) -> int:
         return self._device.index
 
+    def use(self) -> None:
+        """Makes the GPU the calling thread's."""
+        self._device.use()
+
     def copy_out(self, blocks: Sequence[DevicePoolBlock], offsets_bytes: Sequence[int]) -> list[bytes]:
         """Copies blocks of the pool into this memory; returns the sum of what each holds, 16 bytes."""
         return _copied(self._copies, blocks, [self.address + offset for offset in offsets_bytes], _TO_TIER)
