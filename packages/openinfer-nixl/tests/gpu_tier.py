@@ -17,8 +17,10 @@ from openinfer_kv_cache import KvLayout, MemorySource
 from openinfer_kv_cache.testing.device_blocks import FakeDeviceBlock
 from openinfer_kv_cache.testing.tier_cases import kit_layout
 from openinfer_kv_cache.testing.tier_contract import FaultInjector
+from openinfer_nixl.gpu.messages import PROTOCOL, Answer, answers
 from openinfer_nixl.gpu.settings import GpuFields, open_with, parse
 from openinfer_nixl.gpu.tier import GpuTier
+from openinfer_nixl.peers import PeerConnection
 
 # An address of loopback that no other test has, so that a port that was free stays free until it is used.
 HOST = f"127.{secrets.randbelow(250) + 1}.{secrets.randbelow(250)}.{secrets.randbelow(250) + 1}"
@@ -98,6 +100,12 @@ class Pair:
         self._open.callback(tier.close)
         tier.use_memory(device)
         return tier
+
+    def connect(self, *, to: int) -> "PeerConnection[Answer]":
+        """As a peer without a tier."""
+        agent, said = self.wire.agent(0, 0), {"token": b"t" * 32, "layout": f"{LAYOUT.digest} DRAM"}
+        there = (HOST, self.ports[to])
+        return PeerConnection(there, agent, answers, **said, timeout_s=60.0, protocol=PROTOCOL)
 
     def close(self) -> None:
         self._open.close()

@@ -161,6 +161,26 @@ def test_a_lease_is_void_after_its_time() -> None:
     book.check_integrity()
 
 
+def test_a_lease_is_its_connections_alone_and_ends_with_it(pair: Pair) -> None:
+    one = pair.open(0, budget_bytes=2 * BLOCK_BYTES)
+    digests, others = chain(0, 2), chain(1, 2)
+    assert save(one, digests) is TransferState.COMPLETED
+    holder, stranger = pair.connect(to=0), pair.connect(to=0)
+    told = holder.ask(Lease(tuple(digests)))
+    assert told is not None
+    assert isinstance(told.answer, Leased)
+    assert len(told.answer.blocks) == 2
+    given_back = stranger.ask(GiveBack(told.answer.lease_id))
+    assert given_back is not None
+    assert save(one, others) is TransferState.PARTIAL, "another peer has ended the lease"
+    holder.close()
+    give_up_s = time.monotonic() + 60
+    while save(one, others) is not TransferState.COMPLETED:
+        assert time.monotonic() < give_up_s, "a lease has outlived its connection"
+        time.sleep(0.01)
+    stranger.close()
+
+
 def test_a_peer_that_is_gone_is_a_miss(pair: Pair) -> None:
     one, two = pair.open(0), pair.open(1)
     digests, own = chain(0, 2), chain(7, 2)

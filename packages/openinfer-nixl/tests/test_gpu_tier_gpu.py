@@ -52,7 +52,7 @@ def peer() -> Generator["tuple[subprocess.Popen[str], str]"]:
 
 
 class Overwriting(NixlAgent):
-    """What it reads is overwritten before anybody looks: as by an owner that has given the place to another block."""
+    """What it reads is overwritten before it is compared: as by an owner that has given the place to another block."""
 
     engine: Engine | None = None
 

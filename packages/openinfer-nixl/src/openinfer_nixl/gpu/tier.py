@@ -3,7 +3,7 @@
     save ──copy──► this engine's memory, registered with NIXL ◄════ READ ════ a peer's landing ──copy, sum──► its block
                         ▲ lease, sums, give back: TCP, after both have shown the token ────┘
 
-A block's sum is made by the GPU from what was saved, told with its lease, and compared with the sum of what has landed:
+A block's sum is made by the GPU from what was saved, told with its lease, and compared with the sum of what has come:
 bytes that were overwritten in the meantime, as after a lease that was over, are dropped and counted.
 """
 
