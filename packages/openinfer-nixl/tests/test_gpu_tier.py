@@ -5,7 +5,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ from fake_agents import Wire
 from gpu_tier import BLOCK_BYTES, HOST, LAYOUT, Case, FakeDevice, Pair, overwrite
 
 from openinfer_core.process import mutual_proof
-from openinfer_kv_cache import Digest, ResidentTier, SharedTier, TierFailure, TransferState
+from openinfer_kv_cache import Digest, ResidentTier, SharedTier, TierFailure, TierMedium, TransferState
 from openinfer_kv_cache.testing.device_blocks import FakeDeviceBlock
 from openinfer_kv_cache.testing.tier_cases import chain, content, empty, ended, kit_layout, load, save
 from openinfer_kv_cache.testing.tier_contract import check_tier
@@ -97,6 +97,35 @@ def test_a_chain_is_put_together_from_both(pair: Pair) -> None:
     assert pair.wire.reads == 1
     assert save(two, digests) is TransferState.COMPLETED, "what a peer has is kept, too, when it is saved"
     assert two.counters()[0].stored_blocks == 7
+
+
+class Heard:
+    """Digests that can be found in a tier, as it tells."""
+
+    def __init__(self) -> None:
+        self.digests: list[Digest] = []
+
+    def stored(self, digests: Sequence[Digest], medium: TierMedium) -> None:
+        assert medium is TierMedium.CPU
+        self.digests += digests
+
+    def removed(self, digests: Sequence[Digest], medium: TierMedium) -> None:
+        assert medium is TierMedium.CPU
+        for digest in digests:
+            self.digests.remove(digest)
+
+
+def test_a_listener_hears_of_a_tiers_own_blocks_alone(pair: Pair) -> None:
+    one, two = pair.open(0, budget_bytes=2 * BLOCK_BYTES), pair.open(1)
+    heard = Heard(), Heard()
+    one.listen(heard[0])
+    two.listen(heard[1])
+    assert save(one, chain(0, 2)) is TransferState.COMPLETED
+    assert save(one, chain(1, 1)) is TransferState.COMPLETED
+    two.look_up(chain(1, 1))
+    assert load(two, chain(1, 1)) == 1
+    assert sorted(heard[0].digests) == sorted([*chain(0, 2)[1:], *chain(1, 1)])
+    assert heard[1].digests == []
 
 
 def test_bytes_that_change_on_their_way_are_no_block(pair: Pair) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from openinfer_kv_cache import Digest, LeastRecentlyUsed
 from openinfer_kv_offload.host.block_index import ArenaIndex, Stored
-from openinfer_kv_offload.transfer.telling import IndexListener
+from openinfer_kv_offload.transfer.telling import IndexListener, NotTold
 
 _MOST_TOLD = 1 << 18  # blocks of peers that are remembered: 4 million tokens in blocks of 16
 
@@ -38,19 +38,20 @@ class BlockBook:
 
     def __init__(self, num_blocks: int, *, lease_s: float, clock: Callable[[], float]) -> None:
         self._own = ArenaIndex(num_blocks, LeastRecentlyUsed(), ttl_s=None, clock=clock)
+        self._own.listener = self
+        self.listener: IndexListener = NotTold()
         self._told: dict[Digest, int] = {}
         self._leases: dict[int, tuple[list[Stored], float]] = {}  # blocks, and the end; ends are in order
         self._lease_s = lease_s
         self._clock = clock
         self._ids = itertools.count(1)
 
-    @property
-    def listener(self) -> IndexListener:
-        return self._own.listener
+    def stored(self, digest: Digest) -> None:
+        """The listener is told of this engine's own blocks alone."""
+        self.listener.stored(digest)
 
-    @listener.setter
-    def listener(self, listener: IndexListener) -> None:
-        self._own.listener = listener
+    def removed(self, digest: Digest) -> None:
+        self.listener.removed(digest)
 
     # What can be found.
 
