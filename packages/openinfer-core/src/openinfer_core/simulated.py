@@ -34,7 +34,7 @@ from openinfer_core.events import (
 )
 from openinfer_core.process.engine_process import LinkKind, run_engine_process
 from openinfer_core.process.remote import RemoteEngine, spawn_engine
-from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.request import GenerateRequest, RequestId, token_id_beyond
 from openinfer_core.sampling import BadWords
 
 _NAP_S = 0.02  # the longest sleep: commands are heard between two
@@ -363,7 +363,7 @@ def _refusal(request: GenerateRequest, options: SimulatedOptions) -> str | None:
 
 
 def _unknown_ids(request: GenerateRequest, num_token_ids: int) -> str | None:
-    if (highest := max(request.prompt_token_ids)) >= num_token_ids:
+    if (highest := token_id_beyond(request, num_token_ids)) is not None:
         return f"the prompt has token id {highest}; the model has ids below {num_token_ids}"
     field = request.sampling.field_beyond(num_token_ids)
     return None if field is None else f"{field} names a token id beyond the model's {num_token_ids} tokens"

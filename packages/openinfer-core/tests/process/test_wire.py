@@ -19,6 +19,7 @@ from openinfer_core import (
     SamplingParams,
     Tokens,
 )
+from openinfer_core.process.kept_prompts import PromptBuffer, prompt_parts
 from openinfer_core.process.wire import (
     MAX_FRAME_BYTES,
     PART_IDS,
@@ -28,7 +29,7 @@ from openinfer_core.process.wire import (
     Events,
     FrameBuffer,
     Hello,
-    PromptBuffer,
+    KnownPrompt,
     PromptPart,
     StartRefusal,
     Stats,
@@ -38,7 +39,6 @@ from openinfer_core.process.wire import (
     ToEngine,
     Welcome,
     encode_frame,
-    prompt_parts,
     submission,
     submitted,
     to_client_decoder,
@@ -69,6 +69,9 @@ ARRAYS: dict[bytes, ToEngine | ToClient] = {
     b"\x1c\0\0\0\x93\xabprompt_part\x92\x01\x02\x91\x92\x03\xcb@\x10\0\0\0\0\0\0": PromptPart(
         (1, 2), (RetainedPrefix(3, 4.0),)
     ),
+    b"\x1f\0\0\0\x96\xacknown_prompt\x01\x02\x03\x91\x02\x91\x92\x03\xcb@\x10\0\0\0\0\0\0": KnownPrompt(
+        1, 2, 3, (2,), (RetainedPrefix(3, 4.0),)
+    ),
     b"\x0b\0\0\0\x91\xa9ask_stats": AskStats(),
     b"\x07\0\0\0\x91\xa5close": Close(),
     b"'\0\0\0\x92\xa1e\x92\x95\xa1t\x05\x92\x07\xcd\x01,\xc0\xc0\x94\xa1e\xce\0\x01\x11p\xaaoverloaded\xa4full": EVENTS,
@@ -91,6 +94,7 @@ TO_ENGINE = (
     Hello("secret"),
     Submit(REQUEST),
     SubmitAlike(REQUEST),
+    KnownPrompt(3, None, 0),
     PromptPart((1, 2)),
     Abort(RequestId(5)),
     AskStats(),
@@ -212,6 +216,7 @@ def with_prompt(num_tokens: int, *retained_tokens: int) -> GenerateRequest:
 def test_long_prompt_comes_in_parts_and_is_whole_again(num_tokens: int, retains: bool) -> None:
     request = with_prompt(num_tokens, *((1, num_tokens) if retains else ()))
     parts, rest = prompt_parts(request)
+    whole = msgspec.structs.replace(request, highest_token_id=num_tokens - 1 if parts else None)
     frames = [encode_frame(message) for message in (*parts, Submit(rest))]
     assert max(map(len, frames)) < 4 * PART_IDS + 500
     buffer = PromptBuffer()
@@ -221,7 +226,7 @@ def test_long_prompt_comes_in_parts_and_is_whole_again(num_tokens: int, retains:
             buffer.take(message)
         else:
             assert isinstance(message, Submit)
-            assert buffer.complete(message.request) == request
+            assert buffer.complete(message.request) == whole
     assert buffer.complete(REQUEST) is REQUEST  # nothing is left of the one before
 
 

@@ -31,6 +31,7 @@ from openinfer_core import (
 from openinfer_core.control import CAPABILITY_OF, ControlCommand, FlushCache, LoadAdapter, UnloadAdapter, refusal_of
 from openinfer_core.engine import EngineState
 from openinfer_core.grammars import GrammarCompiler
+from openinfer_core.request import token_id_beyond
 from openinfer_core.scheduling import FlushesCache, PlacesAdapters, Scheduler, StepPlan
 from openinfer_core.scheduling.draft_counter import DraftCounter
 from openinfer_engine.adapters import AdapterTable
@@ -500,7 +501,7 @@ class StepLoop:
 
     def _refusal(self, request: GenerateRequest) -> str | None:
         limit = self._info.num_token_ids
-        if max(request.prompt_token_ids) >= limit:
+        if token_id_beyond(request, limit) is not None:
             return f"the prompt has a token id beyond the model's {limit} tokens"
         if (field := request.sampling.field_beyond(limit)) is not None:
             return f"{field} names a token id beyond the model's {limit} tokens"

@@ -25,6 +25,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.events import TokenEvent
 from openinfer_core.process.accepting import ACCEPT_PAUSE_S, EXHAUSTED
 from openinfer_core.process.host import ControlCall, LoopRunner
+from openinfer_core.process.kept_prompts import ALL_KEPT_IDS, KEPT_IDS, KeptPrompts, PromptBuffer, SharedIds
 from openinfer_core.process.routes import Routes
 from openinfer_core.process.wire import (
     Abort,
@@ -36,7 +37,7 @@ from openinfer_core.process.wire import (
     Events,
     FrameBuffer,
     Hello,
-    PromptBuffer,
+    KnownPrompt,
     PromptPart,
     Stats,
     Submit,
@@ -75,6 +76,7 @@ class Link:
         self.lost = False
         self.grammar: Grammar | None = None  # of the last request that had one
         self.prompt = PromptBuffer()  # of the next request
+        self.kept_ids = 0  # that it may keep of prompts
         self._max_buffered_bytes = max_buffered_bytes
         self._unsent = bytearray()
         self._lock = threading.Lock()
@@ -161,6 +163,8 @@ class LinkServer:
         self._rests_until_s: float | None = None
         self._closing = threading.Event()
         self._reason: str | None = None
+        self._ids = SharedIds(welcome.info.num_token_ids)
+        self._left_ids = ALL_KEPT_IDS  # that links may still be allowed to keep
         self._thread = threading.Thread(target=self._serve, name="openinfer-links", daemon=True)
 
     def start(self) -> None:
@@ -276,6 +280,8 @@ class LinkServer:
             self._submit(link, link.prompt.complete(submitted(message, last=link.grammar)))
         elif isinstance(message, PromptPart):
             link.prompt.take(message)
+        elif isinstance(message, KnownPrompt):
+            link.prompt.begin(message)
         elif isinstance(message, Abort):
             inner_id = self._routes.find(link, message.request_id)
             if inner_id is not None:
@@ -298,7 +304,10 @@ class LinkServer:
         if not isinstance(message, Hello) or not shows_token(message, self._token):
             raise ContractViolation("the first frame is not a Hello with the right token")
         link.welcome = True
-        self._send(link, self._welcome)
+        link.kept_ids = min(KEPT_IDS, self._left_ids)
+        self._left_ids -= link.kept_ids
+        link.prompt = PromptBuffer(KeptPrompts(link.kept_ids), self._ids)
+        self._send(link, msgspec.structs.replace(self._welcome, kept_ids=link.kept_ids))
 
     def _submit(self, link: Link, request: GenerateRequest) -> None:
         link.grammar = request.sampling.grammar or link.grammar
@@ -320,6 +329,7 @@ class LinkServer:
 
     def _drop(self, link: Link) -> None:
         self._links.pop(link, None)
+        self._left_ids += link.kept_ids
         self._selector.unregister(link.connection)
         link.close()
         for inner_id in self._routes.drop(link):

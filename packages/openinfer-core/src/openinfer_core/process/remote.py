@@ -17,6 +17,7 @@ from openinfer_core.errors import ContractViolation, EngineClosed, OpenInferErro
 from openinfer_core.events import TokenEvent
 from openinfer_core.process.child import EngineChild, connect_to
 from openinfer_core.process.engine_process import Address, LinkKind, default_link
+from openinfer_core.process.kept_prompts import SentPrompts, prompt_parts
 from openinfer_core.process.mailbox import Mailbox
 from openinfer_core.process.wire import (
     Abort,
@@ -33,7 +34,6 @@ from openinfer_core.process.wire import (
     ToClient,
     Welcome,
     encode_frame,
-    prompt_parts,
     raise_refusal,
     submission,
     to_client_decoder,
@@ -74,11 +74,18 @@ def spawn_engine(
         try:
             try:
                 _show_token(connection, token)
-                info = _welcome(connection)
+                welcome = _welcome(connection)
             except EngineClosed as error:
                 raise EngineClosed(f"{error} ({child.how_it_ended()})") from error
             access = EngineAccess(address=child.address, token=token)
-            return RemoteEngine(connection, info, process=child, access=access, close_deadline_s=close_deadline_s)
+            return RemoteEngine(
+                connection,
+                welcome.info,
+                process=child,
+                access=access,
+                kept_ids=welcome.kept_ids,
+                close_deadline_s=close_deadline_s,
+            )
         except BaseException:
             connection.close()
             raise
@@ -129,7 +136,8 @@ def join_connection(connection: socket.socket) -> "JoinedEngine":
         ContractViolation: what is there is no engine of ours.
     """
     try:
-        return JoinedEngine(connection, _welcome(connection))
+        welcome = _welcome(connection)
+        return JoinedEngine(connection, welcome.info, kept_ids=welcome.kept_ids)
     except BaseException:
         connection.close()
         raise
@@ -142,12 +150,12 @@ def _show_token(connection: socket.socket, token: str) -> None:
         raise EngineClosed(f"the engine process is gone: {error}") from error
 
 
-def _welcome(connection: socket.socket) -> EngineInfo:
+def _welcome(connection: socket.socket) -> Welcome:
     frames = FrameBuffer()
     try:
         while data := connection.recv(1 << 16):
             for body in frames.feed(data):
-                return _info(to_client_decoder.decode(body))
+                return _welcoming(to_client_decoder.decode(body))
     except OSError as error:
         raise EngineClosed(f"the engine process is gone: {error}") from error
     except msgspec.MsgspecError as error:
@@ -155,12 +163,12 @@ def _welcome(connection: socket.socket) -> EngineInfo:
     raise EngineClosed("the engine process ended while it was loading; its last words are in the log")
 
 
-def _info(message: ToClient) -> EngineInfo:
+def _welcoming(message: ToClient) -> Welcome:
     if isinstance(message, StartRefusal):
         raise Refused(message.message)
     if not isinstance(message, Welcome):
         raise ContractViolation(f"the engine began with {type(message).__name__}")
-    return message.info
+    return message
 
 
 class RemoteEngine:
@@ -168,7 +176,7 @@ class RemoteEngine:
 
     It belongs to the event loop in which `events`, `stats` or `close` is first used; what is submitted before is
     sent then. `connection` is a socket whose Hello was answered with `info`; `close` ends `process`, the child at
-    its other end. Other processes may join by `access`.
+    its other end. Other processes may join by `access`. Of long prompts the engine keeps `kept_ids` ids.
     """
 
     def __init__(
@@ -178,8 +186,10 @@ class RemoteEngine:
         *,
         process: EngineChild | None = None,
         access: EngineAccess | None = None,
+        kept_ids: int = 0,
         close_deadline_s: float = CLOSE_DEADLINE_S,
     ) -> None:
+        self._prompts = SentPrompts(kept_ids)
         self._connection = connection
         self._info = info
         self._process = process
@@ -211,12 +221,15 @@ class RemoteEngine:
         return self._access
 
     def submit(self, request: GenerateRequest) -> None:
-        parts, rest = prompt_parts(request)
+        sending = self._prompts.plan(request.prompt_token_ids, request.retained_prefixes)
+        parts, rest = prompt_parts(request, sending)
+        known = [] if sending.known is None else [sending.known]
         frames = bytearray()
-        for message in (*parts, submission(rest, last=self._grammar)):
+        for message in (*known, *parts, submission(rest, last=self._grammar)):
             frames += encode_frame(message)
         self._mailbox.open(request.request_id)
         self._send(frames)
+        self._prompts.sent(sending, request.prompt_token_ids)
         self._grammar = request.sampling.grammar or self._grammar
 
     def abort(self, request_id: RequestId) -> None:

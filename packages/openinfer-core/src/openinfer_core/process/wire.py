@@ -2,7 +2,7 @@
 
     connect ─► Hello ─► Welcome | StartRefusal       (client ► engine, engine ► client)
     Submit | SubmitAlike | Abort | AskStats | Control | Close  ─►  requests, any time
-    PromptPart …, Submit | SubmitAlike                         ─►  one with a long prompt
+    KnownPrompt?, PromptPart …, Submit | SubmitAlike           ─►  one with a long prompt
     ◄─ Events (one per step) | Stats | Controlled    answers
     ◄─ Ended                                         the last frame, where there is a reason to tell
 
@@ -18,10 +18,10 @@ import msgspec
 
 from openinfer_core.control import ControlCommand
 from openinfer_core.engine import EngineInfo, EngineStats
-from openinfer_core.errors import ContractViolation, EngineClosed, InvalidRequest, Refused
+from openinfer_core.errors import ContractViolation, EngineClosed, Refused
 from openinfer_core.events import TokenEvent
-from openinfer_core.request import GenerateRequest, RequestId, RetainedPrefix, with_prompt
-from openinfer_core.sampling import MAX_TOKENS, Grammar, TokenIds
+from openinfer_core.request import GenerateRequest, RequestId, RetainedPrefix
+from openinfer_core.sampling import Grammar, TokenIds
 
 ENDED = "the engine has ended"  # the refusal of a command that came too late
 
@@ -40,6 +40,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """The engine is loaded and serves this link."""
 
     info: EngineInfo
+    kept_ids: int = 0
+    """Ids of prompts that this link may keep (`KnownPrompt`)."""
 
 
 class StartRefusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
@@ -73,6 +75,21 @@ class PromptPart(msgspec.Struct, frozen=True, array_like=True, tag="prompt_part"
     token_ids: TokenIds
     retained_prefixes: tuple[RetainedPrefix, ...] = ()
     """The next request's, with the last part: they may be longer than what the request brings itself."""
+
+
+class KnownPrompt(msgspec.Struct, frozen=True, array_like=True, tag="known_prompt"):
+    """Of a long prompt, before its parts: where it is kept, and what the engine has of it (`kept_prompts.py`)."""
+
+    place: int
+    """Where it is kept when it is whole, for the next turn, instead of what was there."""
+    like: int | None
+    """The place of a prompt that it begins like; None for none."""
+    num_tokens: int
+    """Of its beginning, which that one has and which are not sent."""
+    forgotten: tuple[int, ...] = ()
+    """Places whose prompts are kept no longer, `like` may be one of them."""
+    retained_prefixes: tuple[RetainedPrefix, ...] = ()
+    """As in `PromptPart`."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -146,49 +163,6 @@ def _with_grammar(request: GenerateRequest, grammar: Grammar | None) -> Generate
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
 
 
-def prompt_parts(request: GenerateRequest) -> tuple[list[PromptPart], GenerateRequest]:
-    """What is sent before a request on a link, and the request with what is left of its prompt."""
-    prompt = request.prompt_token_ids
-    if len(prompt) <= PART_IDS:
-        return [], request
-    begins = range(0, len(prompt), PART_IDS)
-    parts = [PromptPart(prompt[begin : begin + PART_IDS]) for begin in begins[:-1]]
-    parts[-1] = PromptPart(parts[-1].token_ids, request.retained_prefixes)
-    return parts, msgspec.structs.replace(request, prompt_token_ids=prompt[begins[-1] :], retained_prefixes=())
-
-
-class PromptBuffer:
-    """Parts of a link's next prompt."""
-
-    __slots__ = ("_retained_prefixes", "_token_ids")
-
-    def __init__(self) -> None:
-        self._token_ids: list[int] = []
-        self._retained_prefixes: tuple[RetainedPrefix, ...] = ()
-
-    def take(self, part: PromptPart) -> None:
-        """Raises `ContractViolation`: no prompt is as long."""
-        if len(self._token_ids) + len(part.token_ids) > MAX_TOKENS:
-            raise ContractViolation(f"parts of a prompt have more than {MAX_TOKENS} tokens")
-        self._token_ids += part.token_ids
-        self._retained_prefixes = part.retained_prefixes
-
-    def complete(self, request: GenerateRequest) -> GenerateRequest:
-        """The request that `prompt_parts` was given; its only holder is the caller, since it is changed in place.
-
-        Raises:
-            ContractViolation: it does not belong to the parts before it.
-        """
-        if not self._token_ids:
-            return request
-        beginning, prefixes = self._token_ids, self._retained_prefixes
-        self._token_ids, self._retained_prefixes = [], ()
-        try:
-            return with_prompt(request, (*beginning, *request.prompt_token_ids), prefixes)
-        except InvalidRequest as error:
-            raise ContractViolation(f"a request does not belong to the parts of a prompt before it: {error}") from error
-
-
 def raise_refusal(refusal: str | None) -> None:
     """What `EngineHandle.control` raises for the answer to a command."""
     if refusal == ENDED:
@@ -197,7 +171,7 @@ def raise_refusal(refusal: str | None) -> None:
         raise Refused(refusal)
 
 
-ToEngine: TypeAlias = Hello | Submit | SubmitAlike | PromptPart | Abort | AskStats | Control | Close
+ToEngine: TypeAlias = Hello | Submit | SubmitAlike | KnownPrompt | PromptPart | Abort | AskStats | Control | Close
 ToClient: TypeAlias = Welcome | StartRefusal | Events | Stats | Controlled | Ended
 
 _encoder = msgspec.msgpack.Encoder()
