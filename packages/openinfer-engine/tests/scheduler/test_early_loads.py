@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing import ConformanceError
 from openinfer_engine.scheduler import TokenBudgetScheduler
-from openinfer_engine.scheduler.returning.early_loads import EarlyLoads
+from openinfer_engine.scheduler.returning.early_loads import PROBES, EarlyLoads, _Expected, _Record
 from openinfer_kv_cache import FairLeastRecentlyUsed, KvCache, KvCacheOptions, PrefixHit, TierPort, TierTransfer
 from openinfer_kv_cache.testing.fake_tier_port import NEVER, TieredDriver
 
@@ -267,6 +268,51 @@ def test_conversations_with_a_common_beginning_are_not_kept_again_and_again() ->
         early.advance(is_busy=False)
         assert policy.num_kept - before <= 8  # of the one whose turn has ended
     assert kept > 0
+
+
+def test_request_that_is_aborted_before_it_ran_leaves_the_link_no_rest(make_world: Callable[..., World]) -> None:
+    world = make_world(max_num_seqs=1)
+    conversations = [Conversation(name) for name in range(4)]
+    rounds(world, conversations, 3)
+    early = world.early_blocks
+    turn = world.submit(conversations[0].prompt())
+    waits = world.submit((3,) * FIRST)
+    while world.driver.accounts[turn].terminal is None:
+        assert not world.driver.port.pending or world.early_blocks == early
+        world.driver.step()
+    world.driver.abort(waits)
+    assert not world.driver.scheduler.unfinished_ids
+    world.rest()
+    assert world.early_blocks > early
+    world.end()
+
+
+def test_part_of_a_conversation_that_came_in_time_was_a_right_guess() -> None:
+    """What came is judged and not what did not; one right guess lifts the bar, and wrong ones set it."""
+    record = _Record()
+    for _ in range(9):
+        record.note(was_right=False)
+    assert not record.allows or record._turns % PROBES == 0
+    record.turn_ended()
+    assert not record.allows
+    record.note(was_right=True)
+    assert record.allows
+    record.note(was_right=False)
+    assert not record.allows
+
+
+@pytest.mark.parametrize(("num_found", "is_right"), [(20, True), (13, True), (12, False), (0, False)])
+def test_what_came_early_is_judged_by_how_much_of_it_is_found(num_found: int, is_right: bool) -> None:
+    digests = [bytes([number]) for number in range(20)]
+    cache = KvCache(KvCacheOptions(num_blocks=8, block_size_tokens=BLOCK))
+    early: Any = EarlyLoads(cache, SimpleNamespace())  # type: ignore[arg-type]
+    expected = _Expected(1, "", digests, 1, 1, num_brought=6, brought_end=16)
+    early._expected[1] = early._by_end[digests[-1]] = expected
+    judged: list[bool] = []
+    early._record = SimpleNamespace(note=lambda *, was_right: judged.append(was_right))
+    early.begun(SimpleNamespace(prefix_digests=lambda: digests, num_sealed_blocks=num_found))
+    assert judged == [is_right]
+    assert early.unused_blocks == (0 if is_right else 6)
 
 
 def test_conversations_that_do_not_go_on_as_expected_are_loaded_for_less_and_less(

@@ -184,6 +184,8 @@ class TokenBudgetScheduler:
         if sequence is None:
             return []
         self._queue.finish(sequence)
+        if not self._in_flight:
+            self._load_early_before_sleep()
         return [finished(sequence, FinishReason.ABORT)]
 
     def _refusal(self, request: GenerateRequest) -> str | None:
@@ -410,9 +412,13 @@ class TokenBudgetScheduler:
         self._queue.begin_saves()
         for request_id in outputs.ended:
             del self._open[request_id]
-        if not self._open and not self._queue.is_saving:
-            self._queue.load_early()  # the loop sleeps now, and plans again only where a copy is under way
+        self._load_early_before_sleep()
         return outputs.events
+
+    def _load_early_before_sleep(self) -> None:
+        """Without requests the loop sleeps, and plans again only where a copy is under way."""
+        if not self._open and not self._queue.is_saving:
+            self._queue.load_early()
 
     def _take_in_flight(self, plan: StepPlan, result: StepResult) -> StepInFlight:
         if not self._in_flight or self._in_flight[0].step != plan.step:

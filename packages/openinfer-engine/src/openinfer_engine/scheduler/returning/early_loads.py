@@ -48,6 +48,8 @@ class _Expected:
     """Blocks of its beginning that were seen to be in the pool since its last turn, and are kept."""
     num_brought: int = 0
     """Blocks that came since its last turn, until they are used or given up."""
+    brought_end: int = 0
+    """Where among its digests the last of these is followed by what did not come."""
     is_in_order: bool = True
     """Its blocks are given up tail first."""
     has_failed: bool = False
@@ -65,7 +67,11 @@ class _Expected:
 
 
 class _Record:
-    """How guesses went: each that was right counts up, each that was wrong down."""
+    """How guesses went: each that was right counts up, each that was wrong down.
+
+    One that is right when few are made lifts that: those few are made while the link brings what turns need that were not
+    guessed, so that a conversation seldom comes as a whole, and the next ones would be late again for the same reason.
+    """
 
     def __init__(self) -> None:
         self._credit = self._most = 4
@@ -75,7 +81,8 @@ class _Record:
         self._turns += 1
 
     def note(self, *, was_right: bool) -> None:
-        self._credit = max(-self._most, min(self._most, self._credit + (1 if was_right else -1)))
+        credit = max(self._credit, -1) + 1 if was_right else self._credit - 1
+        self._credit = max(-self._most, min(self._most, credit))
 
     @property
     def allows(self) -> bool:
@@ -114,7 +121,8 @@ class EarlyLoads:
             return
         found.has_gone_on = True
         if found.num_brought:
-            self._judge(found, was_right=2 * sequence.num_sealed_blocks >= len(found.digests))
+            # What came is what is judged, be it a part of the conversation: its turn may have come too soon for the rest.
+            self._judge(found, was_right=sequence.num_sealed_blocks >= found.brought_end - found.num_brought // 2)
 
     def ended(self, sequence: BlockSequence, turn: EndedTurn) -> None:
         """A turn has ended; its sequence is about to give its blocks back."""
@@ -154,6 +162,7 @@ class EarlyLoads:
         is_expected = self._expected.get(coming.conversation) is coming  # its next turn has not ended meanwhile
         num_blocks = fill.finish(lambda blocks: self._keep(coming, blocks) if is_expected else None)
         coming.num_brought += num_blocks
+        coming.brought_end += num_blocks
         coming.is_in_order &= not num_blocks
         coming.has_failed |= num_blocks < fill.num_blocks
         self.loaded_blocks += num_blocks
@@ -202,6 +211,7 @@ class EarlyLoads:
             return not lacking
         self._fill = EarlyFill.begin(self._kv, self._port, lacking[:num_blocks], owner=expected.owner)
         self._coming = None if self._fill is None else expected
+        expected.brought_end = num_found
         expected.has_failed = self._fill is None
         return self._fill is None
 
