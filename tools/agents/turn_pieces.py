@@ -12,14 +12,24 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from openinfer.models import find_model_dir
 from openinfer_bench.prompts import conversation, turn
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
+from openinfer_core.process.kept_prompts import (
+    KEPT_IDS,
+    KeptPrompts,
+    PromptBuffer,
+    SentPrompts,
+    SharedIds,
+    prompt_parts,
+)
+from openinfer_core.process.wire import FrameBuffer, KnownPrompt, PromptPart, Submit, encode_frame, to_engine_decoder
 from openinfer_core.provenance import provenance
+from openinfer_core.request import token_id_beyond, with_prompt
 from openinfer_server import ServerOptions
 from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.chat.turns import template_turns
@@ -59,7 +69,7 @@ def measured(folder: Path) -> tuple[dict[str, list[float]], int]:
         raise SystemExit(f"{folder} has no chat template")
     controls = tokenizer.control_tokens(own_texts=template.own_texts)
     decoder = msgspec.json.Decoder(ChatRequest)
-    encoder = msgspec.msgpack.Encoder()
+    sent, buffer = SentPrompts(KEPT_IDS), PromptBuffer(KeptPrompts(KEPT_IDS), SharedIds(NUM_TOKEN_IDS))
     max_elements = ServerOptions().max_body_elements
 
     def one(clock: "Clock", body: bytes) -> int:
@@ -71,9 +81,12 @@ def measured(folder: Path) -> tuple[dict[str, list[float]], int]:
         ids = clock.take("what is new", lambda: controls.finish(begun))
         clock.take("ids' range", lambda: _check_range(tokenizer, ids))
         prompt = clock.take("copy", lambda: tuple(ids))
-        asked = clock.take("request's check", lambda: _request(prompt))
-        frame = clock.take("frame", lambda: encoder.encode(asked))
-        clock.take("frame read", lambda: msgspec.msgpack.decode(frame, type=GenerateRequest))
+        asked = clock.take("request", lambda: _request(prompt))
+        frames = clock.take("frames", lambda: _frames(sent, asked))
+        read = clock.take("frames read", lambda: _read(buffer, frames))
+        if read.prompt_token_ids != prompt:
+            raise SystemExit("the prompt that arrives is another one")
+        clock.take("ids' limit", lambda: token_id_beyond(read, NUM_TOKEN_IDS))
         return len(ids)
 
     session = conversation(0, 500_000)
@@ -105,8 +118,34 @@ def _check_range(tokenizer: Tokenizer, ids: Sequence[int]) -> None:
         raise SystemExit("the tokenizer has more ids than this takes a model to have")
 
 
-def _request(prompt: tuple[int, ...]) -> Any:
-    return GenerateRequest(request_id=RequestId(1), prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=1))
+def _request(prompt: tuple[int, ...]) -> GenerateRequest:
+    request = GenerateRequest(
+        request_id=RequestId(1), prompt_token_ids=prompt[:1], sampling=SamplingParams(max_tokens=1)
+    )
+    return with_prompt(request, prompt, ())
+
+
+def _frames(sent: SentPrompts, request: GenerateRequest) -> Sequence[bytearray]:
+    """As `RemoteEngine.submit` makes them."""
+    sending = sent.plan(request.prompt_token_ids, ())
+    parts, rest = prompt_parts(request, sending)
+    known = [] if sending.known is None else [sending.known]
+    frames = [encode_frame(message) for message in (*known, *parts, Submit(rest))]
+    sent.sent(sending, request.prompt_token_ids)
+    return frames
+
+
+def _read(buffer: PromptBuffer, frames: Sequence[bytearray]) -> GenerateRequest:
+    """As the engine's `LinkServer` reads them."""
+    for body in FrameBuffer().feed(b"".join(frames)):
+        message = to_engine_decoder.decode(body)
+        if isinstance(message, KnownPrompt):
+            buffer.begin(message)
+        elif isinstance(message, PromptPart):
+            buffer.take(message)
+        elif isinstance(message, Submit):
+            return buffer.complete(message.request)
+    raise SystemExit("no request came out of the frames")
 
 
 if __name__ == "__main__":

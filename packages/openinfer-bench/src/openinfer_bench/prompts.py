@@ -19,7 +19,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ _END_S = 60.0
 _PATH = "/v1/chat/completions"
 _MAX_BODY_BYTES = 2**26
 _MOST_TRIES = 10
+_OK = 200
 _HEAD = ("arm", "workers", "turns", "failed", "TTFT p50", "p99", "max", "gap p50", "p99", "max", "CPU ms")
 
 
@@ -56,6 +58,8 @@ class Arm:
     turns: int
     """Requests, without those of the first round, which make the sessions known."""
     failed: int
+    failures: dict[str, int]
+    """Of these, by HTTP's status."""
     ttft_p50_ms: float
     ttft_p99_ms: float
     ttft_max_ms: float
@@ -81,7 +85,9 @@ def run(argv: Sequence[str]) -> int:
     for workers in arguments.workers:
         for arm in arguments.arms:
             asyncio.run(_measure(arguments, arm, workers, note))
-            print(_line(asdict(found[workers, arm]).values()), flush=True)
+            row = asdict(found[workers, arm])
+            failures = row.pop("failures")
+            print(_line(row.values()), failures or "", flush=True)
     return 0
 
 
@@ -124,17 +130,17 @@ async def _measure(arguments: argparse.Namespace, arm: str, workers: int, note: 
             await _make_known(address, sessions)
         gaps: list[float] = []
         ttft_s: list[float] = []
-        failed = 0
+        failures = Counter[str]()
         begin_s = _used_s(pid)
         async with _stream(address, gaps):
             for _ in range(arguments.rounds):
                 for session in sessions:
                     session.extend(turn(session))
                 answers = await _round(address, sessions, over_s=arguments.over_s)
-                failed += sum(answer is None for answer in answers)
-                ttft_s += [answer for answer in answers if answer is not None]
+                failures.update(f"{-answer:.0f}" for answer in answers if answer < 0)
+                ttft_s += [answer for answer in answers if answer >= 0]
                 used_s = None if begin_s is None else (_used_s(pid) or 0.0) - begin_s
-                note(_arm(arm, workers, ttft_s=ttft_s, gaps=gaps, failed=failed, used_s=used_s))
+                note(_arm(arm, workers, ttft_s=ttft_s, gaps=gaps, failures=failures, used_s=used_s))
 
 
 def conversation(number: int, size: int) -> list[dict[str, str]]:
@@ -157,17 +163,19 @@ def _text(rng: random.Random, size: int) -> str:
     return " ".join(rng.choices(_WORDS, k=size // 4))[:size]
 
 
-async def _round(address: Address, sessions: Sequence[list[dict[str, str]]], *, over_s: float) -> list[float | None]:
-    """One turn of each, spread over so many seconds; seconds to the first token, None for one that failed."""
+async def _round(address: Address, sessions: Sequence[list[dict[str, str]]], *, over_s: float) -> list[float]:
+    """One turn of each, spread over so many seconds; seconds to the first token, or minus the status of a failure."""
     # `short` sends the last turn alone: encoded beforehand, so that the client does nothing else meanwhile.
     fields = {"model": "simulated", "max_tokens": 1, "stream": True}
     bodies = [json.dumps({**fields, "messages": session}).encode() for session in sessions]
     begin_s = time.monotonic()
 
-    async def one(number: int, body: bytes) -> float | None:
+    async def one(number: int, body: bytes) -> float:
         await asyncio.sleep(max(0.0, begin_s + over_s * number / len(bodies) - time.monotonic()))
         answer = await ask(address, _PATH, body)
-        return answer.event_s[0] - answer.begin_s if answer.is_whole and answer.event_s else None
+        if answer.is_whole and answer.status == _OK and answer.event_s:
+            return answer.event_s[0] - answer.begin_s
+        return -float(max(1, answer.status))  # 1 for one that was lost, or cut off
 
     return await asyncio.gather(*(one(number, body) for number, body in enumerate(bodies)))
 
@@ -176,7 +184,7 @@ async def _make_known(address: Address, sessions: Sequence[list[dict[str, str]]]
     """Sends each session until it is answered, one after the other: more at a time would be too much to encode."""
     for session in sessions:
         for _ in range(_MOST_TRIES):
-            if (await _round(address, [session], over_s=0.0))[0] is not None:
+            if (await _round(address, [session], over_s=0.0))[0] >= 0:
                 break
         else:
             raise EngineClosed("the server answers no session before the measurement")
@@ -238,13 +246,20 @@ def _server(folder: Path, *, workers: int, known_prefix_bytes: int) -> Generator
 
 
 def _arm(
-    arm: str, workers: int, *, ttft_s: Sequence[float], gaps: Sequence[float], failed: int, used_s: float | None
+    arm: str,
+    workers: int,
+    *,
+    ttft_s: Sequence[float],
+    gaps: Sequence[float],
+    failures: Mapping[str, int],
+    used_s: float | None,
 ) -> Arm:
     return Arm(
         arm=arm,
         workers=workers,
         turns=len(ttft_s),
-        failed=failed,
+        failed=sum(failures.values()),
+        failures=dict(failures),
         ttft_p50_ms=_ms(ttft_s, 0.5),
         ttft_p99_ms=_ms(ttft_s, 0.99),
         ttft_max_ms=_ms(ttft_s, 1.0),

@@ -85,3 +85,30 @@ def test_bodies_of_every_length_are_checked_alike(length: int) -> None:
         decode_body(decoder, json.dumps({"prompt": prompt}).encode() + b"}")
     with pytest.raises(UnicodeDecodeError):
         decode_body(decoder, json.dumps({"prompt": prompt}).encode()[:-1] + b', "\xff": 1}')
+
+
+@pytest.mark.parametrize(
+    ("value", "is_at_once"),
+    [
+        (["x" * 9_000] * 100, True),
+        (["x, [{" * 1_000] * 20, False),  # commas and brackets of texts count
+        ([1] * 2**14, False),
+        ([{}] * 8_000, True),
+        (["x" * 2**20], False),
+    ],
+    ids=["texts", "commas", "numbers", "objects", "longer"],
+)
+def test_body_of_few_values_is_decoded_at_once(value: list[object], is_at_once: bool) -> None:
+    body = json.dumps(value, separators=(",", ":")).ljust(SLICE_BYTES + 1).encode()
+    sliced: list[bytes] = []
+
+    def decode(text: bytes) -> object:
+        sliced.append(text)
+        return msgspec.json.decode(text)
+
+    assert decode_body(msgspec.json.Decoder(list), body, decode=decode) == value
+    assert bool(sliced) is not is_at_once
+    with pytest.raises(msgspec.ValidationError):
+        decode_body(msgspec.json.Decoder(dict), body)
+    with pytest.raises(msgspec.DecodeError):
+        decode_body(msgspec.json.Decoder(list), body.rstrip()[:-1] + b"}")

@@ -6,10 +6,12 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
 from openinfer_server import ServerOptions
+from openinfer_server.http.api_errors import ApiError
 from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until
 from openinfer_server.text.encoding_threads import CHARACTERS_PER_THREAD, THIS_PROCESS, EncodingThreads
 
@@ -168,4 +170,51 @@ def test_threads_and_budget_follow_the_processors(num_processors, long, short):
     queues = (encoding.texts, encoding.long_texts, encoding.huge_texts)
     assert tuple(queue.num_threads for queue in queues) == (short, long, 1)
     assert encoding.characters.limit == long * CHARACTERS_PER_THREAD
+    encoding.close()
+
+
+@dataclass
+class Begun:
+    new_characters: int
+
+
+@pytest.mark.parametrize(("new", "is_taken"), [(2000, True), (503_000, False)])
+def test_long_texts_take_room_for_what_is_new_of_them(new: int, is_taken: bool) -> None:
+    """Forty turns of 503,000 characters at once, of one client."""
+    encoding = EncodingThreads(num_processors=1)
+    goes_on = threading.Event()
+
+    async def turn() -> str:
+        return await encoding.run_rest(
+            THIS_PROCESS, 503_000, look_up=lambda: goes_on.wait(DEADLINE_S) and Begun(new), encode=lambda _: "ids"
+        )
+
+    async def play() -> list[str | BaseException]:
+        turns = [asyncio.create_task(turn()) for _ in range(40)]
+        await asyncio.sleep(0.05)
+        goes_on.set()
+        return await asyncio.gather(*turns, return_exceptions=True)
+
+    try:
+        answers = asyncio.run(play())
+        refused = [each for each in answers if each != "ids"]
+        assert all(isinstance(each, ApiError) and each.status == 429 for each in refused)
+        assert bool(refused) is not is_taken
+        assert encoding.characters.used == 0
+    finally:
+        encoding.close()
+
+
+def test_text_that_no_context_holds_is_refused_before_it_is_looked_up() -> None:
+    encoding = EncodingThreads(num_processors=1)
+
+    async def ask() -> str:
+        return await encoding.run_rest(
+            THIS_PROCESS, encoding.max_characters + 1, look_up=lambda: Begun(1), encode=lambda _: "ids"
+        )
+
+    with pytest.raises(ApiError) as raised:
+        asyncio.run(ask())
+    assert raised.value.status == 413
+    assert encoding.characters.used == 0
     encoding.close()

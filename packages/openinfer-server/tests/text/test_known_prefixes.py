@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
+from openinfer_server.text import known_prefixes
 from openinfer_server.text.control_tokens import ControlTokens
 from openinfer_server.text.known_prefixes import KnownPrefixes, Scope
 from openinfer_server.text.marked_text import MarkedText, Origin, joined
@@ -48,8 +49,8 @@ def either(request, tokenizer, flags) -> tokenizers.Tokenizer:
     return KINDS[request.param](tokenizer, flags)
 
 
-def controls_of(tokenizer: tokenizers.Tokenizer, *, max_bytes: int = 2**20) -> ControlTokens:
-    known = KnownPrefixes(max_bytes, min_segment_characters=1)
+def controls_of(tokenizer: tokenizers.Tokenizer, *, max_bytes: int = 2**20, min_seen: int = 1) -> ControlTokens:
+    known = KnownPrefixes(max_bytes, min_segment_characters=1, min_seen_characters=min_seen)
     return ControlTokens(tokenizer, own_texts=["<think>\n", "a</think>"], markers=["<|user|>"], known_prefixes=known)
 
 
@@ -65,10 +66,12 @@ def encode(controls: ControlTokens, text: MarkedText, scope: Scope = ME) -> list
 
 
 @slowly
-@given(conversations)
-def test_ids_are_those_of_the_whole_chat(either, turns):
-    controls = controls_of(either)
+@given(conversations, st.sampled_from([1, 2**20]))
+def test_ids_are_those_of_the_whole_chat(either, turns, min_seen):
+    controls = controls_of(either, min_seen=min_seen)
     for text in chats_of(turns):
+        begun = controls.begin(text, ME)
+        assert list(begun.places) == list(controls._find(text))
         assert encode(controls, text) == controls.encode(text)
         assert encode(controls, text) == controls.encode(text)
 
@@ -131,6 +134,48 @@ def test_next_turn_encodes_what_is_new_alone(controls):
     assert begun.new_characters == len(longer) - LAST_CUT
     assert controls.finish(begun) == controls.encode(longer)
     assert controls.begin(longer, ME).known.end == longer.plain.rindex("<s>")
+
+
+def test_what_was_seen_is_compared_and_not_digested(controls, monkeypatch):
+    """Of a text that begins with one that was kept, the first segment alone is digested, and what follows it."""
+    chat = CHAT
+    for number in range(9):
+        chat = joined([chat, template("<|end|><s>user\n"), f"question {number}"])
+        encode(controls, chat)
+    known, digested = controls.known_prefixes, []
+    digest = known._digest
+    monkeypatch.setattr(known, "_digest", lambda *args: digested.append(args[3]) or digest(*args))
+    following = joined([chat, template("<|end|><s>"), "again"])
+    begun = controls.begin(following, ME)
+    assert begun.known.seen is not None
+    assert begun.known.end >= chat.plain.rindex("<s>")
+    assert len(digested) <= 3
+    assert len(begun.known.path) > 9
+    assert controls.finish(begun) == controls.encode(following)
+    assert len(known._first) == 1  # the next turn takes the place of the one before
+
+
+def test_texts_that_begin_alike_are_told_apart(controls):
+    texts = [joined([CHAT, template("<|end|><s>"), f"{number}", template("<|end|><s>"), "a" * 9]) for number in "abc"]
+    for text in (*texts, *texts):
+        assert encode(controls, text) == controls.encode(text)
+    for text in texts:
+        begun = controls.begin(joined([text, template("<s>"), "b"]), ME)
+        assert begun.known.end == text.plain.rindex("<s>")
+
+
+def test_texts_with_one_beginning_are_bounded_and_all_are_given_up(controls, monkeypatch):
+    monkeypatch.setattr(known_prefixes, "MAX_ALIKE", 4)
+    known = controls.known_prefixes
+    for number in range(9):
+        encode(controls, joined([CHAT, template("<|end|><s>"), f"{number}", template("<|end|><s>"), "a" * 9]))
+    assert len(known._first) == 4
+    assert [len(keys) for keys in known._alike.values()] == [4]
+    for number in range(300):  # of others, which push them out
+        encode(controls, joined([template("<s>"), f"{number}" * 9000, template("<|end|><s>"), "a" * 9]))
+    assert known._first.keys() == {key for keys in known._alike.values() for key in keys}
+    assert all(known._cache.get("me", key) is not None for key in known._first)
+    assert len(known._first) < 300
 
 
 @pytest.mark.parametrize("scope", [Scope("other"), Scope("me", "salt"), Scope("me", ""), Scope("")])

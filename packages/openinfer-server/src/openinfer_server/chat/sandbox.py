@@ -10,6 +10,7 @@ import functools
 import json
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -39,6 +40,9 @@ from openinfer_server.text.marked_text import (
 
 MAX_REPEATED_LENGTH = 2**20  # longest string or list that a product with a number may give
 TICK = "openinfer_loop_tick"  # context name of the function that every loop calls
+_OF_DICTIONARIES = frozenset(dir(dict))
+_TEXTS = (str, MarkedText)
+_CALLS_OWN = ("_loop_vars", "_block_vars")  # which jinja2 hands to every call
 _WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")  # a width or precision of five digits, or one that is an argument
 _CONCATENATE = "openinfer_concatenate"
 _LITERAL = "openinfer_literal_"
@@ -53,6 +57,23 @@ _HANDING_FILTERS = frozenset(  # that hand on what they are given, or make numbe
 
 class RenderingRefused(Exception):
     """The template refused these messages, failed on them or exceeded a bound; the message is for the client."""
+
+
+class Tick:
+    """Raises once this thread has computed for so long: what others take of the processor is no fault of a chat."""
+
+    __slots__ = ("_deadline_s", "_soonest_s", "_timeout_s")
+
+    def __init__(self, timeout_s: float) -> None:
+        # A thread computes no longer than passes by the wall, and its own clock is a system call of 5 µs: a
+        # chat of 160 turns spent more on it than on its text.
+        self._timeout_s = timeout_s
+        self._deadline_s, self._soonest_s = time.thread_time() + timeout_s, time.monotonic() + timeout_s
+
+    def __call__(self) -> str:
+        if time.monotonic() >= self._soonest_s and time.thread_time() > self._deadline_s:
+            raise RenderingRefused(f"the chat template ran for more than {self._timeout_s} s")
+        return ""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -101,7 +122,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         known = self.make_globals({**variables, **own, _CONCATENATE: self._concatenate})
         return jinja2.Template.from_code(self, code, known), read, frozenset(literals.names)
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        # jinja2 asks a dictionary for an attribute first, and a chat of 160 turns has a thousand such questions.
+        if type(obj) is dict and attribute not in _OF_DICTIONARIES:
+            fields = cast("dict[str, Any]", obj)
+            return fields[attribute] if attribute in fields else self.undefined(obj=fields, name=attribute)
+        return super().getattr(obj, attribute)
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) in _TEXTS and type(right) in _TEXTS:  # as most are
+            if len(left) + len(right) > self.max_characters:
+                raise RenderingRefused(f"the chat template makes a text of more than {self.max_characters} characters")
+            return left + right
         if operator == "*":
             for repeated, times in ((left, right), (right, left)):
                 if isinstance(times, int) and _length(repeated) * times > MAX_REPEATED_LENGTH:
@@ -118,13 +150,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Calls what a template calls. Methods of texts carry origins, or lose them for all to see."""
+        if type(function) is Tick:
+            return function()
         owner = getattr(function, "__self__", None)
         if not isinstance(owner, str):
             return super().call(context, function, *args, **kwargs)
         name = function.__name__
         if name in ("join", "replace") and not isinstance(owner, MarkedText | Markup):
             function = getattr(MarkedText(owner), name)
-        result = super().call(context, function, *args, **kwargs)
+        if type(owner) in _TEXTS:  # whose methods take no context, and are all safe
+            result = function(*args, **{key: value for key, value in kwargs.items() if key not in _CALLS_OWN})
+        else:
+            result = super().call(context, function, *args, **kwargs)
         is_carried = name in CARRIED and not isinstance(owner, Markup)
         return result if is_carried else lost(result, owner, args, kwargs)
 

@@ -8,7 +8,7 @@ from the model folder, which its owner trusts as they trust the weights; request
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -17,7 +17,7 @@ import jinja2
 import msgspec
 from jinja2.defaults import DEFAULT_NAMESPACE
 
-from openinfer_server.chat.sandbox import TICK, RenderingRefused, Sandbox
+from openinfer_server.chat.sandbox import TICK, RenderingRefused, Sandbox, Tick
 from openinfer_server.chat.turns import REASONING_NAMES
 from openinfer_server.errors import UnusableTemplate
 from openinfer_server.text.marked_text import MarkedText, Origin, joined
@@ -106,7 +106,7 @@ class ChatTemplate:
             **options,
             "messages": list(map(_marked, messages)),
             "add_generation_prompt": add_generation_prompt,
-            TICK: _clock(self._timeout_s),
+            TICK: Tick(self._timeout_s),
         }
         try:
             return self._collect(variables)
@@ -183,20 +183,6 @@ def _own_parts(text: MarkedText | None) -> list[str]:
     if text is None:
         return []
     return [text.plain[begin:end] for begin, end, origin in text.runs() if origin is Origin.TEMPLATE]
-
-
-def _clock(timeout_s: float) -> Callable[[], str]:
-    """Raises once this thread has computed for so long: what others take of the processor is no fault of a chat."""
-    # A thread computes no longer than passes by the wall, and its own clock is a system call of 5 µs: a
-    # chat of 160 turns spent more on it than on its text.
-    deadline_s, soonest_s = time.thread_time() + timeout_s, time.monotonic() + timeout_s
-
-    def tick() -> str:
-        if time.monotonic() >= soonest_s and time.thread_time() > deadline_s:
-            raise RenderingRefused(f"the chat template ran for more than {timeout_s} s")
-        return ""
-
-    return tick
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""A large body's JSON, decoded in slices.
+"""A large body's JSON, decoded in slices, unless it is a few long texts.
 
 The decoder holds the interpreter for as long as it works, also in a thread: a megabyte of small values takes it 20 ms,
 and every stream waits. Here one pass in Python, which gives the interpreter up, cuts the text between values into
@@ -13,11 +13,13 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from openinfer_server.http.body_checks import num_elements
 from openinfer_server.http.nulls import without_nulls
 
 T = TypeVar("T")
 
 SLICE_BYTES = 32 * 2**10  # a slice is less than twice as long, but for long texts in it: 2 ms of decoding
+WHOLE_BYTES, WHOLE_ELEMENTS = 2**20, 2**14  # of a body that is decoded in one call, like a slice of many values
 # Of longer texts the end is looked for by itself (`_end_of_text`): the pattern would read their beginning four times.
 _TEXT = rb'"[^"\\]{0,512}+(?:\\.[^"\\]{0,64}+){0,16}+"'
 # Some values that are no containers, with the commas after them; another one of them, or a name; a bracket; a long text
@@ -48,7 +50,8 @@ def decode_body(
     Raises:
         msgspec.MsgspecError, UnicodeDecodeError, RecursionError: it is no JSON, or not of the type.
     """
-    if len(body) <= SLICE_BYTES:
+    # A body of few values is one of long texts, which take a millisecond for 500 KB; what else it has, no longer.
+    if len(body) <= SLICE_BYTES or (len(body) <= WHOLE_BYTES and num_elements(body) <= WHOLE_ELEMENTS):
         try:
             return decoder.decode(body)
         except msgspec.ValidationError:

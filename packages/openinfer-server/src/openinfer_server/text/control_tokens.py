@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken
 
-from openinfer_server.text.known_prefixes import Cut, KnownPrefix, KnownPrefixes, Scope
+from openinfer_server.text.known_prefixes import Cut, KnownPrefix, KnownPrefixes, Scope, SeenText
 from openinfer_server.text.marked_text import MarkedText, Origin
 from openinfer_server.text.segments import separates, works_piecewise
 from openinfer_server.text.token_counts import decodes_to_text, num_before_tail, place_of_nth
@@ -102,6 +102,7 @@ class ControlTokens:
         self._names = _Names({token_id: each.content for token_id, each in control.items()})
         self._any = _pattern(each.content for each in control.values())
         self._longest = max((len(each.content) for each in control.values()), default=0)
+        self._longest_added = max((len(each.content) for each in added.values()), default=0)
         self._patterns = {
             Origin.TEMPLATE: _Patterns.of(added.values()),
             Origin.ASSISTANT: _Patterns.of(each for each in added.values() if not each.special),
@@ -128,9 +129,20 @@ class ControlTokens:
             OriginLost: see there.
         """
         self._check_lost(text)
-        places, encoder = list(self._find(text)), self._encoder
+        encoder, following = self._encoder, self._find(text)
+        places: list[_Place] = []
+        seen: SeenText | None = None
+        for place in following:
+            places.append(place)
+            if place.token_id in self.cut_ids and self.known_prefixes.is_first(_cut(place)):
+                seen = self.known_prefixes.seen(scope, encoder.generation, text, _cut(place))
+                break
+        if seen is None:
+            places.extend(following)
+        else:
+            places = [*seen.places, *self._find(text, seen.end)]
         cuts = (_cut(place) for place in places if place.token_id in self.cut_ids)
-        known = self.known_prefixes.find(scope, encoder.generation, text, cuts)
+        known = self.known_prefixes.find(scope, encoder.generation, text, cuts, seen)
         return BegunEncoding(text, places, known, scope, encoder)
 
     def finish(self, begun: BegunEncoding) -> list[int]:
@@ -147,7 +159,9 @@ class ControlTokens:
         if self.known_prefixes.is_on and self.cut_ids:
             pairs = zip(found, encoder.control_indices(ids), strict=True)
             cuts = [(_cut(place), index) for place, index in pairs if place.token_id in self.cut_ids]
-            self.known_prefixes.keep(begun.scope, known, text, cuts, restored)
+            self.known_prefixes.keep(
+                begun.scope, known, text, cuts, restored, places=begun.places, num_after=self._longest_added
+            )
         return known.token_ids + restored if known.token_ids else restored
 
     def counts(
@@ -219,10 +233,14 @@ class ControlTokens:
             else:
                 places = _found_places(places, named, encoder.found(written))
 
-    def _find(self, text: MarkedText) -> Iterator[_Place]:
-        """The control tokens all of whose characters are the template's, or an assistant's that may write them."""
+    def _find(self, text: MarkedText, first: int = 0) -> Iterator[_Place]:
+        """The control tokens all of whose characters are the template's, or an assistant's that may write them.
+
+        From a cut on (`first`) they are those that are found there in the whole text, whose token begins at the cut: it
+        is looked for before all that is normalised, and nothing is found across where it begins.
+        """
         plain = text.plain
-        for begin, end, origin in text.runs():
+        for begin, end, origin in text.runs(first):
             patterns = self._patterns.get(origin)
             for found in () if patterns is None else patterns.find(plain, begin, end):
                 token_id = self._ids.get(found.group())

@@ -6,7 +6,7 @@ What has begun cannot be stopped, so texts of three sizes have threads of their 
     up to 2^20              what contexts hold
     longer                  one thread: an encoding takes up to 200 bytes for each character while it is made
 
-A text whose beginning is known waits as long as what is new of it (`run_rest`).
+A text whose beginning is known waits as long as what is new of it, and takes as much room (`run_rest`).
 
 Texts of more than 2^20 characters are taken only by models whose context may hold them, at 8 characters a token.
 """
@@ -106,26 +106,32 @@ class EncodingThreads:
             look_up: finds what is known of it, in a thread, too: it takes about a hundredth of the time to encode it.
             encode: the rest of what was found.
 
+        Of a long text it takes room for what it is about to do: 25 conversations of 500 KB at once were all that one
+        client could have, however little of them was new.
+
         Raises:
             ApiError, ClientDisconnected: as `run`.
         """
-        with self._room(client, num_characters):
-            if num_characters <= LONG_CHARACTERS:
-                return await run_for(client, self.texts, lambda: encode(look_up()))
-            begun = await run_for(client, self._queue(num_characters // LOOK_UPS_PER_ENCODING), look_up)
-            return await run_for(client, self._queue(begun.new_characters), lambda: encode(begun))
+        if num_characters <= LONG_CHARACTERS:
+            return await self.run(client, num_characters, lambda: encode(look_up()))
+        self._check_length(num_characters)
+        begun = await self.run(client, num_characters // LOOK_UPS_PER_ENCODING, look_up)
+        return await self.run(client, begun.new_characters, lambda: encode(begun))
 
     @contextlib.contextmanager
     def _room(self, client: Client, num_characters: int) -> Generator[None]:
-        if num_characters > self.max_characters:
-            message = f"the text has {num_characters} characters; at most {self.max_characters} are encoded"
-            raise ApiError(413, message, code="text_too_long")
+        self._check_length(num_characters)
         owner = client.owner
         self.characters.take(owner, num_characters)
         try:
             yield
         finally:
             self.characters.give_back(owner, num_characters)
+
+    def _check_length(self, num_characters: int) -> None:
+        if num_characters > self.max_characters:
+            message = f"the text has {num_characters} characters; at most {self.max_characters} are encoded"
+            raise ApiError(413, message, code="text_too_long")
 
     def _queue(self, num_characters: int) -> FairQueue:
         if num_characters <= LONG_CHARACTERS:

@@ -88,10 +88,10 @@ class MarkedText(str):
     def without_flags(self) -> "MarkedText":
         return MarkedText(self.plain, self.origins.translate(_WITHOUT_FLAGS))
 
-    def runs(self) -> Iterator[tuple[int, int, Origin]]:
-        """Begin and end of each stretch of one origin."""
-        for run in _RUN.finditer(self.origins.translate(_WITHOUT_FLAGS)):
-            yield run.start(), run.end(), Origin(run.group()[0])
+    def runs(self, first: int = 0) -> Iterator[tuple[int, int, Origin]]:
+        """Begin and end of each stretch of one origin, from a place on."""
+        for run in _RUN.finditer(self.origins[first:].translate(_WITHOUT_FLAGS)):
+            yield first + run.start(), first + run.end(), Origin(run.group()[0])
 
     def stretches(self) -> "Iterator[MarkedText]":
         """The parts of the text that have one origin, and the same flags, each."""
