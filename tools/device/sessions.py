@@ -95,6 +95,24 @@ def advance_and_keep(self, plan, **options):
 StateSlots.advance = advance_and_keep
 StateSlots.keep = lambda self, plan: None
 """,
+    "positions-off-by-one": """
+import cupy
+
+from openinfer_kernels.cuda.sampling.steps import SlotState
+
+prepare = SlotState.prepare_mixed
+
+def prepare_and_shift(self, inputs):
+    prepare(self, inputs)
+    batch = inputs.batch
+    counts = cupy.diff(batch.query_starts)
+    is_cached = ((batch.context_lens > counts) & (counts > 1)).astype(cupy.int32)
+    places = cupy.arange(len(batch.positions), dtype=cupy.int32)
+    rows = cupy.searchsorted(batch.query_starts[1:], places, side="right")
+    batch.positions[:] += is_cached[cupy.minimum(rows, len(counts) - 1)]
+
+SlotState.prepare_mixed = prepare_and_shift
+""",
     "adapter-by-name": """
 from openinfer_kv_cache import PrefixHasher
 
@@ -277,6 +295,13 @@ SET_UPS: Mapping[str, SetUp] = {
                 shape=BRIEF, turns=8, flags=(*INVARIANT, *SOME_STATES), planted="state-one-row-back"
             ),
             "dropped-salt": Check(shape=BRIEF, turns=8, flags=(*INVARIANT, *SOME_STATES), planted="dropped-salt"),
+            # Without graphs: what is replayed runs nothing of Python.
+            "positions-off-by-one": Check(
+                shape=BRIEF,
+                turns=8,
+                flags=(*INVARIANT, *SOME_STATES, "--cuda-graph", "false"),
+                planted="positions-off-by-one",
+            ),
             "adapter-by-name": Check(
                 shape=BRIEF,
                 turns=8,
