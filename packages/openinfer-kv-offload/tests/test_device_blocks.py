@@ -3,7 +3,7 @@
 import pytest
 
 from openinfer_kv_cache import DeviceTier, KvTierError, LastingTier, TierFailure, TransferState
-from openinfer_kv_cache.testing.device_blocks import FakeDeviceBlock, reference_block_sum
+from openinfer_kv_cache.testing.device_blocks import FakeBlockMover, FakeDeviceBlock, reference_block_sum
 from openinfer_kv_cache.testing.tier_cases import chain, content, ended, kit_layout
 from openinfer_kv_offload import DiskTier, HostTier, HostTierOptions, open_tiers
 from openinfer_kv_offload.host.checksums import block_sum
@@ -92,6 +92,39 @@ def test_what_changed_in_the_arena_never_lands_on_a_device():
     assert transfer.completed_blocks == 0
     assert not tier.find(FILLED[:1]).digests
     tier.close()
+
+
+@pytest.mark.parametrize("bad", [None, 0, 5, 16, 19])
+def test_blocks_from_disk_reach_a_device_several_at_a_time_up_to_one_that_is_not_whole(bad, tmp_path, monkeypatch):
+    digests = chain(3, 20)
+    tier = open_tiers([f"disk={tmp_path / 'store'},1MiB"], LAYOUT)
+    ended(tier.save(digests, device_blocks(digests)))
+    tier.close()
+    if bad is not None:
+        (segment,) = [each for each in (tmp_path / "store").rglob("*") if content(digests[bad], LAYOUT) in _read(each)]
+        spoiled = bytearray(segment.read_bytes())
+        spoiled[spoiled.index(content(digests[bad], LAYOUT)) + 7] ^= 1
+        segment.write_bytes(spoiled)
+    copied = []
+    copy_in = FakeBlockMover.copy_in
+    monkeypatch.setattr(
+        FakeBlockMover, "copy_in", lambda self, blocks, *rest: copied.append(len(blocks)) or copy_in(self, blocks, *rest)
+    )
+    tier = open_tiers([f"disk={tmp_path / 'store'},1MiB"], LAYOUT)
+    blocks = [FakeDeviceBlock(bytes(LAYOUT.block_bytes)) for _ in digests]
+    transfer = tier.load(tier.find(digests), blocks)
+    ended(transfer)
+    num_whole = len(digests) if bad is None else bad
+    assert transfer.completed_blocks == num_whole
+    assert [bytes(block.memory) for block in blocks[:num_whole]] == [content(each, LAYOUT) for each in digests[:num_whole]]
+    assert all(not any(block.memory) for block in blocks[num_whole:])
+    assert transfer.failure is (None if bad is None else TierFailure.CORRUPT)
+    assert copied == {None: [16, 4], 0: [], 5: [5], 16: [16], 19: [16, 3]}[bad]
+    tier.close()
+
+
+def _read(path):
+    return path.read_bytes() if path.is_file() else b""
 
 
 def test_disk_keeps_the_key_that_its_blocks_are_named_with(tmp_path):

@@ -22,12 +22,14 @@ from openinfer_kv_offload.format.record import HEADER_BYTES, decode_header, enco
 from openinfer_kv_offload.host.arena import Arena
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
 from openinfer_kv_offload.transfer.failures import BlockFault, is_full
-from openinfer_kv_offload.transfer.memory import WrapMedium, as_it_is, copy_from_block, copy_to_block
+from openinfer_kv_offload.transfer.memory import WrapMedium, as_it_is, copy_from_block, copy_to_blocks
 from openinfer_kv_offload.transfer.queue import QueueOptions
 from openinfer_kv_offload.transfer.queued_tier import QueuedTier
 
 _log = logging.getLogger(__name__)
 _SEGMENTS = 64
+_GROUP_BLOCKS, _GROUP_BYTES = 16, 8 * 2**20
+"""Of blocks that a thread reads before it copies them to where they belong; one block at least."""
 
 
 class DiskTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,7 +61,7 @@ class DiskTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class DiskTier(QueuedTier[Recorded, SegmentIndex]):
     """A folder of append-only segments with checksums; nothing is synchronised to the platter, losing is a miss.
 
-    Bytes pass through a buffer of the moving thread and reach the caller's blocks only when their checksum fits, so a
+    Bytes pass through a buffer of the moving thread, some blocks at a time, and reach the caller's blocks only when their checksum fits, so a
     deadline is met even while the disk hangs. Segments of held blocks stay readable, also when they are deleted.
 
     Raises:
@@ -97,7 +99,9 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
         # Taken before `_lock`, never while it is held: an append keeps it during its write, and finds go on meanwhile.
         self._append_lock = threading.Lock()
         self._buffers = threading.local()
-        self._scratch = Arena(options.queue.num_threads * self._record_bytes)
+        self._group_blocks = max(1, min(_GROUP_BLOCKS, _GROUP_BYTES // self._record_bytes))
+        self._buffer_bytes = self._group_blocks * self._record_bytes
+        self._scratch = Arena(options.queue.num_threads * self._buffer_bytes)
         self._num_buffers = itertools.count()
         self._budget_bytes = options.budget_bytes
         self._has_said_full = False
@@ -140,7 +144,7 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
     def copy_block(self, digest: Digest, into: memoryview) -> bool:
         with self._lock:
             held = self._index.hold_prefix([digest])
-        buffer = self._buffer()
+        buffer = self._buffer()[: self._record_bytes]
         payload = buffer[HEADER_BYTES : HEADER_BYTES + self.layout.block_bytes]
         try:
             for each in held:
@@ -171,20 +175,38 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
         return TierCondition.LOST if self._watch.is_lost else super()._condition()
 
     def _load(self, transfer: BlockTransfer, held: Sequence[Recorded], blocks: Sequence[BlockMemory]) -> None:
+        # Several blocks at a time: a device's copy of one takes some ten calls, and a thread that has left the interpreter
+        # for each waits to have it back.
+        for begin in range(0, len(held), self._group_blocks):
+            group = held[begin : begin + self._group_blocks]
+            payloads, fault = self._read(group)
+            if payloads:
+                with transfer.touching():
+                    copy_to_blocks(blocks[begin : begin + len(payloads)], payloads)
+                transfer.complete_blocks(len(payloads))
+                self._counters.count_moved(loaded_blocks=len(payloads))
+            if fault is not None:
+                raise fault
+
+    def _read(self, group: Sequence[Recorded]) -> tuple[list[memoryview], Exception | None]:
+        """What is whole of some blocks, up to the first that is not, and why that one is not."""
         buffer = self._buffer()
-        for each, block in zip(held, blocks, strict=True):
-            each.segment.medium.read(each.offset_bytes, buffer)
-            payload = buffer[HEADER_BYTES : HEADER_BYTES + self.layout.block_bytes]
-            if not self._checksum.is_intact(each.digest, decode_header(buffer), payload):
+        payloads: list[memoryview] = []
+        for number, each in enumerate(group):
+            record = buffer[number * self._record_bytes : (number + 1) * self._record_bytes]
+            try:
+                each.segment.medium.read(each.offset_bytes, record)
+            except Exception as error:  # noqa: BLE001 - raised when those before are where they belong
+                return payloads, error
+            payload = record[HEADER_BYTES : HEADER_BYTES + self.layout.block_bytes]
+            if not self._checksum.is_intact(each.digest, decode_header(record), payload):
                 self._counters.count_lost(corrupt_blocks=int(self._drop(each)))
-                raise BlockFault(TierFailure.CORRUPT)
-            with transfer.touching():
-                copy_to_block(block, payload)
-            transfer.complete_blocks()
-            self._counters.count_moved(loaded_blocks=1)
+                return payloads, BlockFault(TierFailure.CORRUPT)
+            payloads.append(payload)
+        return payloads, None
 
     def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[BlockMemory]) -> None:
-        buffer = self._buffer()
+        buffer = self._buffer()[: self._record_bytes]
         payload = buffer[HEADER_BYTES : HEADER_BYTES + self.layout.block_bytes]
         for digest, block in zip(digests, blocks, strict=True):
             if digest not in self._index:
@@ -247,9 +269,8 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
         # As many as the queue has threads are in memory that a device may lock; one more, as of `copy_block`, is not.
         buffer: memoryview | None = getattr(self._buffers, "record", None)
         if buffer is None:
-            begin = next(self._num_buffers) * self._record_bytes
-            is_ours = begin + self._record_bytes <= self._scratch.num_bytes
-            size = self._record_bytes
+            begin, size = next(self._num_buffers) * self._buffer_bytes, self._buffer_bytes
+            is_ours = begin + size <= self._scratch.num_bytes
             buffer = self._scratch.view(begin, size) if is_ours else memoryview(mmap.mmap(-1, size))
             self._buffers.record = buffer
         return buffer

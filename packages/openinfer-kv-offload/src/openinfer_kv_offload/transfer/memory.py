@@ -96,6 +96,16 @@ def copy_to_block(block: BlockMemory, content: memoryview) -> None:
         block.mover.copy_in([block], [content])
 
 
+def copy_to_blocks(blocks: Sequence[BlockMemory], content: Sequence[memoryview]) -> None:
+    """Blocks that are all in this machine's memory, or all of one device."""
+    on_device = on_a_device(blocks)
+    if on_device:
+        on_device[0].mover.copy_in(on_device, content)
+        return
+    for block, each in zip(in_memory(blocks), content, strict=True):
+        copy_bytes(block, each)
+
+
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     # Assigning to a memoryview would hold the interpreter's lock while it copies; NumPy lets it go.
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
