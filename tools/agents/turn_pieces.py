@@ -73,8 +73,8 @@ def measured(folder: Path) -> tuple[dict[str, list[float]], int]:
     max_elements = ServerOptions().max_body_elements
 
     def one(clock: "Clock", body: bytes) -> int:
-        clock.take("elements", lambda: check_elements(body, max_elements))
-        request = clock.take("JSON", lambda: decode_body(decoder, body, held=[]))
+        elements = clock.take("elements", lambda: check_elements(body, max_elements))
+        request = clock.take("JSON", lambda: decode_body(decoder, body, held=[], elements=elements))
         turns = clock.take("turns", lambda: template_turns(request.messages, developer_role="system"))
         text = clock.take("template", lambda: template.render(turns, {}))
         begun = clock.take("look-up", lambda: controls.begin(text, Scope("owner")))

@@ -231,8 +231,10 @@ class PromptBuffer:
             # What a client says of it counts for nothing.
             msgspec.structs.force_setattr(request, "highest_token_id", None)
             return request
-        known, rest = self._known, self._noted(request.prompt_token_ids)
-        prompt, prefixes, highest = (*self._beginning, *self._token_ids, *rest), self._retained_prefixes, self._highest
+        # Each pass over 290,000 ids takes a millisecond, so what is known is copied with what is new, once.
+        known, rest = self._known, (*self._token_ids, *self._noted(request.prompt_token_ids))
+        prompt = self._beginning + rest if self._beginning else rest
+        prefixes, highest = self._retained_prefixes, self._highest
         self._clear()
         try:
             whole = with_prompt(request, prompt, prefixes)

@@ -8,9 +8,12 @@ def num_elements(body: bytes) -> int:
     return len(body) - len(body.translate(None, b",[{"))
 
 
-def check_elements(body: bytes, most: int) -> None:
-    """Bounds the values that a body can have, as commas and opening brackets, without decoding it."""
+def check_elements(body: bytes, most: int) -> int | None:
+    """Bounds the values that a body can have, as commas and opening brackets, without decoding it; how many, if counted."""
     # Those inside texts count, too: a text with so many would exceed any context.
-    if len(body) > most and num_elements(body) > most:
+    if len(body) <= most:
+        return None
+    if (found := num_elements(body)) > most:
         message = f"the body has more than {most} commas and opening brackets"
         raise ApiError(400, message, code="too_many_elements")
+    return found

@@ -148,8 +148,8 @@ class HttpRequest:
             self._budgets.collector.begin()
 
         def decode() -> T:
-            check_elements(body, self.options.max_body_elements)
-            return decode_body(decoder, body, held=held)
+            elements = check_elements(body, self.options.max_body_elements)
+            return decode_body(decoder, body, held=held, elements=elements)
 
         try:
             return await self.aside(decode)

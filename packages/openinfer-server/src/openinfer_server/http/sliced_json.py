@@ -38,6 +38,7 @@ def decode_body(
     *,
     decode: Decode = msgspec.json.decode,
     held: list[Any] | None = None,
+    elements: int | None = None,
 ) -> T:
     """The body as the decoder's type; fields that are null and unknown to it are absent.
 
@@ -46,12 +47,13 @@ def decode_body(
         body: JSON.
         decode: decodes a slice.
         held: gets what a large body was decoded to, parts of which are parts of the result.
+        elements: `num_elements` of it, if they were counted.
 
     Raises:
         msgspec.MsgspecError, UnicodeDecodeError, RecursionError: it is no JSON, or not of the type.
     """
     # A body of few values is one of long texts, which take a millisecond for 500 KB; what else it has, no longer.
-    if len(body) <= SLICE_BYTES or (len(body) <= WHOLE_BYTES and num_elements(body) <= WHOLE_ELEMENTS):
+    if len(body) <= SLICE_BYTES or (len(body) <= WHOLE_BYTES and _are_few(body, elements)):
         try:
             return decoder.decode(body)
         except msgspec.ValidationError:
@@ -66,6 +68,10 @@ def decode_body(
         if b"null" not in body:
             raise
         return msgspec.convert(without_nulls(value), decoder.type)
+
+
+def _are_few(body: bytes, elements: int | None) -> bool:
+    return (num_elements(body) if elements is None else elements) <= WHOLE_ELEMENTS
 
 
 def decode_in_slices(body: bytes, decode: Decode = msgspec.json.decode) -> Any:
