@@ -108,7 +108,9 @@ def test_blocks_from_disk_reach_a_device_several_at_a_time_up_to_one_that_is_not
     copied = []
     copy_in = FakeBlockMover.copy_in
     monkeypatch.setattr(
-        FakeBlockMover, "copy_in", lambda self, blocks, *rest: copied.append(len(blocks)) or copy_in(self, blocks, *rest)
+        FakeBlockMover,
+        "copy_in",
+        lambda self, blocks, *rest: copied.append(len(blocks)) or copy_in(self, blocks, *rest),
     )
     tier = open_tiers([f"disk={tmp_path / 'store'},1MiB"], LAYOUT)
     blocks = [FakeDeviceBlock(bytes(LAYOUT.block_bytes)) for _ in digests]
@@ -116,7 +118,9 @@ def test_blocks_from_disk_reach_a_device_several_at_a_time_up_to_one_that_is_not
     ended(transfer)
     num_whole = len(digests) if bad is None else bad
     assert transfer.completed_blocks == num_whole
-    assert [bytes(block.memory) for block in blocks[:num_whole]] == [content(each, LAYOUT) for each in digests[:num_whole]]
+    assert [bytes(block.memory) for block in blocks[:num_whole]] == [
+        content(each, LAYOUT) for each in digests[:num_whole]
+    ]
     assert all(not any(block.memory) for block in blocks[num_whole:])
     assert transfer.failure is (None if bad is None else TierFailure.CORRUPT)
     assert copied == {None: [16, 4], 0: [], 5: [5], 16: [16], 19: [16, 3]}[bad]

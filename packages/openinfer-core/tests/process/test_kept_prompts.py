@@ -1,5 +1,7 @@
 """Long prompts of conversations reach the engine as they are, whatever is kept of those before."""
 
+# ruff: noqa: SLF001 - what is kept shows nowhere else
+
 import asyncio
 import random
 

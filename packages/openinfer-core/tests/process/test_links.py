@@ -29,9 +29,9 @@ from openinfer_core import (
 from openinfer_core.process.accepting import ACCEPT_PAUSE_S
 from openinfer_core.process.engine_process import LinkKind, listening
 from openinfer_core.process.host import LoopRunner
+from openinfer_core.process.kept_prompts import prompt_parts
 from openinfer_core.process.links import HELLO_DEADLINE_S, MAX_HELLO_BYTES, LinkServer
 from openinfer_core.process.remote import EngineAccess, join_engine
-from openinfer_core.process.kept_prompts import prompt_parts
 from openinfer_core.process.wire import (
     MAX_FRAME_BYTES,
     PART_IDS,

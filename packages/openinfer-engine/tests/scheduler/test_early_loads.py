@@ -1,5 +1,7 @@
 """What conversations will need is in the pool before their next turn: in their order, and for it nothing waits."""
 
+# ruff: noqa: SLF001 - guesses show late elsewhere
+
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -110,8 +110,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_stored_response_bytes: int = 64 * 2**20
     """Size of all stored responses, as JSON."""
     known_prefix_bytes: int = 256 * 2**20
-    """Token ids and texts of chats that each API worker keeps, so that of a conversation's next turn only what is new is
-    encoded; some 8 bytes a token, and 2 or 3 a character. Tenants, or addresses without keys, share them. 0 keeps none."""
+    """Token ids and texts of chats that each API worker keeps, so that of a conversation's next turn only what is new
+    is encoded; 8 bytes a token, and 2 or 3 a character. Tenants, or addresses without keys, share them. 0: none."""
     max_buffered_bytes: int = 256 * 2**10
     """What the client of a stream may leave unread per choice before it is disconnected and its request aborted; an
     echoed prompt comes on top."""

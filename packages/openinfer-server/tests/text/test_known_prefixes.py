@@ -1,5 +1,7 @@
 """Chats of which only what is new is encoded have the ids of the whole chat."""
 
+# ruff: noqa: SLF001 - what is kept shows nowhere else
+
 import runpy
 from pathlib import Path
 

@@ -80,7 +80,9 @@ class SentPrompts:
             return _WHOLE
         alike, num_known = self._most_alike(prompt)
         num_ids, num_kept, forgotten = self._num_ids, len(self._kept), list[int]()
-        if alike is not None and num_known >= self._kept[alike].num_ids - _TAIL_IDS:  # the next turn: it takes the place
+        if (
+            alike is not None and num_known >= self._kept[alike].num_ids - _TAIL_IDS
+        ):  # the next turn: it takes the place
             place = alike
             num_ids -= self._kept[alike].num_ids
         else:
@@ -252,7 +254,7 @@ class PromptBuffer:
 
 
 def prompt_parts(request: GenerateRequest, sending: Sending = _WHOLE) -> tuple[list[PromptPart], GenerateRequest]:
-    """What is sent before a request on a link, after `sending.known`, and the request with what is left of its prompt."""
+    """What is sent before a request on a link, after `sending.known`, and the request with the rest of its prompt."""
     prompt = request.prompt_token_ids
     if len(prompt) <= PART_IDS and not sending.num_known:
         return [], request

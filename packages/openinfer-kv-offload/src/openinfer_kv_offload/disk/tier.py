@@ -61,8 +61,8 @@ class DiskTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class DiskTier(QueuedTier[Recorded, SegmentIndex]):
     """A folder of append-only segments with checksums; nothing is synchronised to the platter, losing is a miss.
 
-    Bytes pass through a buffer of the moving thread, some blocks at a time, and reach the caller's blocks only when their checksum fits, so a
-    deadline is met even while the disk hangs. Segments of held blocks stay readable, also when they are deleted.
+    Bytes pass through a buffer of the moving thread, some blocks at a time, and reach the caller's blocks only when
+    their checksum fits, so a deadline is met even while the disk hangs. Segments of held blocks stay readable, also when they are deleted.
 
     Raises:
         LayoutMismatchError: the folder holds blocks of another layout.
@@ -175,8 +175,8 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
         return TierCondition.LOST if self._watch.is_lost else super()._condition()
 
     def _load(self, transfer: BlockTransfer, held: Sequence[Recorded], blocks: Sequence[BlockMemory]) -> None:
-        # Several blocks at a time: a device's copy of one takes some ten calls, and a thread that has left the interpreter
-        # for each waits to have it back.
+        # Several blocks at a time: a device's copy of one takes some ten calls, and a thread that has left the
+        # interpreter for each waits to have it back.
         for begin in range(0, len(held), self._group_blocks):
             group = held[begin : begin + self._group_blocks]
             payloads, fault = self._read(group)

@@ -9,7 +9,7 @@ def num_elements(body: bytes) -> int:
 
 
 def check_elements(body: bytes, most: int) -> int | None:
-    """Bounds the values that a body can have, as commas and opening brackets, without decoding it; how many, if counted."""
+    """Bounds the values that a body can have, as commas and opening brackets, undecoded; how many, if counted."""
     # Those inside texts count, too: a text with so many would exceed any context.
     if len(body) <= most:
         return None

@@ -69,8 +69,8 @@ class _Expected:
 class _Record:
     """How guesses went: each that was right counts up, each that was wrong down.
 
-    One that is right when few are made lifts that: those few are made while the link brings what turns need that were not
-    guessed, so that a conversation seldom comes as a whole, and the next ones would be late again for the same reason.
+    One that is right when few are made lifts that: those few are made while the link brings what turns need that were
+    not guessed, so that a conversation seldom comes as a whole, and the next ones would be late for the same reason.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class EarlyLoads:
             return
         found.has_gone_on = True
         if found.num_brought:
-            # What came is what is judged, be it a part of the conversation: its turn may have come too soon for the rest.
+            # What came is judged, be it a part of the conversation: its turn may have come too soon for the rest.
             self._judge(found, was_right=sequence.num_sealed_blocks >= found.brought_end - found.num_brought // 2)
 
     def ended(self, sequence: BlockSequence, turn: EndedTurn) -> None:
