@@ -62,7 +62,8 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
     """A folder of append-only segments with checksums; nothing is synchronised to the platter, losing is a miss.
 
     Bytes pass through a buffer of the moving thread, some blocks at a time, and reach the caller's blocks only when
-    their checksum fits, so a deadline is met even while the disk hangs. Segments of held blocks stay readable, also when they are deleted.
+    their checksum fits, so a deadline is met even while the disk hangs. Segments of held blocks stay readable, also
+    when they are deleted.
 
     Raises:
         LayoutMismatchError: the folder holds blocks of another layout.
