@@ -82,7 +82,7 @@ class KnownPrefix:
     Attributes:
         end: characters that it has.
         digest: of it; of the root where nothing is known.
-        token_ids: of it; a list of its own, which whoever encodes the rest may go on with.
+        token_ids: of it; a list of its own, which the encoding of the rest goes on with.
         path: its cuts and digests.
         seen: the text that it was found by, if it was.
     """
