@@ -233,7 +233,7 @@ SERVINGS = (
         phase=Phase.ANY,
         operators=("latent_attention",),
         kernel="latent_attention",
-        when="absorbed: latents of 512 values, heads of 128 + 64 and 128",
+        when="absorbed: latents of 512 values, heads of 128 + 64 and 128; drafting layers from any key",
     ),
     Serving(part="latent queries", phase=Phase.ANY, operators=("latent_attention",), kernel="latent_queries"),
     Serving(part="latent sums", phase=Phase.ANY, operators=("latent_attention",), kernel="latent_merge"),
@@ -445,7 +445,7 @@ SERVINGS = (
         phase=Phase.ANY,
         operators=(
             *("hidden_before", "keep_hidden", "settle_hidden"),
-            *("join_columns", "put_ids", "add_logits", "draft_ids"),
+            *("join_columns", "clear_rows", "put_ids", "add_logits", "draft_ids"),
         ),
         kernel="drafters",
         when="--speculative with a drafter that is a model",

@@ -70,7 +70,7 @@ def make_case(ops, paged_case, rounded):
 
 @pytest.fixture(scope="session")
 def run(ops, upload, activation, host):
-    def attend(case, *, layer, q=None, kv_cache=None, chunk_context_tokens=None):
+    def attend(case, *, layer, q=None, kv_cache=None, chunk_context_tokens=None, first_key=0):
         batch = dataclasses.replace(upload(case.paged.batch), chunk_context_tokens=chunk_context_tokens)
         out = ops.latent_attention(
             activation(case.q if q is None else q),
@@ -78,6 +78,7 @@ def run(ops, upload, activation, host):
             kv_b_proj=activation(case.kv_b_proj),
             batch=batch,
             scale=case.scale,
+            first_key=first_key,
         )
         return host(out)
 
@@ -131,10 +132,10 @@ def test_latent_attention_of_rows_of_any_length_equals_float64(run, make_case, c
 
 @pytest.mark.parametrize("operators", [CpuOps, BatchInvariantCpuOps])
 @pytest.mark.parametrize("first_key", [1, 3])
-def test_latent_attention_begins_at_the_first_key(make_case, ops, operators, first_key):
+def test_batch_invariant_latent_attention_begins_at_the_first_key(make_case, ops, operators, first_key):
     """What lies before it may be anything."""
     if ops.name != "cpu":
-        pytest.skip("GPUs begin at key 0")
+        pytest.skip("these classes are the CPU's")
     for index, shape in enumerate(SHAPES["cpu"]):
         case = make_case(np.random.default_rng(index), [(1, 1), (40, 40), (37, 1), (9, 5), (300, 250)], shape)
         expected = naive_attention(case, 1, first_key=first_key)
@@ -151,6 +152,25 @@ def test_latent_attention_begins_at_the_first_key(make_case, ops, operators, fir
         sees = case.paged.batch.positions >= first_key
         np.testing.assert_allclose(out[sees], expected[sees], rtol=1e-4, atol=1e-5)
         assert not np.allclose(out[sees], naive_attention(case, 1)[sees], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("first_key", [1, 3, 40])
+def test_latent_attention_begins_at_the_first_key(run, make_case, check, shapes, first_key):
+    """What lies before it may be anything, and so may the results of tokens that see none."""
+    for index, shape in enumerate(shapes):
+        case = make_case(
+            np.random.default_rng(index), [(1, 1), (40, 40), (37, 1), (9, 5), (300, 250), (1500, 1)], shape
+        )
+        expected = naive_attention(case, 1, first_key=first_key)
+        kv_cache, batch = case.paged.kv_cache.copy(), case.paged.batch
+        for table, context in zip(batch.block_tables[0], batch.context_lens.tolist(), strict=True):
+            blocks, offsets = np.divmod(np.arange(min(first_key, context)), kv_cache.shape[4])
+            kv_cache[table[blocks], :, :, :, offsets] = np.nan
+        out = run(case, layer=1, kv_cache=kv_cache, first_key=first_key)
+        sees = batch.positions >= first_key
+        check(out[sees], expected[sees])
+        with pytest.raises(AssertionError):
+            check(out[sees], naive_attention(case, 1)[sees])
 
 
 def test_latent_attention_told_of_the_chunks_contexts_gives_the_same(run, make_case, check, shapes):

@@ -4,6 +4,9 @@
 
 namespace ampere {
 
+// Nothing that is emulated has a use for it.
+inline uint32_t shared_address(const void*) { abort(); }
+
 inline void copy_16(void* to, const void* from, bool is_there = true) {
   if (is_there) memcpy(to, from, 16);
   else memset(to, 0, 16);

@@ -2,16 +2,12 @@
 #pragma once
 #include "cuda.hpp"
 
-struct float2 {
-  float x, y;
-};
 struct __nv_bfloat162 {
   __nv_bfloat16 x, y;
 };
 struct __half {
   uint16_t bits;
 };
-inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float __bfloat162float(__nv_bfloat16 value) { return emulated::from_bfloat16(value.bits); }
 inline __nv_bfloat16 __float2bfloat16_rn(float value) { return {uint16_t(emulated::to_bfloat16(value))}; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }

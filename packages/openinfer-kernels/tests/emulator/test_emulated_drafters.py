@@ -21,6 +21,7 @@ KERNELS = {
     "keep": "const char*, const Hidden*, const Step*",
     "settle": "const Hidden*, const int*, const int*, const char*, char*",
     "join": "const char*, char*, int64_t, int",
+    "clear": "char*, const int*, int, int",
     "add": "float*, const float*, int64_t, int, int",
     "ids": "int*, const int*, int*, int, int",
 }

@@ -75,8 +75,8 @@ def test_every_operator_of_the_contract_is_providable_but_for_memory_and_samplin
         *uploads,
     }
     choices = {"sample", "logprobs", "ngram_drafts", "top_experts", "table_experts"}
-    drafting = {"hidden_before", "keep_hidden", "settle_hidden", "join_columns", "put_ids", "add_logits", "draft_ids"}
-    drafting |= {"draft_head", "draft_logits"}
+    drafting = {"hidden_before", "keep_hidden", "settle_hidden", "join_columns", "clear_rows", "put_ids", "add_logits"}
+    drafting |= {"draft_ids", "draft_head", "draft_logits"}
     replay = {"keep_inputs", "replay_inputs"}
     assert contract - memory - choices - drafting - replay == {*PROVIDABLE}
     assert list(PROVIDABLE) == sorted(CASES)

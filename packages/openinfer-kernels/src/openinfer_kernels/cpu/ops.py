@@ -45,6 +45,7 @@ from openinfer_kernels.cpu.norm.rms_norm import (
 )
 from openinfer_kernels.cpu.sampling.drafting import (
     add_logits,
+    clear_rows,
     draft_head,
     draft_ids,
     draft_logits,
@@ -128,6 +129,7 @@ class CpuOps:
     keep_hidden = staticmethod(keep_hidden)
     settle_hidden = staticmethod(settle_hidden)
     join_columns = staticmethod(join_columns)
+    clear_rows = staticmethod(clear_rows)
     draft_ids = staticmethod(draft_ids)
     put_ids = staticmethod(put_ids)
     add_logits = staticmethod(add_logits)

@@ -344,6 +344,7 @@ class CudaOps:
     keep_hidden = served_by(_drafting, Drafting.keep_hidden)
     settle_hidden = served_by(_drafting, Drafting.settle_hidden)
     join_columns = served_by(_drafting, Drafting.join_columns)
+    clear_rows = served_by(_drafting, Drafting.clear_rows)
     draft_ids = served_by(_drafting, Drafting.draft_ids)
     put_ids = served_by(_drafting, Drafting.put_ids)
     add_logits = served_by(_drafting, Drafting.add_logits)

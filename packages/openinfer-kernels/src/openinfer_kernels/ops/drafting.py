@@ -145,6 +145,10 @@ class DraftingOps(Protocol):
         """`[T, sum of widths]` in the compute dtype: matrices of float32 or the compute dtype next to each other."""
         ...
 
+    def clear_rows(self, matrix: Array, positions: Array, position: int) -> None:
+        """Writes zeros into the rows of `matrix [T, w]`, in the compute dtype, whose `positions [T]` are this one."""
+        ...
+
     def put_ids(self, ids: Array, matrix: Array, column: int) -> None:
         """Writes token `ids [n]` int32 into a column of `matrix [n, k]` int32."""
         ...

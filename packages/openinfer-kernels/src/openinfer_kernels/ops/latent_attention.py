@@ -69,7 +69,7 @@ class LatentAttentionOps(Protocol):
             batch: rows of any length.
             scale: multiplies the scores.
             first_key: positions before it are seen by no token, and what a cache holds there may be anything: drafters
-                of pairs of tokens have none at position 0. Tokens before it get any result. GPUs have 0 alone.
+                of pairs of tokens have none at position 0. Tokens before it get any result.
 
         Returns:
             `[T, H dv]`.

@@ -53,6 +53,7 @@ def check_drafting(ops: Ops, *, hidden_size: int = 96, steps: int = 30, seed: in
         _same(ops, found, settled)
         _same_memory(ops, own, right)
         _check_columns(ops, rng, hidden)
+        _check_cleared(ops, hidden, batch, int(rng.integers(0, 24)))
         _check_ids(ops, rng)
     return compared
 
@@ -109,6 +110,13 @@ def _check_columns(ops: Ops, rng: np.random.Generator, hidden: HostArray) -> Non
     joined = ops.join_columns(ops.upload_weight(hidden), ops.upload(other))
     _same(ops, joined, CpuOps.join_columns(hidden, other))
     _same(ops, ops.join_columns(ops.upload(other)), other)
+
+
+def _check_cleared(ops: Ops, hidden: HostArray, batch: AttentionBatch, position: int) -> None:
+    own, right = ops.upload_weight(hidden), hidden.copy()
+    ops.clear_rows(own, ops.upload(batch.positions), position)
+    CpuOps.clear_rows(right, batch.positions, position)
+    _same(ops, own, right)
 
 
 def _check_ids(ops: Ops, rng: np.random.Generator) -> None:

@@ -48,6 +48,10 @@ def join_columns(*parts: Array) -> Array:
     return np.concatenate(parts, axis=1)
 
 
+def clear_rows(matrix: Array, positions: Array, position: int) -> None:
+    matrix[positions == position] = 0
+
+
 def put_ids(ids: Array, matrix: Array, column: int) -> None:
     matrix[:, column] = ids
 

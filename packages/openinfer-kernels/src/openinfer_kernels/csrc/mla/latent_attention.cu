@@ -10,6 +10,9 @@
 //
 // latent_scheduler.cuh divides the work; `latent_merge.cu` reduces the partials of items. What a work tile holds beyond
 // the context is zero in shared memory, as it may be anything in the cache, and 0 * NaN is not 0.
+//
+// The kernels `_from` see no token before `first_key`, which drafting layers ask for, and what the cache holds there may
+// be anything, too. The others do without its comparisons.
 #include "common/pdl.cuh"
 #include "mla/latent_scheduler.cuh"
 
@@ -25,9 +28,10 @@ constexpr int kPitch = kEntry + kPad;
 constexpr int kStages = 2;
 constexpr int kChunks = kEntry / 8;  // of 16 bytes, of a row
 
-template <int kWarps_>
+template <int kWarps_, bool kHasFirst_>
 struct Shape {
   static constexpr int kWarps = kWarps_, kThreads = kWarps * 32;
+  static constexpr bool kHasFirst = kHasFirst_;      // tokens before `first_key` are not seen
   static constexpr int kWorkTile = kWarps * 8;       // tokens
   static constexpr int kValues = kLatent / kWarps;   // of a warp
   static constexpr int kSums = kValues / 8;          // tensor core tiles of them
@@ -123,7 +127,11 @@ __device__ __forceinline__ void copy_work_tile(Shared<S>& s, int stage, const Ar
   bf16* entries = s.entries[stage] + warp * 8 * kPitch;
   if (!place.is_empty()) clear_vectors(entries, vectors, 8, lane);
   const bf16* from = a.cache + block * a.block_stride + int64_t(token & ((1 << a.block_shift) - 1)) * kEntry;
-  copy_vectors(entries, from, vectors, &s.arrived[stage], lane);
+  if constexpr (S::kHasFirst) {
+    const int unseen = min(max(a.first_key - token, 0), vectors);
+    clear_vectors(entries, 0, unseen, lane);
+    copy_vectors(entries + unseen * kPitch, from + unseen * kEntry, vectors - unseen, &s.arrived[stage], lane);
+  } else copy_vectors(entries, from, vectors, &s.arrived[stage], lane);
 }
 
 // The queries of an item.
@@ -206,7 +214,11 @@ __device__ __forceinline__ void attend(Shared<S>& s, Work<S>& w, const bf16* q, 
   w.multiply_keys(scores, q, stage, warp, lane);
   const int token = here.index * S::kWorkTile + warp * 8 + 2 * t;
 #pragma unroll
-  for (int i = 0; i < 4; i++) scores[i] = token + (i & 1) < here.seen ? scores[i] * a.scale : kMinusInfinity;
+  for (int i = 0; i < 4; i++) {
+    const int key = token + (i & 1);
+    const bool is_seen = key < here.seen && (!S::kHasFirst || key >= a.first_key);
+    scores[i] = is_seen ? scores[i] * a.scale : kMinusInfinity;
+  }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float highest = fmaxf(scores[2 * r], scores[2 * r + 1]);
@@ -327,7 +339,9 @@ __device__ void run(const Arguments& a) {
     if (is_new) wait_for_vectors(&s.arrived[kStages], items++ & 1);
     __syncthreads();  // what all warps copied and cleared is there, and none reads the work tile before this one any more
     copy_ahead();
-    if (!here.is_empty()) attend(s, w, s.q, s.entries[stage], a, here);
+    // Where a work tile has no token that is seen, -inf less -inf would be NaN.
+    const bool is_unseen = S::kHasFirst && min((here.index + 1) * S::kWorkTile, here.seen) <= a.first_key;
+    if (!here.is_empty() && !is_unseen) attend(s, w, s.q, s.entries[stage], a, here);
     is_new = here.index + 1 == here.count || work_tile + 1 == last;
     if (is_new) {
       const bool is_whole = here.index + 1 == here.count && begin == 0;
@@ -344,10 +358,12 @@ __device__ void run(const Arguments& a) {
 
 }  // namespace
 
-#define LATENT_ATTENTION(WARPS, BLOCKS)                                                                          \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) latent_attention_##WARPS(Arguments arguments) { \
-    run<Shape<WARPS>>(arguments);                                                                                \
+#define LATENT_ATTENTION(NAME, WARPS, BLOCKS, HAS_FIRST)                                                \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) latent_attention_##NAME(Arguments arguments) { \
+    run<Shape<WARPS, HAS_FIRST>>(arguments);                                                           \
   }
 
-LATENT_ATTENTION(4, 2)
-LATENT_ATTENTION(2, 1)
+LATENT_ATTENTION(4, 4, 2, false)
+LATENT_ATTENTION(2, 2, 1, false)
+LATENT_ATTENTION(4_from, 4, 2, true)
+LATENT_ATTENTION(2_from, 2, 1, true)

@@ -23,6 +23,7 @@ struct Arguments {
   int most_tokens;          // of a row that this kernel serves
   int early;                // nonzero: the batch may be read before the previous kernel has ended
   float scale;              // of scores, times log2(e)
+  int first_key;            // of the kernels that have one: tokens before it are not seen
 };
 
 struct Rows {

@@ -77,6 +77,12 @@ extern "C" __global__ void drafters_before(const char* hidden, const Hidden memo
   copy_row(before + int64_t(token) * memory.row_bytes, from, memory.row_bytes);
 }
 
+// Zeros in the rows of tokens at one position. Grid: tokens.
+extern "C" __global__ void drafters_clear(char* rows, const int* positions, int position, int row_bytes) {
+  const int token = blockIdx.x;
+  if (positions[token] == position) copy_row(rows + int64_t(token) * row_bytes, nullptr, row_bytes);
+}
+
 // What later steps go on from. Grid: tokens.
 extern "C" __global__ void drafters_keep(const char* hidden, const Hidden memory, const Step step) {
   const int token = blockIdx.x, row = step.row_of(token);

@@ -46,6 +46,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("num_rows", "table_stride", "num_heads", "block_shift")),
         *((name, ctypes.c_int) for name in ("most_tokens", "early")),
         ("scale", ctypes.c_float),
+        ("first_key", ctypes.c_int),
     )
 
 
@@ -78,8 +79,9 @@ class LatentAbsorbed:
         self._values = {rows: _value_kernel(device, rows) for rows in (16, 32)}
         self._merge = device.kernel("latent_merge", "latent_merge")
         self._warps = next(warps for warps in _WARPS if _shared_bytes(warps) <= device.max_shared_bytes)
-        self._attend = device.kernel(
-            "latent_attention", f"latent_attention_{self._warps}", shared_bytes=_shared_bytes(self._warps)
+        self._attend, self._attend_from = (
+            device.kernel("latent_attention", f"latent_attention_{kind}", shared_bytes=_shared_bytes(self._warps))
+            for kind in (str(self._warps), f"{self._warps}_from")
         )
         # With two blocks on a multiprocessor, one multiplies while the other waits for its maximum.
         two_fit = 2 * _shared_bytes(self._warps) + _RESERVED_BYTES <= device.max_shared_bytes
@@ -95,8 +97,12 @@ class LatentAbsorbed:
         batch: AttentionBatch,
         scale: float,
         most_tokens: int,
+        first_key: int = 0,
     ) -> None:
-        """Writes what belongs to rows of at most `most_tokens` tokens into `out [T, H, 128]`."""
+        """Writes what belongs to rows of at most `most_tokens` tokens into `out [T, H, 128]`.
+
+        `first_key`: tokens before it are seen by none.
+        """
         num_tokens, num_heads = q.shape[:2]
         tiles = -(-num_heads // HEADS)
         queries = cupy.empty((num_tokens, num_heads, _ENTRY), bfloat16)
@@ -125,8 +131,10 @@ class LatentAbsorbed:
             # From the second layer on, `batch` is read before the kernels ahead have ended: it was written long before.
             int(not cache.is_first_layer),
             scale * _LOG2_E,
+            first_key,
         )
-        self._attend((self._workers, 1, 1), (32 * self._warps, 1, 1), [arguments], overlap=True)
+        attend = self._attend_from if first_key else self._attend
+        attend((self._workers, 1, 1), (32 * self._warps, 1, 1), [arguments], overlap=True)
         # A kernel of their own reduces the partials: `latent_values`, with several blocks a head, would read them
         # several times.
         merge = _MergeArguments(*map(address, (partials, items, whole)), num_heads)

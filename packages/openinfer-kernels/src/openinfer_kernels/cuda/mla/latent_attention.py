@@ -41,18 +41,17 @@ class LatentAttention:
         first_key: int = 0,
     ) -> Array:
         """Sizes are those of every published model (`require_latents`); padding of a captured step gets no result."""
-        if first_key:
-            raise ArrayMismatchError(
-                f"attention over latents from key {first_key} on has no kernel; it begins at key 0"
-            )
+        if not 0 <= first_key <= _ANY_NUMBER:
+            raise ArrayMismatchError(f"first_key {first_key}: at least 0")
         shape = _check(q, cache, kv_b_proj, batch)
         out = cupy.empty((len(q), shape.num_heads * shape.value_dim), bfloat16)
         absorbed = partial(self._absorbed.launch, q, cache, kv_b_proj, out, batch=batch, scale=scale)
         least, context_tokens = math.ceil(shape.least_expanded_tokens), batch.chunk_context_tokens
-        expanded = self._expanded if batch.max_query_tokens >= least else None
+        # Rows of drafts, which alone begin at another key, have few tokens.
+        expanded = self._expanded if batch.max_query_tokens >= least and not first_key else None
         # Expanding needs memory for the contexts, so the host must know them: a captured step is absorbed as a whole.
         if expanded is None or context_tokens is None or not expanded.has_room(context_tokens):
-            absorbed(most_tokens=_ANY_NUMBER)
+            absorbed(most_tokens=_ANY_NUMBER, first_key=first_key)
             return out
         if len(q) < len(batch.context_lens) * batch.max_query_tokens:  # else every row is as long as the longest
             absorbed(most_tokens=least - 1)

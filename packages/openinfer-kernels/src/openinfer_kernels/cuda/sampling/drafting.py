@@ -42,7 +42,7 @@ class Drafting:
     """The operators on one device."""
 
     def __init__(self, device: Device, memory: Memory, sampling: Sampling) -> None:
-        names = ("restore", "before", "keep", "settle", "join", "ids", "add")
+        names = ("restore", "before", "keep", "settle", "join", "clear", "ids", "add")
         self._kernels = {name: device.kernel("drafters", f"drafters_{name}") for name in names}
         self._device = device
         self._memory = memory
@@ -91,6 +91,15 @@ class Drafting:
             row_bytes = width * bfloat16.itemsize
             self._run("join", len(part), [rounded, target, ctypes.c_int64(whole.strides[0]), ctypes.c_int(row_bytes)])
         return whole
+
+    def clear_rows(self, matrix: Array, positions: Array, position: int) -> None:
+        """Widths are multiples of 8."""
+        require(matrix, bfloat16, ndim=2, what="the matrix")
+        require(positions, _INT32, ndim=1, what="the positions")
+        if len(matrix) != len(positions) or matrix.shape[1] % 8:
+            raise ArrayMismatchError(f"rows of {matrix.shape} at {len(positions)} positions: rows alike, of 8 numbers")
+        row_bytes = matrix.shape[1] * bfloat16.itemsize
+        self._run("clear", len(matrix), [matrix, positions, ctypes.c_int(position), ctypes.c_int(row_bytes)])
 
     def _rounded(self, residual: Array) -> Array:
         """Between two layers of a model, whose kernels begin before the one ahead has ended: so does this one."""
