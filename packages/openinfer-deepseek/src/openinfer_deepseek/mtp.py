@@ -40,7 +40,13 @@ from openinfer_engine.distributed.expert_group import expert_group
 from openinfer_engine.drafters.boundaries import boundary_group
 from openinfer_engine.drafters.chained import ChainedDrafter
 from openinfer_engine.drafters.chains import HiddenBefore, kept_states
-from openinfer_engine.drafters.contract import DrafterRequirements, DrafterSetting, DraftMemory, ObservedStep
+from openinfer_engine.drafters.contract import (
+    DrafterRequirements,
+    DrafterSetting,
+    DraftMemory,
+    ObservedStep,
+    late_bytes,
+)
 from openinfer_engine.model import WeightSource
 from openinfer_engine.weights.loader import WeightLoader
 from openinfer_engine.weights.stored_tensor import TensorSpec
@@ -54,6 +60,8 @@ ATTENTION = "mtp"
 BOUNDARY = "mtp_boundary"
 """The paged group of hidden states at the ends of blocks."""
 _FIRST_KEY = 1
+_PARTIALS_BYTES = 1 << 20
+"""A row's share of what attention over latents leaves of contexts that several multiprocessors have."""
 _NO_LAYER = "it is the drafting layer of DeepSeek-V3 checkpoints (num_nextn_predict_layers: 1), and this model has "
 
 
@@ -94,6 +102,22 @@ class MtpWeights:
     """`[h, 2 h]`: columns of the embedding, then those of the hidden state."""
 
 
+def _token_bytes(config: DeepseekConfig) -> int:
+    """Of what a token's latent and queries are made of, in BF16; its residual stream has float32."""
+    queries = config.num_attention_heads * config.qk_head_dim
+    entry = config.kv_lora_rank + config.qk_rope_head_dim
+    return 2 * (12 * config.hidden_size + 2 * queries + entry + 3 * (config.q_lora_rank or 0))
+
+
+def _row_bytes(config: DeepseekConfig) -> int:
+    """Of a draft's attention in the absorbed form, of its experts, and of its logits and their sampling."""
+    entry = config.kv_lora_rank + config.qk_rope_head_dim
+    attention = 2 * config.num_attention_heads * (2 * entry + config.v_head_dim)
+    widths = 3 * (config.num_experts_per_tok * config.moe_intermediate_size + config.shared_size)
+    outputs = (config.num_experts_per_tok + 4) * config.hidden_size
+    return attention + 4 * (widths + outputs) + 12 * config.vocab_size + _PARTIALS_BYTES
+
+
 def load_mtp(
     model: DeepseekModel,
     names: Mapping[str, Any],
@@ -127,7 +151,7 @@ def load_mtp(
 
 
 class DeepseekMtpDrafter(ChainedDrafter):
-    """Implements `Drafter` and `KvDrafter` for checkpoints of DeepSeek-V3 that have the layer, on a CPU.
+    """Implements `Drafter` and `KvDrafter` for checkpoints of DeepSeek-V3 that have the layer.
 
     Raises:
         Refused: the model is another family's, or has no such layer.
@@ -173,7 +197,13 @@ class DeepseekMtpDrafter(ChainedDrafter):
             tensors=mtp_tensors(config, setting.tensors),
             paged=(group, boundary_group(group, name=BOUNDARY, num_layers=num_layers)),
             span_tokens=setting.max_drafts,
-            bytes_per_sequence=4 * (1 + kept_states(setting.max_drafts)) * config.hidden_size,
+            is_queued=True,
+            observes_late=True,
+            bytes_per_token=_token_bytes(config),
+            bytes_per_sequence=(
+                4 * (1 + kept_states(setting.max_drafts)) * config.hidden_size + late_bytes(1, config.hidden_size)
+            ),
+            bytes_per_row=_token_bytes(config) + _row_bytes(config),
         )
 
     def attach(self, memory: DraftMemory) -> None:
@@ -211,7 +241,7 @@ class DeepseekMtpDrafter(ChainedDrafter):
         """The normed input of the layer `[T, h]`, and the residual stream, float32."""
         ops, weights, eps = self._ops, self._weights, self._layer.config.rms_norm_eps
         embedded = ops.embedding(token_ids, self._layer.weights.embed_tokens)
-        embedded[batch.positions == _FIRST_KEY] = 0
+        ops.clear_rows(embedded, batch.positions, _FIRST_KEY)
         both = ops.join_columns(
             ops.rms_norm(embedded, weights.enorm, eps=eps), ops.rms_norm(hidden, weights.hnorm, eps=eps)
         )

@@ -73,8 +73,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     },
+    "deepseek_v3": _QWEN
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "kv_lora_rank": 12,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 32,
+        "n_group": 2,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 1,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "rope_theta": 1e4,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 1,
+        "v_head_dim": 8,
+    },
 }
-PLUGINS = {"qwen3": "qwen3", "qwen3_5": "qwen35"}
+PLUGINS = {"qwen3": "qwen3", "qwen3_5": "qwen35", "deepseek_v3": "deepseek_v3"}
 
 
 class PaddedModel:

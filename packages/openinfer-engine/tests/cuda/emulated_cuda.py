@@ -52,7 +52,7 @@ _LOOPING = (
     "steps_prepare_chunks",
     *(
         f"drafters_{name}"
-        for name in ("restore", "before", "keep", "settle", "spans", "place", "put_late", "take_late", "rows")
+        for name in ("restore", "before", "keep", "settle", "clear", "spans", "place", "put_late", "take_late", "rows")
     ),
 )
 

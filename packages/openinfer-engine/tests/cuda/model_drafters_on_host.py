@@ -42,7 +42,14 @@ from openinfer_kernels.cuda.sampling.late_rows import LateRows
 from openinfer_kv_cache import KvDtype, KvLayout
 
 MAX_DRAFTS = 3
-FAMILIES = {"eagle3": "qwen3", "dflash": "qwen3", "dspark": "qwen3", "mtp": "qwen3_5", "draft-model": "qwen3"}
+FAMILIES = {
+    "eagle3": "qwen3",
+    "dflash": "qwen3",
+    "dspark": "qwen3",
+    "mtp": "qwen3_5",
+    "draft-model": "qwen3",
+    "deepseek-mtp": "deepseek_v3",
+}
 _LAYER = {
     name: on_host.CONFIGS["qwen3"][name] for name in ("hidden_size", "intermediate_size", "vocab_size", "head_dim")
 }
@@ -398,7 +405,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
         made_bench = DrafterBench(sys.argv[1], emulated_cuda.Kernels(Path(made)), Path(made))
         check(made_bench)
-        selects = made_bench.name != "mtp"  # which is shown hidden states
+        selects = made_bench.name not in ("mtp", "deepseek-mtp")  # which are shown hidden states
         assert selects == (on_host.LastTokenPaddedModel.num_selected > 0), on_host.LastTokenPaddedModel.num_selected
         check_quiet(made_bench)
         check_replayed(made_bench)
