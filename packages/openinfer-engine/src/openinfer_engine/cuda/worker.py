@@ -223,14 +223,16 @@ class CudaWorker:
             with self._ops.tuning(), self._sizes.rehearsal():
                 for inputs in (way for each in decode for way in self._ways(each)):
                     self._sample_decode_fully(self._decode_step(inputs)[0], inputs)
-                for inputs in (*(way for each in mixed for way in self._ways(each)), *adapted):
+                # Those of few tokens are also what accepting drafts is run with, before it is captured.
+                hidden = [[self._mixed_hidden(way) for way in self._ways(each)][-1] for each in mixed]
+                for inputs in adapted:
                     self._mixed_hidden(inputs)
                 self._stream.synchronize()
             if self._sizes.are_shared:
                 self._warm_up_shared(decode, mixed)
             mark("tuning")
             if capture:
-                self._warm_up_drafts(mixed)
+                self._warm_up_drafts(mixed, hidden)
                 scratch = None if self._sleeping_memory is None else self._sleeping_memory.scratch_pool()
                 with self._stream.private_pool(scratch):  # every graph's scratch; inputs lie elsewhere
                     for inputs in reversed(adapted):
@@ -257,15 +259,14 @@ class CudaWorker:
         rows, most_tokens = TokenRows(self._ops.device), self._drafted.most_tokens
         return partial(self._mixed.leave_hidden_by_token, rows, most_tokens=most_tokens)
 
-    def _warm_up_drafts(self, mixed: Sequence[MixedInputs]) -> None:
+    def _warm_up_drafts(self, mixed: Sequence[MixedInputs], hidden: Sequence[Array]) -> None:
         if self._drafted is None:
             return
         by_token = self._hidden_by_token()
-        for inputs in mixed:
-            hidden = self._mixed.hidden_of(inputs)
-            self._drafted.graphs.warm_up(inputs, hidden)
+        for inputs, states in zip(mixed, hidden, strict=True):
             if by_token is not None and len(inputs.token_ids) <= BY_TOKEN_TOKENS:
-                by_token(inputs, hidden)
+                by_token(inputs, states)
+            self._drafted.graphs.warm_up(inputs, states)
         self._stream.synchronize()
 
     def _capture(self, decode: Sequence[DecodeInputs], mixed: Sequence[MixedInputs], work: StepWork) -> None:
