@@ -1,9 +1,11 @@
 """Times the operators of linear attention at Qwen3.5-4B's sizes on a GPU, and compares chunks with steps.
 
-    python3 tools/device/linear_attention.py [--commit COMMIT] [--out FILE]
+    python3 tools/device/linear_attention.py [--commit COMMIT] [--out FILE] [--rows NAME ...]
 
 Each operator runs in a graph over several layers, whose states are larger than the L2 cache; the figures are of one
-layer. At the end one prompt is computed in chunks, whose operands are BF16, and step by step, all in float32.
+layer. Rows with drafts leave states as they are, and their inputs are kept and replayed. `chain` is what a layer has of
+all this between its two products, as a step has it: what more tokens of a row cost is the difference of two. At the end
+one prompt is computed in chunks, whose operands are BF16, and step by step, all in float32.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,9 @@ ROWS = {
     "1 x 8192": [8192],
     "8 x 1024": [1024] * 8,
 }
+DRAFTED = {"1 x 2": [2], "1 x 3": [3], "1 x 4": [4], "8 x 3": [3] * 8, "8 x 4": [4] * 8, "64 x 3": [3] * 64}
+"""Rows with drafts."""
+HIDDEN = 2560
 WARM_S = 0.3
 
 
@@ -67,7 +73,7 @@ def make_batch(rows: list[int]) -> AttentionBatch:
 class Layers:
     """The operators over the states of several layers."""
 
-    def __init__(self, ops: CudaOps, rows: list[int], *, layers: int) -> None:
+    def __init__(self, ops: CudaOps, rows: list[int], *, layers: int, drafted: bool = False) -> None:
         self.ops, self.batch, self.layers = ops, make_batch(rows), layers
         rng = np.random.default_rng(0)
         self.state = cupy.zeros((len(rows), layers, HEADS, DIM, DIM), np.float32)
@@ -76,6 +82,14 @@ class Layers:
         self.a_log = ops.upload(np.log(rng.uniform(0.2, 3.0, HEADS)).astype(np.float32))
         self.dt_bias = ops.upload(rng.normal(size=HEADS).astype(np.float32))
         self.norm = cupy.ones(DIM, np.float32)
+        self.kept = ops.keep_inputs(conv=self.conv, state=self.state, most_tokens=max(rows)) if drafted else None
+        if drafted:
+            self.batch = replace(self.batch, kept=self.kept, kept_rows=cupy.ones(len(rows), np.int32))
+        self.slots, self.counts = (
+            ops.upload(np.array(each, np.int32)) for each in (range(len(rows)), [max(rows) - 1] * len(rows))
+        )
+        self.x = random_bf16(sum(rows), HIDDEN)
+        self.products: list[tuple[Any, Any]] = []
         self.qkv, self.attended = self.convolve(0), None
         self.attended = self.rule(0)
 
@@ -92,6 +106,25 @@ class Layers:
         del layer
         z = self.projected[:, CHANNELS : CHANNELS + VALUES]
         return self.ops.gated_rms_norm(self.attended, z, self.norm, eps=1e-6)
+
+    def chain(self, layer: int) -> Any:
+        if not self.products:
+            sizes = (PROJECTED, HIDDEN), (HIDDEN, VALUES)
+            self.products = [tuple(random_bf16(*size) for size in sizes) for _ in range(self.layers)]
+        first, last = self.products[layer]
+        projected = self.ops.linear(self.x, first, self.batch)
+        given = {"layer": layer, "batch": self.batch}
+        qkv = self.ops.causal_conv_silu(projected[:, :CHANNELS], self.taps, state=self.conv, **given)
+        decays = {"a_log": self.a_log, "dt_bias": self.dt_bias}
+        gates, z = projected[:, CHANNELS + VALUES :], projected[:, CHANNELS : CHANNELS + VALUES]
+        out = self.ops.gated_delta_rule(qkv, gates, **decays, state=self.state, **given)
+        return self.ops.linear(self.ops.gated_rms_norm(out, z, self.norm, eps=1e-6), last, self.batch)
+
+    def replay(self, layer: int) -> None:
+        """Of all layers at once."""
+        if layer == 0:
+            given = {"conv": self.conv, "state": self.state, "slots": self.slots, "counts": self.counts}
+            self.ops.replay_inputs(self.kept, **given)
 
     def microseconds(self, run: Callable[[int], Any], repeats: int) -> float:
         """Of one layer, in a graph of all of them."""
@@ -112,17 +145,21 @@ class Layers:
         return cupy.cuda.get_elapsed_time(begin, end) * 1e3 / repeats / self.layers
 
 
-def measure(ops: CudaOps, name: str, rows: list[int]) -> dict[str, Any]:
-    steps = max(rows) == 1
+def measure(ops: CudaOps, name: str, rows: list[int], *, drafted: bool = False) -> dict[str, Any]:
+    steps = drafted or max(rows) == 1
     layers, repeats = (24, 20) if steps else (4, 5)
-    made = Layers(ops, rows, layers=layers)
+    made = Layers(ops, rows, layers=layers, drafted=drafted)
     found = {
-        "rows": name,
+        "rows": f"{name} drafted" if drafted else name,
         "causal_conv_silu_us": made.microseconds(made.convolve, repeats),
         "gated_delta_rule_us": made.microseconds(made.rule, repeats),
         "gated_rms_norm_us": made.microseconds(made.gate, repeats),
     }
     if steps:
+        found["chain_us"] = made.microseconds(made.chain, repeats)
+    if drafted:
+        found["replay_us"] = made.microseconds(made.replay, repeats)
+    elif steps:
         found["state_tb_per_s"] = 2 * made.state.nbytes / layers / found["gated_delta_rule_us"] * 1e-6
     return found
 
@@ -146,13 +183,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", help="where the checkout does not say")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--rows", nargs="+", default=[*ROWS, *DRAFTED], help="some of them; default: all")
     arguments = parser.parse_args()
     ops, warm = CudaOps(), cupy.ones((4096, 4096), np.float32)
     begin = time.perf_counter()
     while time.perf_counter() - begin < WARM_S:
         warm @ warm
         cupy.cuda.Device().synchronize()
-    rows = [measure(ops, name, counts) for name, counts in ROWS.items()]
+    rows = [measure(ops, name, counts) for name, counts in ROWS.items() if name in arguments.rows]
+    rows += [measure(ops, name, counts, drafted=True) for name, counts in DRAFTED.items() if name in arguments.rows]
     for row in rows:
         print(
             "  ".join(f"{key} {value:.2f}" if isinstance(value, float) else f"{value:>9}" for key, value in row.items())
