@@ -58,7 +58,7 @@ def make_mtp_model(folder: Path) -> Path:
     rng = np.random.default_rng(0)
     config = DeepseekV3Definition().parse(CONFIG)
     weights: dict[str, Any] = {}
-    for name, spec in (tensors(config) | mtp_tensors(config, {})).items():
+    for name, spec in {**tensors(config), **mtp_tensors(config, {})}.items():
         shape = spec.shape if isinstance(spec, StoredTensor) else spec
         values = rng.normal(size=shape)
         is_branch = any(part in name for part in ("o_proj", "down_proj"))
