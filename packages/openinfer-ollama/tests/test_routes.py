@@ -172,6 +172,19 @@ def test_routes_are_in_the_document_with_their_lines_and_errors(bench):
     assert {"/api/generate", "/api/tags", "/api/ps", "/api/show", "/api/version"} <= document["paths"].keys()
 
 
+@pytest.mark.parametrize("value", [10**23, -(10**23), 2**63, -(2**63) - 1])
+def test_every_integer_of_options_is_held_to_64_bits(bench, value):
+    kinds = {field.name: field.type for field in msgspec.inspect.type_info(Options).fields}
+    names = [name for name, kind in kinds.items() if "IntType" in repr(kind)]
+    assert len(names) == 5
+    for name in names:
+        answer = bench.http.post("/api/chat", json={"model": "parrot", "messages": TURNS, "options": {name: value}})
+        assert (answer.status_code, name in answer.json()["error"]) == (400, True)
+    call = {"function": {"name": "f", "index": value}}
+    turns = [{"role": "assistant", "tool_calls": [call]}, *TURNS]
+    assert bench.http.post("/api/chat", json={"model": "parrot", "messages": turns}).status_code == 400
+
+
 def test_version_is_public_and_a_number_of_ollamas(bench):
     assert re.fullmatch(r"0\.\d+\.\d+", bench.http.get("/api/version").json()["version"])
 

@@ -1,27 +1,30 @@
 """`options` of a request: what each does, or why it changes nothing."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+import msgspec
 
 from openinfer_server import ANY, Neutral, RequestFields, Rule
 
 ONE_MODEL = Neutral(ANY, "the server's own options say how its one model is loaded")
 NO_MIROSTAT = Neutral(ANY, "it tunes mirostat, which is off")
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class Options(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to sample, and how Ollama would load the model."""
 
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: Int64 | None = None
     top_p: float | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: Int64 | None = None
     stop: list[str] | None = None
-    num_predict: int | None = None
-    num_ctx: int | None = None
+    num_predict: Int64 | None = None
+    num_ctx: Int64 | None = None
     repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
+    repeat_last_n: Int64 | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from openinfer_ollama.options import Options
+from openinfer_ollama.options import Int64, Options
 from openinfer_server import ANY, FunctionDefinition, Neutral, Refused, RequestFields, Rule
 
 KEPT = "the model stays loaded as long as the server runs"
@@ -66,7 +66,7 @@ class ToolCallFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     name: str
     arguments: dict[str, Any] | None = None
-    index: int | None = None
+    index: Int64 | None = None
 
 
 class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

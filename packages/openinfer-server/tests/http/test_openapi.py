@@ -155,3 +155,94 @@ def test_every_bound_is_kept(document, shared, call, name):
                 assert status == 400, (field, value, answer)
                 num_bounds += 1
     assert num_bounds > 25
+
+
+def integers(document, schema, path=(), seen=()):
+    """The integers of a schema: where each is, names with `[]` for an element and `{}` for a value, and its schema."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        if name in seen:
+            return
+        seen, schema = (*seen, name), document["components"]["schemas"][name]
+    if schema.get("type") == "integer" and "enum" not in schema:
+        yield path, schema
+    for kind in (*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())):
+        yield from integers(document, kind, path, seen)
+    for name, field in schema.get("properties", {}).items():
+        yield from integers(document, field, (*path, name), seen)
+    for mark, key in (("[]", "items"), ("{}", "additionalProperties")):
+        if isinstance(schema.get(key), dict):
+            yield from integers(document, schema[key], (*path, mark), seen)
+
+
+def requested_integers(document):
+    """Every integer that a client can send: method, path, where it is, its schema."""
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            for parameter in operation["parameters"]:
+                for where, schema in integers(document, parameter["schema"]):
+                    yield method.upper(), path, ("?", parameter["name"], *where), schema
+            content = operation.get("requestBody", {}).get("content", {"": {"schema": {}}})
+            for each in content.values():
+                yield from ((method.upper(), path, *found) for found in integers(document, each["schema"]))
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+# What stands around an integer that is not a field of the body itself, nor in a list that is one.
+AROUND = {
+    ("messages", "[]", "tool_calls", "[]", "index"): lambda value: {
+        "messages": [{"role": "assistant", "tool_calls": [{**CALL, "index": value}]}, {"role": "user", "content": "a"}]
+    },
+    ("thinking", "budget_tokens"): lambda value: {"thinking": {"type": "enabled", "budget_tokens": value}},
+    ("kv_transfer_params", "openinfer", "tokens"): lambda value: {
+        "kv_transfer_params": {"openinfer": {"tokens": value}}
+    },
+}
+BODIES = {
+    **dict(BASE.values()),
+    "/v1/completions/render": {"prompt": "a"},
+    "/v1/chat/completions/render": BASE["ChatRequest"][1],
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
+    "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": 1}},
+    "/tokenize": {"messages": [{"role": "user", "content": "a"}]},
+    "/detokenize": {"tokens": [1]},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+}
+
+
+def with_integer(where, value):
+    """Fields of a body with `value` at a place."""
+    if where in AROUND:
+        return AROUND[where](value)
+    for name in reversed(where):
+        value = [value] if name == "[]" else {name: value}
+    return value
+
+
+def test_every_integer_of_every_route_has_two_bounds(document):
+    unbounded = [
+        (method, path, where)
+        for method, path, where, schema in requested_integers(document)
+        if not {"minimum", "maximum"} <= schema.keys()
+    ]
+    assert not unbounded
+
+
+def test_no_integer_beyond_its_bounds_is_taken(document, shared, call):
+    _, _, kept = call(shared, "POST", "/v1/responses", {**BODIES["/v1/responses"], "max_output_tokens": 1})
+    num_posted = 0
+    for method, path, where, schema in requested_integers(document):
+        values = [schema["minimum"] - 1, schema["maximum"] + 1, 10**23, -(10**23)]
+        if path.endswith("/render"):  # nothing is sampled there: only the decoder looks at how to
+            values = [] if where[0] in ("seed", "stop_token_ids", "allowed_token_ids") else values[2:]
+        expected = 403 if path == "/v1/unload_lora_adapter" else 400  # before it is read: the server has no keys
+        for value in values:
+            if where[0] == "?":
+                filled = path.replace("{response_id}", json.loads(kept)["id"])
+                query = f"{where[1]}={value}" + "&stream=true" * (where[1] == "starting_after")
+                status, _, answer = call(shared, method, f"{filled}?{query}")
+            else:
+                status, _, answer = call(shared, method, path, {**BODIES[path], **with_integer(where, value)})
+            assert status == expected, (method, path, where, value, answer)
+            num_posted += 1
+    assert num_posted > 300

@@ -15,6 +15,7 @@ from openinfer_server.http.access import Level
 from openinfer_server.http.api_errors import ApiError, busy, invalid, shutting_down
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Handler, Route, RouteDoc
+from openinfer_server.request.fields import Int64
 from openinfer_server.service import Service
 
 LOAD_TIMEOUT_S = 300.0
@@ -37,7 +38,7 @@ class UnloadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     """Body of `POST /v1/unload_lora_adapter`."""
 
     lora_name: str
-    lora_int_id: int | None = None  # vLLM's, without effect
+    lora_int_id: Int64 | None = None  # vLLM's, without effect
 
 
 _load_decoder = msgspec.json.Decoder(LoadAdapterRequest)

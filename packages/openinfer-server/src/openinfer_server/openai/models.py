@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -10,6 +10,7 @@ from openinfer_server.http.api_errors import invalid, refused
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.openai.objects import Model, ModelList
+from openinfer_server.request.fields import between
 from openinfer_server.service import Service
 
 DEFAULT_LIMIT = 20  # Anthropic's default of `limit`
@@ -46,7 +47,7 @@ class ModelQuery(msgspec.Struct, frozen=True, kw_only=True):
 
     after_id: str | None = None
     before_id: str | None = None
-    limit: int | None = None
+    limit: Annotated[int, between(1, MAX_LIMIT)] | None = None
     lifecycle: list[str] | None = None
     workspace_id: str | None = None
 

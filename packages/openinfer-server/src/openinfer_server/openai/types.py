@@ -12,9 +12,11 @@ import msgspec
 from openinfer_server.http.api_errors import ApiError, invalid, refused
 from openinfer_server.request.fields import (
     Count,
+    Int64,
     Logprobs,
     NonNegative,
     RequestFields,
+    TokenId,
     check_rules,
 )
 from openinfer_server.request.generation_fields import TokenDetailFields
@@ -39,11 +41,11 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # 
 class CompletionRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | list[str | int | list[int]] | None = None
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
     max_completion_tokens: Count | None = None  # the same as max_tokens, under the name that chats have for it
     echo: bool | None = None
     logprobs: Logprobs | None = None
-    best_of: int | None = None
+    best_of: Int64 | None = None
     suffix: object = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {
@@ -123,7 +125,7 @@ class ToolCall(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=T
     id: str
     type: Literal["function"] | None = None
     function: FunctionCall
-    index: int | None = None
+    index: Int64 | None = None
     provider_specific_fields: object = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {

@@ -1,7 +1,8 @@
 """`RequestFields`: what every object of a request says about its own fields; and types of bounded fields.
 
 The bounds are in the OpenAPI document; the code that uses a field checks them, because a decoder that did so would word
-its refusals without saying what is possible. `tests/http/test_openapi.py` posts a value beyond each bound.
+its refusals without saying what is possible. The decoder holds integers but token ids and seeds to 64 bits.
+`tests/http/test_openapi.py` posts a value beyond each bound, and finds integers without.
 """
 
 from collections.abc import Mapping
@@ -44,6 +45,7 @@ def sent_name(kind: type[msgspec.Struct], name: str) -> str:
     return kind.__struct_encode_fields__[kind.__struct_fields__.index(name)]
 
 
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_STOPS = 4  # OpenAI's bound
 MAX_STOP_CHARACTERS = 256
 MAX_LOGIT_BIAS = 100.0  # OpenAI's bound
@@ -55,19 +57,25 @@ def _documented(**schema: Any) -> msgspec.Meta:
     return msgspec.Meta(extra_json_schema=schema)
 
 
+def between(minimum: int, maximum: int = INT64_MAX) -> msgspec.Meta:
+    """Documents the bounds of an integer, which the decoder holds to 64 bits."""
+    return msgspec.Meta(ge=INT64_MIN, le=INT64_MAX, extra_json_schema={"minimum": minimum, "maximum": maximum})
+
+
 def bounded(name: str) -> msgspec.Meta:
     parameter = next(each for each in PARAMETERS if each.name == name)
     if name == "top_k":  # -1 keeps all tokens, as 0 does: vLLM's and transformers' way to say it
-        return _documented(minimum=-1, maximum=int(parameter.high))
+        return between(-1, int(parameter.high))
     low, high = (int(bound) if bound == int(bound) else bound for bound in (parameter.low, parameter.high))
     return _documented(**{"exclusiveMinimum" if parameter.excludes_low else "minimum": low, "maximum": high})
 
 
-Count = Annotated[int, _documented(minimum=1)]
-Seed = Annotated[int, _documented(minimum=-(2**63), maximum=2**64 - 1)]
-Logprobs = Annotated[int, _documented(minimum=0, maximum=MAX_LOGPROBS)]
-Priority = Annotated[int, _documented(minimum=-(2**31), maximum=2**31 - 1)]
-NonNegative = Annotated[int, _documented(minimum=0)]
+Int64 = Annotated[int, between(INT64_MIN)]
+Count = Annotated[int, between(1)]
+Seed = Annotated[int, _documented(minimum=INT64_MIN, maximum=2**64 - 1)]
+Logprobs = Annotated[int, between(0, MAX_LOGPROBS)]
+Priority = Annotated[int, between(-(2**31), 2**31 - 1)]
+NonNegative = Annotated[int, between(0)]
 Deadline = Annotated[float, _documented(exclusiveMinimum=0, maximum=MAX_DEADLINE_S)]
 Hints = Annotated[
     dict[str, str],
@@ -84,5 +92,5 @@ TokenId = Annotated[int, _documented(minimum=0, maximum=MAX_TOKEN_ID)]
 AllowedTokenIds = Annotated[list[TokenId], _documented(minItems=1, maxItems=MAX_ALLOWED_TOKEN_IDS)]
 BadWord = Annotated[str, _documented(minLength=1, maxLength=MAX_BAD_WORD_CHARACTERS)]
 BadWords = Annotated[list[BadWord], _documented(maxItems=MAX_BAD_WORDS)]
-NumKept = Annotated[int, _documented(minimum=-1)]
+NumKept = Annotated[int, between(-1)]
 StopTokenIds = Annotated[list[TokenId], _documented(maxItems=MAX_STOP_TOKEN_IDS)]

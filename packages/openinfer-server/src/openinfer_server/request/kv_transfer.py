@@ -15,7 +15,7 @@ import msgspec
 
 from openinfer_core.engine import EngineCapability, EngineInfo
 from openinfer_server.http.api_errors import invalid, refused
-from openinfer_server.request.fields import RequestFields, check_rules
+from openinfer_server.request.fields import RequestFields, between, check_rules
 from openinfer_server.request.rules import ANY, Neutral, Rule
 
 _FIELD: Final = "kv_transfer_params"
@@ -30,7 +30,7 @@ class StoredPrompt(RequestFields, frozen=True, kw_only=True, forbid_unknown_fiel
 
     layout: _Text
     tier: _Text
-    tokens: Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": _MAX_TOKENS})]
+    tokens: Annotated[int, between(0, _MAX_TOKENS)]
     digest: _Text | None = None
 
 

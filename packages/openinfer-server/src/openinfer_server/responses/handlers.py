@@ -31,6 +31,7 @@ from openinfer_server.responses.plan import (
 from openinfer_server.responses.run import ResponseRun
 from openinfer_server.responses.store import ResponseRecord, ResponseStore
 from openinfer_server.responses.types import (
+    MAX_ITEMS,
     Conversation,
     InputTokensRequest,
     ItemsQuery,
@@ -41,7 +42,6 @@ from openinfer_server.service import Service
 from openinfer_server.tools.dropped import note_dropped_tools
 
 DEFAULT_ITEMS = 20  # OpenAI's default of `limit`
-MAX_ITEMS = 100
 ERRORS = (404, 408, 413, 415, 429, 503)
 
 _decoder = msgspec.json.Decoder(ResponseRequest)

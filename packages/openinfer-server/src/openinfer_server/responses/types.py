@@ -7,7 +7,14 @@ import msgspec
 
 from openinfer_server.openai.types import CACHE_OPTIONS, NOT_TEXT, VERBOSITY, Effort
 from openinfer_server.parsers.syntax.call_syntax import JsonSchema
-from openinfer_server.request.fields import Count, Logprobs, NonNegative, RequestFields
+from openinfer_server.request.fields import (
+    Count,
+    Int64,
+    Logprobs,
+    NonNegative,
+    RequestFields,
+    between,
+)
 from openinfer_server.request.generation_fields import SamplingFields
 from openinfer_server.request.neutral_fields import NO_OBFUSCATION
 from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
@@ -16,6 +23,7 @@ from openinfer_server.tools.types import DROPPED_TOOL_SCHEMA
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
+MAX_ITEMS = 100  # of a page; OpenAI's bound
 FUNCTIONS_ONLY = "the only tools are functions that the client runs"
 _NO_CONTROL = Refused("the model has no such control")
 _SUMMARY = Neutral(("auto",), "reasoning is given whole, and auto leaves the choice")
@@ -168,7 +176,7 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
     thinking_token_budget: NonNegative | None = None  # tokens of reasoning at most; vLLM's name in chats
     metadata: dict[str, str] | None = None
     top_logprobs: Logprobs | None = None
-    max_tool_calls: int | None = None
+    max_tool_calls: Int64 | None = None
     access_programs: object = None
     background_options: object = None
     context_management: object = None
@@ -219,7 +227,7 @@ class RetrieveQuery(RequestFields, frozen=True, kw_only=True, forbid_unknown_fie
     """Query of `GET /v1/responses/{response_id}`."""
 
     stream: bool | None = None
-    starting_after: int | None = None  # the last event the client has seen
+    starting_after: Annotated[int, between(-1)] | None = None  # the last event the client has seen
     include: list[str] | None = None
     include_obfuscation: bool | None = None
 
@@ -233,7 +241,7 @@ class ItemsQuery(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields
     """Query of `GET /v1/responses/{response_id}/input_items`."""
 
     after: str | None = None
-    limit: int | None = None
+    limit: Annotated[int, between(1, MAX_ITEMS)] | None = None
     order: Literal["asc", "desc"] | None = None
     include: list[str] | None = None
 

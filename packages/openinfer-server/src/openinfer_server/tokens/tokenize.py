@@ -11,6 +11,7 @@ from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Handler, Route, RouteDoc
 from openinfer_server.limits.conversation import check_num_entries
 from openinfer_server.openai.types import Effort, Turn, check_turns
+from openinfer_server.request.fields import TokenId
 from openinfer_server.request.plan import ID_BYTES, check_prompt_token_ids, too_long
 from openinfer_server.service import Service
 from openinfer_server.tools.available import AvailableTools, chat_tools
@@ -51,7 +52,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Body of `POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
