@@ -11,7 +11,7 @@ has the conformance kit.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from openinfer_kernels.errors import KernelProviderError
@@ -120,7 +120,8 @@ def provide(own: Ops, chosen: Mapping[str, KernelProvider]) -> Ops:
         chosen: operator -> provider; empty gives `own` itself.
 
     Raises:
-        KernelProviderError: a provider did not bind an operator that it says it serves.
+        KernelProviderError: a provider did not bind an operator that it says it serves, or binds a function that the
+            operator's arguments do not fit.
     """
     if not chosen:
         return own
@@ -135,9 +136,35 @@ def provide(own: Ops, chosen: Mapping[str, KernelProvider]) -> Ops:
             bound[id(provider)] = provider.bind(own)
         if operator not in bound[id(provider)]:
             raise KernelProviderError(f"{type(provider).__name__}.bind returned no {operator}, which it says it serves")
+        function = bound[id(provider)][operator]
         added = extra if operator in cpu_twins(provider) else operators
-        added[operator] = bound[id(provider)][operator]
+        if added is operators:
+            _check_arguments(provider, operator, function)
+        added[operator] = function
     return cast("Ops", _ProvidedOps(own, operators, extra))
+
+
+def _check_arguments(provider: KernelProvider, operator: str, function: Operator) -> None:
+    """Refuses a function that would fail in a step, which does not say whose it is; keywords with defaults may lack."""
+    _, *declared = inspect.signature(getattr(Ops, operator)).parameters.values()
+    needed = [each for each in declared if each.default is inspect.Parameter.empty]
+    by_name = {each.name: None for each in needed if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    try:
+        found = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a function of C, which says nothing of its arguments
+    try:
+        found.bind(*(len(needed) - len(by_name)) * (None,), **by_name)
+    except TypeError as error:
+        has, wants = _without_annotations(found.parameters.values()), _without_annotations(declared)
+        message = (
+            f"{type(provider).__name__}.bind returned {operator}{has}; the contract's is {operator}{wants}: {error}"
+        )
+        raise KernelProviderError(message) from error
+
+
+def _without_annotations(parameters: Iterable[inspect.Parameter]) -> inspect.Signature:
+    return inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in parameters])
 
 
 class _ProvidedOps:

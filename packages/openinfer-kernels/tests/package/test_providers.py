@@ -51,6 +51,22 @@ def test_operator_that_was_not_bound_is_refused():
         provide(CpuOps(), {"linear": Forgetful()})
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x, weight: x, r"rms_norm\(x, weight\); the contract's is rms_norm\(x, weight, \*, eps\): .*'eps'"),
+        (lambda x, *, eps: x, r"rms_norm\(x, \*, eps\); the contract's is rms_norm\(x, weight, \*, eps\): too many"),
+    ],
+)
+def test_function_that_the_arguments_do_not_fit_is_refused(function: Callable[..., Any], message: str):
+    class Other(Doubled):
+        def bind(self, own: Ops) -> dict[str, Callable[..., Any]]:
+            return {"rms_norm": function}
+
+    with pytest.raises(KernelProviderError, match=f"Other.bind returned {message}"):
+        provide(CpuOps(), {"rms_norm": Other()})
+
+
 def test_reasons_say_what_is_possible():
     assert why_not(Doubled(), "rms_norm", architecture="cpu") is None
     assert "it does not serve linear, but rms_norm" in str(why_not(Doubled(), "linear", architecture="cpu"))
