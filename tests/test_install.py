@@ -273,6 +273,20 @@ def test_extras_add_up_and_what_excludes_another_is_refused(tmp_path: Path) -> N
         asking("nccl", fresh=True)
 
 
+def test_what_the_tests_of_a_package_need_is_its_dependency_group(tmp_path: Path) -> None:
+    installer = load_installer()
+    assert installer.tests_need(ROOT / "examples" / "openinfer-sqlite-tier") == [
+        "hypothesis>=6.150,<7",
+        "pytest>=9,<10",
+    ]
+    project = tmp_path / "pyproject.toml"
+    project.write_text('[project]\nname = "mine"\n')
+    assert installer.tests_need(tmp_path) == ["pytest"]
+    project.write_text('[dependency-groups]\nall = ["pytest"]\ntest = [{include-group = "all"}]\n')
+    with pytest.raises(installer.Failure, match="write its lines out"):
+        installer.tests_need(tmp_path)
+
+
 def test_two_wheels_of_one_package_are_refused(wheels: Path) -> None:
     write_wheel(wheels, "openinfer-core", "0.0.9", [])
     installer = load_installer()

@@ -85,7 +85,12 @@ def main() -> int:
     python = make_environment(environment, options.python, fresh=options.fresh)
     lock = None if options.unlocked else lock_for(chosen)
     further = [folder.resolve() for folder in options.with_folder]
-    install(python, packages, wanted, further, lock=lock, dry_run=options.dry_run)
+    tested = [line for folder in further for line in tests_need(folder)] if options.tests else []
+    for name, extras in map(parsed, tested):
+        if name in packages:
+            wanted.add(packages, name, extras)
+    tools = [line for line in tested if parsed(line)[0] not in packages]
+    install(python, packages, wanted, further, tools, lock=lock, dry_run=options.dry_run)
     if options.dry_run:
         return 0
     (environment / CHOSEN).write_text(json.dumps(sorted(chosen)), encoding="utf-8")
@@ -170,6 +175,9 @@ def parse_arguments(choice: list[str]) -> argparse.Namespace:
         metavar="FOLDER",
         help="a package of your own, or of examples/, installed too, editable; repeatable",
     )
+    parser.add_argument(
+        "--tests", action="store_true", help="with --with: also what its tests need, the dependency group test"
+    )
     into = HERE.parents[1] / ".run" / "openinfer" if in_checkout else None
     parser.add_argument(
         "--into",
@@ -217,10 +225,17 @@ def make_environment(folder: Path, python: str | None, *, fresh: bool) -> str:
 
 
 def install(
-    python: str, packages: dict[str, Ours], wanted: Wanted, further: list[Path], *, lock: Path | None, dry_run: bool
+    python: str,
+    packages: dict[str, Ours],
+    wanted: Wanted,
+    further: list[Path],
+    tools: list[str],
+    *,
+    lock: Path | None,
+    dry_run: bool,
 ) -> None:
     """Install what is wanted; every name of ours is bound to its local file, whatever an index has."""
-    wishes = list(requirements(packages, wanted, further))
+    wishes = [*requirements(packages, wanted, further), *tools]
     with tempfile.TemporaryDirectory(prefix="openinfer-install-") as scratch:
         constraints = Path(scratch) / "constraints.txt"
         constraints.write_text("".join(bound(packages)), encoding="utf-8")
@@ -281,6 +296,16 @@ def requirements(packages: dict[str, Ours], wanted: Wanted, further: list[Path])
         if not (folder / "pyproject.toml").exists():
             raise Failure(f"--with {folder}: no pyproject.toml is there; name the folder of a package")
         yield from ("--editable", str(folder))
+
+
+def tests_need(folder: Path) -> list[str]:
+    """Return what a package's tests need, as its dependency group `test` says."""
+    file = folder / "pyproject.toml"
+    groups = tomllib.loads(file.read_text(encoding="utf-8")).get("dependency-groups", {}) if file.exists() else {}
+    lines = groups.get("test", ["pytest"])
+    if not all(isinstance(line, str) for line in lines):
+        raise Failure(f"--tests: the dependency group test of {file} includes another group; write its lines out")
+    return lines
 
 
 def how_to_start(environment: Path) -> str:
