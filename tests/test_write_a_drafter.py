@@ -3,6 +3,7 @@
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "openinfer-lookup"
@@ -21,3 +22,10 @@ def test_entry_point_of_the_page_is_the_examples() -> None:
     (written,) = map(tomllib.loads, blocks("toml"))
     installed = tomllib.loads((EXAMPLE / "pyproject.toml").read_text(encoding="utf-8"))
     assert written["project"]["entry-points"] == installed["project"]["entry-points"]
+
+
+def test_test_of_the_page_passes() -> None:
+    drafter, test = blocks("python")
+    page: dict[str, Any] = {"__name__": "page"}
+    exec(compile(drafter + test, "write-a-drafter.md", "exec"), page)
+    page["test_answers_are_those_without_and_drafts_are_accepted"]()

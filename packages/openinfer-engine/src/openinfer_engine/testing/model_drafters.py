@@ -158,7 +158,12 @@ def check_model_drafter(
 
     Raises:
         AssertionError: an answer differs, the drafter raised, or nothing was compared.
+        ValueError: a request has neither a seed nor temperature 0, so that its answers cannot be compared.
     """
+    for request in requests:
+        if request.sampling.seed is None and request.sampling.temperature > 0:
+            message = f"request {request.request_id} is drawn differently each time: give it a seed, or temperature 0"
+            raise ValueError(message)
     # Sums over ranks, and KV that is rounded, have bits of their own.
     same = {name: options[name] for name in ("tensor_parallel_size", "kv_cache_dtype") if name in options}
     alone = build_loop(resolve(definition, model_dir, EngineOptions(**_SIZES, **same, prefix_cache=False)))
@@ -177,7 +182,8 @@ def check_model_drafter(
             _check_same(found[request_id], answer, request_id)
     assert stats.drafter_faults == 0, "the drafter raised"
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0), stats
-    assert stats.spec_decode_num_draft_tokens > 50, "few drafts were compared"
+    num_drafts = stats.spec_decode_num_draft_tokens
+    assert num_drafts > 50, f"only {num_drafts} drafts were compared: ask for more tokens, or for what it can draft"
     return stats
 
 
