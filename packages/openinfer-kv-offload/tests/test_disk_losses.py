@@ -199,6 +199,36 @@ def test_a_removed_folder_is_made_anew_with_the_same_key_and_its_blocks_are_miss
     assert load(again, chain(2, 3)) == 3
 
 
+@pytest.mark.parametrize("notice", ["look", "close"])
+@pytest.mark.parametrize("names", [["store.json"], ["digest.key"], ["store.json", "digest.key"]])
+def test_a_removed_manifest_or_key_is_written_again_so_that_the_next_start_finds_the_blocks(
+    names, notice, open_disk, folder, clock, said
+):
+    tier = open_disk()
+    key = tier.digest_key
+    save(tier, chain(1, 4))
+    for name in names:
+        (folder / name).unlink()
+    if notice == "look":
+        look(tier, clock)
+    save(tier, chain(2, 2))
+    tier.close()
+    assert said() == [f"tier disk: {' and '.join(names)} of {folder} had been removed: written again"]
+    again = open_disk()
+    assert again.digest_key == key
+    assert [load(again, chain(1, 4)), load(again, chain(2, 2))] == [4, 2]
+    assert said()[1:] == []
+
+
+def test_a_reader_writes_nothing_again(open_disk, folder, clock, said):
+    open_disk()
+    reader = open_disk(access=StoreAccess.READ)
+    (folder / "store.json").unlink()
+    look(reader, clock)
+    assert not (folder / "store.json").exists()
+    assert said() == []
+
+
 def test_blocks_held_while_the_folder_is_removed_are_still_right(open_disk, folder, clock):
     tier = open_disk()
     save(tier, chain(1, 4))

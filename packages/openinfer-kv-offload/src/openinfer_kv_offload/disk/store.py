@@ -20,6 +20,8 @@ from openinfer_kv_offload.format.manifest import StoreAccess, check_manifest, en
 
 _KEY_BYTES = 32
 _LOCK = "writer.lock"
+_MANIFEST = "store.json"
+_KEY = "digest.key"
 _ROOT = 0
 _SEGMENT = re.compile(r"segment-(\d{8})\.kv")
 
@@ -53,6 +55,7 @@ class StoreFolder:
             if access is StoreAccess.WRITE:
                 # Before anything is read or made: another writer may be making the manifest.
                 self._lock_fd = _lock(folder)
+            self._manifest = encode_manifest(layout)
             self._check_manifest(layout)
             self.digest_key = self._read_key(before)
         except BaseException:
@@ -70,6 +73,18 @@ class StoreFolder:
             self._access is StoreAccess.READ or is_same_file(self._lock_fd, self.folder / _LOCK)
         )
 
+    def restore(self) -> list[str]:
+        """Writes again what others removed of a writer's current folder, without which a start finds nothing; names."""
+        if self._access is StoreAccess.READ:
+            return []
+        kept = {_MANIFEST: self._manifest, _KEY: self.digest_key}
+        removed = {
+            name: content for name, content in kept.items() if content is not None and not (self.folder / name).exists()
+        }
+        for name, content in removed.items():
+            _write_whole(self.folder / name, content)
+        return list(removed)
+
     def segment_paths(self) -> list[Path]:
         return sorted(path for path in self.folder.iterdir() if _SEGMENT.fullmatch(path.name))
 
@@ -86,7 +101,7 @@ class StoreFolder:
 
     def _read_key(self, before: "StoreFolder | None") -> bytes | None:
         """The key that the blocks are named with, unless their owner brings one; a writer makes it."""
-        path = self.folder / "digest.key"
+        path = self.folder / _KEY
         known = before.digest_key if before is not None else None
         if self._access is StoreAccess.WRITE and not path.exists():
             _write_whole(path, known or secrets.token_bytes(_KEY_BYTES))
@@ -96,13 +111,13 @@ class StoreFolder:
         return found
 
     def _check_manifest(self, layout: KvLayout) -> None:
-        path = self.folder / "store.json"
+        path = self.folder / _MANIFEST
         if not path.exists():
             if self._access is StoreAccess.READ:
                 raise StoreError(f"{self.folder} holds no KV store; start a process that writes to it first")
             if self.segment_paths():
                 raise StoreError(f"{path} is missing next to segments; restore it, or remove the folder")
-            _write_whole(path, encode_manifest(layout))
+            _write_whole(path, self._manifest)
             return
         check_manifest(path.read_bytes(), layout, where=str(path))
 

@@ -4,10 +4,11 @@
     left ── opened as at a start, with the same key ──► in place, empty or with what is there now
     left ── cannot be opened ──► lost: loads miss, saves are refused (`GONE`); tried again every `retry_s`
 
-A segment that is gone alone takes only its own blocks with it. Deleted files are closed once no hit holds them, so
-their space returns. Each change is said once in the log.
+A segment that is gone alone takes only its own blocks with it; manifest and key are written again. Deleted files are
+closed once no hit holds them, so their space returns. Each change is said once in the log.
 """
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -83,13 +84,14 @@ class StoreWatch:
         return Seen(gone_blocks, discovery.bad_records)
 
     def look(self) -> Seen:
-        """As `read_in`, after beginning anew in a folder that is another, or none; says what goes wrong."""
+        """As `read_in`, after beginning anew in a folder that is another, or none, or mending it."""
         left_blocks = 0
         try:
             if not self.is_lost and not self._store.is_current():
                 left_blocks = self._leave()
             if self.is_lost and not self._begin_anew():
                 return Seen(left_blocks)
+            self._restore()
             seen = self.read_in()
         except OSError as error:
             self._say(f"{self._store.folder} cannot be read: {error}")
@@ -99,7 +101,14 @@ class StoreWatch:
 
     def close(self) -> None:
         self._is_closed = True
+        with contextlib.suppress(OSError):  # a medium that fails is left as it is
+            if not self.is_lost and self._store.is_current():
+                self._restore()
         self._store.close()
+
+    def _restore(self) -> None:
+        if restored := self._store.restore():
+            self._warn(f"{' and '.join(restored)} of {self._store.folder} had been removed: written again")
 
     def _leave(self) -> int:
         with self._lock:
