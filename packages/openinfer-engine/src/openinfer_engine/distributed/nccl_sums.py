@@ -19,7 +19,8 @@ import numpy as np
 from openinfer_engine.ranks.placement import nodes_in_order
 from openinfer_kernels import Array, KernelsError
 from openinfer_kernels.cuda.comm.nccl import NcclGroup
-from openinfer_kernels.cuda.comm.one_shot import HANDLE_BYTES, MAX_RANKS, OneShot
+from openinfer_kernels.cuda.comm.one_shot import OneShot
+from openinfer_kernels.cuda.comm.peer_buffers import HANDLE_BYTES, MAX_RANKS
 from openinfer_kernels.cuda.comm.rank_arrays import RankArrays
 from openinfer_kernels.cuda.common.arrays import VECTOR_BYTES
 from openinfer_kernels.cuda.common.device import Device
