@@ -463,6 +463,7 @@ SERVINGS = (
     Serving(part="weights", phase=Phase.ANY, operators=(), kernel="random_weights", when="--load-format dummy"),
     Serving(part="KV tiers", phase=Phase.ANY, operators=(), kernel="block_sums", when="--kv-tier"),
     Serving(part="sums over ranks", phase=Phase.ANY, operators=(), kernel="one_shot", when="few tokens, several GPUs"),
+    Serving(part="rows for experts", phase=Phase.ANY, operators=(), kernel="expert_rows", when="data-parallel ranks"),
     Serving(part="sums over ranks", phase=Phase.ANY, operators=(), kernel="rank_arrays", when="after NCCL"),
     Serving(
         part="attention to windows and compressed entries",
