@@ -1,7 +1,8 @@
-"""Data-parallel ranks on two GPUs: the answers of one GPU, in graphs that all ranks replay and without graphs.
+"""Data-parallel ranks on GPUs: the answers of one GPU, in graphs that all ranks replay and without graphs.
 
-Random weights, the attention of the published sizes. Skipped, with the reason, where there are not two GPUs, and while
-`data_parallel/choice.py` refuses GPUs: without that refusal they are what has to pass for it to go.
+Random weights, the attention of the published sizes. Each test runs with a GPU for each rank, and with ranks that share
+one (`engine/testing/ranks_of_one_gpu.py`). The former is skipped, with the reason, where there are not two GPUs, and
+while `data_parallel/choice.py` refuses GPUs: without that refusal it is what has to pass for it to go.
 """
 
 import json
@@ -50,8 +51,8 @@ BF16_LOGPROB = 0.5
 """How far a log-probability may be from another number of ranks': BF16 turns near ties of the router, so experts."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def two_gpus() -> None:
+@pytest.fixture(params=["a GPU each", "one GPU"], autouse=True)
+def num_gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     pytest.importorskip("cupy", reason="data-parallel ranks on GPUs need CuPy")
     from openinfer_kernels import DeviceUnavailableError
     from openinfer_kernels.cuda.common.device import gpu_count
@@ -60,8 +61,14 @@ def two_gpus() -> None:
         count = gpu_count()
     except DeviceUnavailableError as reason:
         pytest.skip(str(reason))
+    if request.param == "one GPU":
+        from openinfer_engine.testing.ranks_of_one_gpu import share_one_gpu
+
+        share_one_gpu(monkeypatch)
+        return 1
     if count < 2:
         pytest.skip(f"two GPUs are needed, and there is {count}")
+    return 2
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +122,10 @@ def num_different(first: dict[int, list[int]], second: dict[int, list[int]]) -> 
     return sum(first[each] != second[each] for each in first)
 
 
-def test_log_probabilities_are_those_of_one_gpu_and_of_tensor_parallel(model_dir: Path) -> None:
+def test_log_probabilities_are_those_of_one_gpu_and_of_tensor_parallel(model_dir: Path, num_gpus: int) -> None:
     asked = uneven(prompt_logprobs=0)
     found = run(apart(model_dir), asked)
-    for ranks in (1, 2):
+    for ranks in (1, 2)[:num_gpus]:
         differences = prompt_differences(found, run(together(model_dir, ranks), asked))
         assert len(differences) > 300
         assert max(differences) < BF16_LOGPROB, ranks

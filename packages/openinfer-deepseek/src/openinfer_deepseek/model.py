@@ -25,7 +25,7 @@ MLP, `S` of the shared expert, `E` routed experts of width `M`, `V` vocabulary; 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -558,16 +558,11 @@ class DeepseekModel:
 
     def _routed(self, x: Array, choice: ExpertChoice, experts: ExpertWeights, *, shared: Array) -> Array:
         """`[T, h]` float32 for `x [T, h]`: what its experts, on whichever rank, and `shared [T, h]` add."""
-        group = self._experts
-        with group.together():
-            gathered = replace(choice, ids=group.gather(choice.ids, padding=-1), weights=group.gather(choice.weights))
-            rows = group.gather(x)
-        summed = self._ops.experts(  # [R, h], of all ranks' rows
-            rows,
-            gathered,
-            experts.gate_up_proj,
-            experts.down_proj,
-            first_expert=group.rank * experts.gate_up_proj.shape[0],
-            shared=group.place(shared),
-        )
-        return group.combine(summed)
+        group, num_experts = self._experts, experts.gate_up_proj.shape[0]
+
+        def compute(rows: Array, chosen: ExpertChoice, added: Array) -> Array:
+            first_expert = group.rank * num_experts
+            weights = experts.gate_up_proj, experts.down_proj
+            return self._ops.experts(rows, chosen, *weights, first_expert=first_expert, shared=added)
+
+        return group.apply(compute, x, choice, shared=shared, num_experts=num_experts)

@@ -53,9 +53,10 @@ class SlowGroup:
 def a_group_that_is_broken_while_it_is_formed_is_ended_before_close_returns() -> None:
     nccl: Any = nccl_communicator
     nccl.NcclGroup, nccl.RankArrays, nccl.ExactSums = SlowGroup, lambda _: None, lambda *_, **__: None
+    nccl.open_expert_rows = lambda *_, **__: None
     device: Any = SimpleNamespace(use=lambda: None)
     with patch.object(nccl.NcclCommunicator, "_warm_up", lambda *_: None):
-        made = nccl.NcclCommunicator(b"", rank=0, size=2, device=device, nodes=(0, 0), maps_memory=False)
+        made = nccl.NcclCommunicator(b"", rank=0, size=2, device=device, nodes=(0, 0), are_threads=True)
         made.abort(RuntimeError("another rank has failed"))
         threading.Timer(0.2, SlowGroup.may_be_formed.set).start()
         made.close()

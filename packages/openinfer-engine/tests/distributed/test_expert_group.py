@@ -1,70 +1,191 @@
-"""Rows of data-parallel ranks: gathered with padding, computed by all, summed, and back at the rank they came from."""
+"""Rows of data-parallel ranks: with the experts that they chose, summed in order of ranks, and back at their rank."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 
 from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
-from openinfer_engine.distributed.expert_group import DataParallelCommunicator, expert_group, is_first
+from openinfer_engine.distributed.dispatch import ChosenRows, DeviceRows, FewRows
+from openinfer_engine.distributed.expert_group import DataParallelCommunicator, ExpertGroup, expert_group, is_first
 from openinfer_engine.distributed.local_group import LocalGroup
-from openinfer_kernels import HostArray
+from openinfer_kernels import Array, ExpertChoice, HostArray
 from openinfer_kernels.cpu import CpuOps
 
-COUNTS = (3, 0, 1)
-WIDTH = 4
+RANKS, WIDTH, CHOSEN, EXPERTS = 3, 4, 2, 5
+COUNTS = ((3, 0, 1), (1, 1, 1), (0, 7, 0), (2, 4, 6))
+"""Of steps: uneven ones, and ranks without rows."""
+rng = np.random.default_rng(3)
+MATRICES = rng.normal(size=(RANKS * EXPERTS, WIDTH, WIDTH)).astype(np.float32)
 
 
-def rows_of(rank: int) -> HostArray:
-    return np.arange(COUNTS[rank] * WIDTH, dtype=np.float32).reshape(-1, WIDTH) + 100 * rank
+class Few:
+    """As `ExpertRows` of GPUs, over the collectives of a host."""
+
+    most_places = 4
+
+    def __init__(self, others: Communicator) -> None:
+        self._others = others
+        self.dispatched = 0
+
+    def fits(self, rows: Array, choice: ExpertChoice, *, places: int) -> bool:
+        del rows, choice
+        return places <= self.most_places
+
+    def dispatch(
+        self, rows: Array, choice: ExpertChoice, *, shared: Array, places: int, experts: int
+    ) -> tuple[Array, Array, Array, Array]:
+        def placed(array: HostArray, padding: int = 0) -> HostArray:
+            whole = np.full((places, *array.shape[1:]), padding, array.dtype)
+            whole[: len(array)] = array
+            return self._others.all_gather(whole, axis=0)
+
+        self.dispatched += 1
+        rank, size = self._others.rank, self._others.size
+        ids, weights, brought = placed(choice.ids, -1), placed(choice.weights), placed(rows)
+        is_own = np.repeat(np.arange(size), places) == rank
+        brought[~is_own & ~(ids // experts == rank).any(axis=1)] = 0
+        added = placed(shared)
+        added[~is_own] = 0
+        return brought, ids, weights, added
+
+    def combine(self, parts: Array, all_ids: Array, *, tokens: int, experts: int) -> Array:
+        del all_ids, experts
+        return self._others.reduce_scatter(parts, axis=0)[:tokens]
 
 
-def begun(communicator: Communicator) -> DataParallelCommunicator:
+class Peers:
+    """A communicator of a host whose ranks reach each other's memory, as GPUs do; or cannot, without `few`."""
+
+    def __init__(self, others: Communicator, few: FewRows | None) -> None:
+        self._others, self._few = others, few
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._others, name)
+
+    @contextmanager
+    def few_rows(self) -> Generator[FewRows | None]:
+        yield self._few
+
+
+def begun(communicator: Communicator, counts: Sequence[int]) -> DataParallelCommunicator:
     own = DataParallelCommunicator(communicator)
-    own.begin_step(COUNTS)
+    own.begin_step(counts)
     return own
 
 
-def test_all_ranks_get_all_rows_at_the_same_places() -> None:
-    def work(communicator: Communicator) -> HostArray:
-        return expert_group(begun(communicator), CpuOps()).gather(rows_of(communicator.rank), padding=-1)
-
-    first, *others = LocalGroup(3).run(work)
-    expected = np.full((9, WIDTH), -1, np.float32)
-    expected[0:3], expected[6:7] = rows_of(0), rows_of(2)
-    np.testing.assert_array_equal(first, expected)
-    for other in others:
-        np.testing.assert_array_equal(other, expected)
+def rows_of(counts: Sequence[int], rank: int, *, spread: int) -> tuple[HostArray, ExpertChoice, HostArray]:
+    """Rows, choices of the first `spread` experts, some none, and what shared experts made."""
+    drawn = np.random.default_rng((rank, spread, *counts))
+    count = counts[rank]
+    ids = drawn.integers(-1, spread, (count, CHOSEN)).astype(np.int32)
+    choice = ExpertChoice(ids=ids, weights=drawn.random((count, CHOSEN)).astype(np.float32))
+    return drawn.normal(size=(count, WIDTH)).astype(np.float32), choice, drawn.normal(size=(count, WIDTH)).astype("f4")
 
 
-def test_a_sum_over_ranks_comes_back_to_the_rows_it_is_of() -> None:
-    """Each rank adds its number + 1 times all rows, and once what it placed; that is its own share alone."""
+def part_of(rank: int, rows: HostArray, choice: ExpertChoice, shared: HostArray) -> HostArray:
+    """What a rank's experts make of rows; the same bits whatever other rows there are."""
+    total = np.zeros((len(rows), WIDTH), np.float32)
+    for at, row in enumerate(rows):
+        for expert, weight in zip(choice.ids[at], choice.weights[at], strict=True):
+            if expert >= 0 and expert // EXPERTS == rank:
+                total[at] += MATRICES[expert] @ row * weight
+    return total + shared
 
-    def work(communicator: Communicator) -> HostArray:
-        group, rows = expert_group(begun(communicator), CpuOps()), rows_of(communicator.rank)
-        return group.combine(group.gather(rows) * (group.rank + 1) + group.place(rows))
 
-    for rank, found in enumerate(LocalGroup(3).run(work)):
-        np.testing.assert_array_equal(found, rows_of(rank) * (1 + 2 + 3 + 1))
+def by_hand(rank: int, rows: HostArray, choice: ExpertChoice, shared: HostArray) -> HostArray:
+    total = np.zeros((len(rows), WIDTH), np.float32)
+    for each in range(RANKS):
+        total += part_of(each, rows, choice, shared if each == rank else np.zeros_like(shared))
+    return total
 
 
-def test_sums_are_those_of_ranks_that_have_all_rows_bit_for_bit() -> None:
-    rng = np.random.default_rng(0)
-    parts = rng.normal(size=(3, 9, WIDTH)).astype(np.float32)
+def run(way: str, counts: Sequence[int], *, spread: int) -> list[tuple[HostArray, int]]:
+    """Of each rank its sums, and how many rows its experts were given."""
 
-    def shared(communicator: Communicator) -> HostArray:
-        return expert_group(communicator, CpuOps()).combine(parts[communicator.rank].copy())
+    def work(communicator: Communicator) -> tuple[HostArray, int]:
+        few = Few(communicator) if way == "few" else None
+        others: Any = communicator if way == "host" else Peers(communicator, few)
+        group: ExpertGroup = expert_group(begun(others, counts), CpuOps())
+        assert isinstance(group, ChosenRows if way == "host" else DeviceRows)
+        given: list[int] = []
 
-    def scattered(communicator: Communicator) -> HostArray:
-        return expert_group(begun(communicator), CpuOps()).combine(parts[communicator.rank].copy())
+        def compute(rows: HostArray, choice: ExpertChoice, shared: HostArray) -> HostArray:
+            given.append(int((choice.ids // EXPERTS == group.rank).any(axis=1).sum()))
+            return part_of(group.rank, rows, choice, shared)
 
-    whole = LocalGroup(3).run(shared)[0]
-    for rank, found in enumerate(LocalGroup(3).run(scattered)):
-        np.testing.assert_array_equal(found, whole[3 * rank : 3 * rank + COUNTS[rank]])
+        rows, choice, shared = rows_of(counts, communicator.rank, spread=spread)
+        total = group.apply(compute, rows, choice, shared=shared, num_experts=EXPERTS)
+        assert len(given) == 1
+        assert few is None or few.dispatched == (max(counts) <= Few.most_places)
+        return total, given[0]
+
+    return LocalGroup(RANKS).run(work)
+
+
+@pytest.mark.parametrize("way", ["host", "few", "gathered"])
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("spread", [RANKS * EXPERTS, EXPERTS, 0], ids=["all", "one rank's", "none"])
+def test_rows_get_the_sum_over_ranks_bit_for_bit(way: str, counts: Sequence[int], spread: int) -> None:
+    for rank, (found, _) in enumerate(run(way, counts, spread=spread)):
+        np.testing.assert_array_equal(found, by_hand(rank, *rows_of(counts, rank, spread=spread)))
+
+
+@pytest.mark.parametrize("way", ["host", "few", "gathered"])
+def test_each_rank_computes_all_rows_that_chose_its_experts_and_each_once(way: str) -> None:
+    counts = (2, 4, 6)
+    choices = [rows_of(counts, rank, spread=RANKS * EXPERTS)[1].ids // EXPERTS for rank in range(RANKS)]
+    expected = [sum(int((ids == rank).any(axis=1).sum()) for ids in choices) for rank in range(RANKS)]
+    assert [given for _, given in run(way, counts, spread=RANKS * EXPERTS)] == expected
+
+
+def test_on_a_host_only_chosen_rows_travel() -> None:
+    """All rows choose experts of rank 0: nothing is sent to the others, and the pieces are as long as the longest."""
+    counts, brought = (2, 4, 6), list[tuple[int, ...]]()
+
+    def work(communicator: Communicator) -> None:
+        rows, choice, shared = rows_of(counts, communicator.rank, spread=EXPERTS)
+        choice.ids[1:] = -1  # of each rank's rows the first has chosen at most
+        choice.ids[0] = 0
+
+        def compute(given: HostArray, chosen: ExpertChoice, added: HostArray) -> HostArray:
+            brought.append((communicator.rank, len(given), int((chosen.ids[len(rows) :] >= 0).any(axis=1).sum())))
+            return part_of(communicator.rank, given, chosen, added)
+
+        group = expert_group(begun(communicator, counts), CpuOps())
+        group.apply(compute, rows, choice, shared=shared, num_experts=EXPERTS)
+
+    LocalGroup(RANKS).run(work)
+    assert sorted(brought) == [(0, 2 + 3, 2), (1, 4 + 3, 0), (2, 6 + 3, 0)]
+
+
+@pytest.mark.parametrize("way", ["host", "few", "gathered"])
+def test_in_a_rehearsal_nothing_is_exchanged(way: str) -> None:
+    counts = (2, 2, 2)
+    alone: Any = LocalGroup(RANKS).communicators[1]  # whose collectives would wait for ever
+    others = alone if way == "host" else Peers(alone, Few(alone) if way == "few" else None)
+    own = begun(others, counts)
+    rows, choice, shared = rows_of(counts, 1, spread=RANKS * EXPERTS)
+    with own.rehearsal():
+        found = expert_group(own, CpuOps()).apply(
+            lambda *given: part_of(1, *given), rows, choice, shared=shared, num_experts=EXPERTS
+        )
+    np.testing.assert_array_equal(found, part_of(1, rows, choice, shared))
 
 
 def test_ranks_that_have_all_rows_move_none() -> None:
-    group, rows = expert_group(SoloCommunicator(), CpuOps()), rows_of(0)
-    assert group.gather(rows) is rows
-    assert group.place(rows) is rows
+    rows, choice, shared = rows_of((3, 0, 0), 0, spread=EXPERTS)
+    seen: list[Any] = []
+
+    def compute(*given: Any) -> HostArray:
+        seen.extend(given)
+        return rows
+
+    group = expert_group(SoloCommunicator(), CpuOps())
+    assert group.apply(compute, rows, choice, shared=shared, num_experts=EXPERTS) is rows
+    assert all(a is b for a, b in zip(seen, (rows, choice, shared), strict=True))
 
 
 def test_a_step_has_a_count_for_each_rank() -> None:

@@ -80,10 +80,8 @@ class CudaBackend(PlannedGpu):
         return [each.join_thread_group(ticket, rank=rank, size=size) for rank, each in enumerate(backends)]
 
     def join_thread_group(self, ticket: bytes, *, rank: int, size: int) -> NcclCommunicator:
-        """One end of a group of threads: a process cannot map its own memory once more, so all sums are NCCL's."""
-        return NcclCommunicator(
-            ticket, rank=rank, size=size, device=self._device, nodes=self._placement.nodes, maps_memory=False
-        )
+        nodes = self._placement.nodes
+        return NcclCommunicator(ticket, rank=rank, size=size, device=self._device, nodes=nodes, are_threads=True)
 
     @property
     def collectives(self) -> str:

@@ -1,24 +1,21 @@
 """How the ranks of an engine share the experts of a layer, whatever they do with its attention.
 
     tensor parallel     every rank has the same rows: each computes its experts' part of them, and the parts are added
-    data parallel       every rank has rows of its own:  gather ─► its experts' part of all ranks' rows ─► combine
+    data parallel       every rank has rows of its own:  dispatch ─► its experts' part of all ranks' rows ─► combine
 
-`expert_group` gives a model one of the two, so that it need not ask which. Rows of data-parallel ranks are gathered
-whole and their sums scattered: each rank sends its rows to all others, whichever experts they chose. That moves more
-than an all-to-all of chosen rows where ranks are many (a row has `k` experts, so more than `k` ranks); its sums are the
-ones of tensor parallelism, in the order of ranks.
+`expert_group` gives a model one of the two, so that it need not ask which; `dispatch.py` has the second. Its sums are
+the ones of tensor parallelism, in the order of ranks.
 
 A step that is replayed from a graph has the graph's number of places on every rank, whatever its rows are.
 """
 
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-
-from openinfer_engine.distributed.communicator import Communicator, QueuesTogether, SoloCommunicator
-from openinfer_kernels import Array, Ops
+from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
+from openinfer_engine.distributed.dispatch import ChosenRows, ComputeExperts, DeviceRows, ReachesPeers
+from openinfer_kernels import Array, ExpertChoice, Ops
 
 
 class ExpertGroup(Protocol):
@@ -32,24 +29,18 @@ class ExpertGroup(Protocol):
     @property
     def size(self) -> int: ...
 
-    def gather(self, rows: Array, *, padding: int = 0) -> Array:
-        """`[R, ...]`, the rows of all ranks in order of ranks, for this rank's `rows [T, ...]`.
+    def apply(
+        self, compute: ComputeExperts, rows: Array, choice: ExpertChoice, *, shared: Array, num_experts: int
+    ) -> Array:
+        """`[T, h]` float32 for this rank's `rows [T, h]`: the sum over all ranks of what `compute` gives, in order.
 
-        Each rank has as many places as the rank with most rows; those that it does not use are `padding`. Takes over
-        `rows`, as a `Communicator` does.
+        Args:
+            compute: called once, with the rows of all ranks that this one's experts are chosen for, or with more.
+            rows: of this rank.
+            choice: theirs.
+            shared: `[T, h]`, what is added to them once, on this rank.
+            num_experts: of each rank.
         """
-        ...
-
-    def together(self) -> AbstractContextManager[None]:
-        """What is gathered within it is there after it, and costs less than one after the other."""
-        ...
-
-    def place(self, rows: Array) -> Array:
-        """`[R, ...]`, zeros but for this rank's `rows [T, ...]` at their places in what `gather` returns."""
-        ...
-
-    def combine(self, rows: Array) -> Array:
-        """This rank's `[T, ...]` of the sum over all ranks of `rows [R, ...]`, in the order of ranks."""
         ...
 
 
@@ -86,18 +77,11 @@ class SharedRows:
     def size(self) -> int:
         return self._communicator.size
 
-    def gather(self, rows: Array, *, padding: int = 0) -> Array:
-        del padding
-        return rows
-
-    def together(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def place(self, rows: Array) -> Array:
-        return rows
-
-    def combine(self, rows: Array) -> Array:
-        return self._communicator.all_reduce(rows)
+    def apply(
+        self, compute: ComputeExperts, rows: Array, choice: ExpertChoice, *, shared: Array, num_experts: int
+    ) -> Array:
+        del num_experts
+        return self._communicator.all_reduce(compute(rows, choice, shared))
 
 
 class DataParallelCommunicator(SoloCommunicator):
@@ -120,7 +104,7 @@ class DataParallelCommunicator(SoloCommunicator):
         return self._others.rank
 
     def begin_step(self, counts: Sequence[int], *, is_decode: bool = False) -> None:
-        """What is gathered from now on are the rows of a step in which the ranks have `counts` tokens.
+        """What is exchanged from now on are the rows of a step in which the ranks have `counts` tokens.
 
         Args:
             counts: of each rank.
@@ -160,7 +144,9 @@ class DataParallelCommunicator(SoloCommunicator):
         return self._counts
 
     def expert_group(self, ops: Ops) -> ExpertGroup:
-        return GatheredRows(self, self._others, ops)
+        if isinstance(self._others, ReachesPeers):
+            return DeviceRows(self, self._others, self._others, ops)
+        return ChosenRows(self, self._others)
 
     def abort(self, error: BaseException) -> None:
         for each in self._group:
@@ -168,66 +154,3 @@ class DataParallelCommunicator(SoloCommunicator):
 
     def close(self) -> None:
         self._others.close()
-
-
-class GatheredRows:
-    """Of ranks that have rows of their own."""
-
-    def __init__(self, step: DataParallelCommunicator, others: Communicator, ops: Ops) -> None:
-        self._step = step
-        self._others = others
-        self._ops = ops
-        self._padding: dict[int, Array] = {}
-
-    @property
-    def rank(self) -> int:
-        return self._others.rank
-
-    @property
-    def size(self) -> int:
-        return self._others.size
-
-    def gather(self, rows: Array, *, padding: int = 0) -> Array:
-        padded = self._padded(rows, padding)
-        return self.place(padded) if self._step.is_rehearsal else self._others.all_gather(padded, axis=0)
-
-    def together(self) -> AbstractContextManager[None]:
-        if self._step.is_rehearsal or not isinstance(self._others, QueuesTogether):
-            return nullcontext()
-        return self._others.together()
-
-    def place(self, rows: Array) -> Array:
-        placed = self._ops.zeros((self.size * self._places, *rows.shape[1:]), rows.dtype)
-        begin = self.rank * self._places
-        if len(rows):
-            placed[begin : begin + len(rows)] = rows
-        return placed
-
-    def combine(self, rows: Array) -> Array:
-        begin, count = self.rank * self._places, self._step.counts[self.rank]
-        if self._step.is_rehearsal:
-            return rows[begin : begin + count]
-        return self._others.reduce_scatter(rows, axis=0)[:count]
-
-    @property
-    def _places(self) -> int:
-        return max(self._step.counts)
-
-    def _padded(self, rows: Array, padding: int) -> Array:
-        """The rows themselves where they fill all places, as in a graph; copies of whole arrays else, no kernels."""
-        missing = self._places - len(rows)
-        if not missing:
-            return rows
-        padded = self._ops.zeros((self._places, *rows.shape[1:]), rows.dtype)
-        if len(rows):
-            padded[: len(rows)] = rows
-        if padding:
-            padded[len(rows) :] = self._padding_rows(padding, missing, rows)
-        return padded
-
-    def _padding_rows(self, padding: int, count: int, like: Array) -> Array:
-        kept = self._padding.get(padding)
-        if kept is None or len(kept) < count or kept.shape[1:] != like.shape[1:] or kept.dtype != like.dtype:
-            kept = self._ops.upload(np.full((count, *like.shape[1:]), padding, like.dtype))
-            self._padding[padding] = kept
-        return kept[:count]

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from openinfer_engine.distributed.communicator import check_axis, check_pieces, check_root
+from openinfer_engine.distributed.nccl_expert_rows import open_expert_rows
 from openinfer_engine.distributed.nccl_sums import ExactSums, open_one_shot
 from openinfer_engine.errors import GroupBroken
 from openinfer_kernels import Array, KernelsError
+from openinfer_kernels.cuda.comm.expert_rows import ExpertRows
 from openinfer_kernels.cuda.comm.nccl import NcclGroup
 from openinfer_kernels.cuda.comm.one_shot import OneShot
 from openinfer_kernels.cuda.comm.rank_arrays import RankArrays
@@ -40,6 +42,7 @@ class _Joined:
     arrays: RankArrays
     sums: ExactSums
     one_shot: OneShot | None  # what sums small arrays
+    expert_rows: ExpertRows | None  # what brings few rows to other ranks' experts, and back
 
 
 class NcclCommunicator:
@@ -51,7 +54,8 @@ class NcclCommunicator:
         size: of the group.
         device: of this rank.
         nodes: of each rank.
-        maps_memory: whether ranks may write into each other's memory, which those of one process cannot map.
+        are_threads: whether the ranks are of one process, which cannot map its own memory once more: their sums are all
+            NCCL's, and they reach each other's memory by address.
     """
 
     def __init__(
@@ -62,10 +66,11 @@ class NcclCommunicator:
         size: int,
         device: Device,
         nodes: Sequence[int],
-        maps_memory: bool = True,
+        are_threads: bool = False,
     ) -> None:
         self._nodes = tuple(nodes)
-        self._maps_memory = maps_memory and len(set(self._nodes)) == 1  # nor that of another machine
+        self._are_threads = are_threads
+        self._maps_memory = not are_threads and len(set(self._nodes)) == 1  # nor that of another machine
         self._rank = rank
         self._size = size
         self._device = device
@@ -134,6 +139,11 @@ class NcclCommunicator:
         with self._collective() as joined, joined.group.together():
             yield
 
+    @contextlib.contextmanager
+    def few_rows(self) -> Generator[ExpertRows | None]:
+        with self._collective() as joined:
+            yield joined.expert_rows
+
     def broadcast(self, array: Array, *, root: int) -> Array:
         check_root(root, self._size)
         with self._collective() as joined:
@@ -161,8 +171,9 @@ class NcclCommunicator:
             if thread is not None:
                 thread.join(max(0.0, until_s - time.monotonic()))
         if joined is not None and is_whole:
-            if joined.one_shot is not None:
-                joined.one_shot.close()
+            for each in (joined.one_shot, joined.expert_rows):
+                if each is not None:
+                    each.close()
             joined.group.close()
 
     # --- the group --------------------------------------------------------------------------------------
@@ -175,13 +186,14 @@ class NcclCommunicator:
             self._warm_up(group)
             sizes = {"rank": self._rank, "size": self._size}
             one_shot = open_one_shot(group, self._device, **sizes) if self._maps_memory else None
+            expert_rows = open_expert_rows(group, self._device, **sizes) if self._are_threads else None
         except Exception as error:  # a thread that waits for this one must hear of it, whatever it is
             logger.exception("rank %d cannot join", self._rank)
             self._break(GroupBroken(f"rank {self._rank} cannot join: {type(error).__name__}: {error}"))
             return
         sums = ExactSums(group, arrays, rank=self._rank, size=self._size, nodes=self._nodes)
         with self._changed:
-            self._joined = _Joined(group, arrays, sums, one_shot)
+            self._joined = _Joined(group, arrays, sums, one_shot, expert_rows)
             is_broken = self._broken is not None
             self._changed.notify_all()
         # It was broken while it was formed, when `_break` had nothing to abort.
@@ -228,8 +240,9 @@ class NcclCommunicator:
                 return
             self._broken = error
             if (joined := self._joined) is not None:
-                if joined.one_shot is not None:
-                    joined.one_shot.abort()
+                for each in (joined.one_shot, joined.expert_rows):
+                    if each is not None:
+                        each.abort()
                 # In a thread of its own: `abort` must never block, and `_end` waits for a call.
                 ending = threading.Thread(target=self._end, args=(joined.group,), name="openinfer-abort", daemon=True)
                 ending.start()
