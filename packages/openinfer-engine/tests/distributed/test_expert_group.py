@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
-from openinfer_engine.distributed.dispatch import ChosenRows, DeviceRows, FewRows
+from openinfer_engine.distributed.dispatch import ChosenRows, DeviceRows, RowExchange
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator, ExpertGroup, expert_group, is_first
 from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_kernels import Array, ExpertChoice, HostArray
@@ -21,18 +21,15 @@ rng = np.random.default_rng(3)
 MATRICES = rng.normal(size=(RANKS * EXPERTS, WIDTH, WIDTH)).astype(np.float32)
 
 
-class Few:
+class Exchange:
     """As `ExpertRows` of GPUs, over the collectives of a host."""
-
-    most_places = 4
 
     def __init__(self, others: Communicator) -> None:
         self._others = others
         self.dispatched = 0
 
-    def fits(self, rows: Array, choice: ExpertChoice, *, places: int) -> bool:
-        del rows, choice
-        return places <= self.most_places
+    def fits(self, rows: Array, choice: ExpertChoice) -> bool:
+        return rows.shape[1] == WIDTH and choice.ids.shape[1] == CHOSEN
 
     def dispatch(
         self, rows: Array, choice: ExpertChoice, *, shared: Array, places: int, experts: int
@@ -57,17 +54,17 @@ class Few:
 
 
 class Peers:
-    """A communicator of a host whose ranks reach each other's memory, as GPUs do; or cannot, without `few`."""
+    """A communicator of a host whose ranks reach each other's memory, as GPUs do; or cannot, without `exchange`."""
 
-    def __init__(self, others: Communicator, few: FewRows | None) -> None:
-        self._others, self._few = others, few
+    def __init__(self, others: Communicator, exchange: RowExchange | None) -> None:
+        self._others, self._exchange = others, exchange
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._others, name)
 
     @contextmanager
-    def few_rows(self) -> Generator[FewRows | None]:
-        yield self._few
+    def row_exchange(self) -> Generator[RowExchange | None]:
+        yield self._exchange
 
 
 def begun(communicator: Communicator, counts: Sequence[int]) -> DataParallelCommunicator:
@@ -106,8 +103,8 @@ def run(way: str, counts: Sequence[int], *, spread: int) -> list[tuple[HostArray
     """Of each rank its sums, and how many rows its experts were given."""
 
     def work(communicator: Communicator) -> tuple[HostArray, int]:
-        few = Few(communicator) if way == "few" else None
-        others: Any = communicator if way == "host" else Peers(communicator, few)
+        exchange = Exchange(communicator) if way == "kernels" else None
+        others: Any = communicator if way == "host" else Peers(communicator, exchange)
         group: ExpertGroup = expert_group(begun(others, counts), CpuOps())
         assert isinstance(group, ChosenRows if way == "host" else DeviceRows)
         given: list[int] = []
@@ -119,13 +116,13 @@ def run(way: str, counts: Sequence[int], *, spread: int) -> list[tuple[HostArray
         rows, choice, shared = rows_of(counts, communicator.rank, spread=spread)
         total = group.apply(compute, rows, choice, shared=shared, num_experts=EXPERTS)
         assert len(given) == 1
-        assert few is None or few.dispatched == (max(counts) <= Few.most_places)
+        assert exchange is None or exchange.dispatched == 1
         return total, given[0]
 
     return LocalGroup(RANKS).run(work)
 
 
-@pytest.mark.parametrize("way", ["host", "few", "gathered"])
+@pytest.mark.parametrize("way", ["host", "kernels", "gathered"])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("spread", [RANKS * EXPERTS, EXPERTS, 0], ids=["all", "one rank's", "none"])
 def test_rows_get_the_sum_over_ranks_bit_for_bit(way: str, counts: Sequence[int], spread: int) -> None:
@@ -133,7 +130,7 @@ def test_rows_get_the_sum_over_ranks_bit_for_bit(way: str, counts: Sequence[int]
         np.testing.assert_array_equal(found, by_hand(rank, *rows_of(counts, rank, spread=spread)))
 
 
-@pytest.mark.parametrize("way", ["host", "few", "gathered"])
+@pytest.mark.parametrize("way", ["host", "kernels", "gathered"])
 def test_each_rank_computes_all_rows_that_chose_its_experts_and_each_once(way: str) -> None:
     counts = (2, 4, 6)
     choices = [rows_of(counts, rank, spread=RANKS * EXPERTS)[1].ids // EXPERTS for rank in range(RANKS)]
@@ -161,11 +158,11 @@ def test_on_a_host_only_chosen_rows_travel() -> None:
     assert sorted(brought) == [(0, 2 + 3, 2), (1, 4 + 3, 0), (2, 6 + 3, 0)]
 
 
-@pytest.mark.parametrize("way", ["host", "few", "gathered"])
+@pytest.mark.parametrize("way", ["host", "kernels", "gathered"])
 def test_in_a_rehearsal_nothing_is_exchanged(way: str) -> None:
     counts = (2, 2, 2)
     alone: Any = LocalGroup(RANKS).communicators[1]  # whose collectives would wait for ever
-    others = alone if way == "host" else Peers(alone, Few(alone) if way == "few" else None)
+    others = alone if way == "host" else Peers(alone, Exchange(alone) if way == "kernels" else None)
     own = begun(others, counts)
     rows, choice, shared = rows_of(counts, 1, spread=RANKS * EXPERTS)
     with own.rehearsal():

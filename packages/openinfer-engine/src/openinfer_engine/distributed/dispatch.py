@@ -2,7 +2,7 @@
 
     host     counts of chosen rows exchanged, then one all-to-all of these rows, and one of their sums     `ChosenRows`
     GPUs     one kernel each way: a row's ids say whether it comes, so that no host waits for counts       `DeviceRows`
-             more rows than that takes, or GPUs that cannot reach each other: all rows gathered, sums scattered
+             where GPUs cannot reach each other's memory: all rows gathered, and sums scattered, through NCCL
 
 A row's sum is added up in float32 in the order of ranks, whichever way it went. A rank has its own shared experts'
 part of its own rows, which goes nowhere.
@@ -37,10 +37,10 @@ class SharedStep(Protocol):
         ...
 
 
-class FewRows(Protocol):
-    """What brings few rows to other GPUs' experts, and their sums back; `openinfer_kernels.cuda.comm.expert_rows`."""
+class RowExchange(Protocol):
+    """Brings rows to other GPUs' experts, and their sums back: `openinfer_kernels.cuda.comm.expert_rows.ExpertRows`."""
 
-    def fits(self, rows: Array, choice: ExpertChoice, *, places: int) -> bool: ...
+    def fits(self, rows: Array, choice: ExpertChoice) -> bool: ...
 
     def dispatch(
         self, rows: Array, choice: ExpertChoice, *, shared: Array, places: int, experts: int
@@ -50,10 +50,10 @@ class FewRows(Protocol):
 
 
 @runtime_checkable
-class ReachesPeers(Protocol):
+class ExchangesRows(Protocol):
     """A `Communicator` of GPUs, for whose counts a host would have to wait."""
 
-    def few_rows(self) -> AbstractContextManager[FewRows | None]:
+    def row_exchange(self) -> AbstractContextManager[RowExchange | None]:
         """None where they cannot reach each other's memory; on every rank the same."""
         ...
 
@@ -123,7 +123,7 @@ class ChosenRows:
 class DeviceRows:
     """Of ranks on GPUs: row `t` of rank `r` has place `t` of `r` on every rank, as many places as the most rows."""
 
-    def __init__(self, step: SharedStep, others: Communicator, peers: ReachesPeers, ops: Ops) -> None:
+    def __init__(self, step: SharedStep, others: Communicator, peers: ExchangesRows, ops: Ops) -> None:
         self._step = step
         self._others = others
         self._peers = peers
@@ -144,13 +144,13 @@ class DeviceRows:
         if self._step.is_rehearsal:
             placed = replace(choice, ids=self._placed(choice.ids), weights=self._placed(choice.weights))
             return self._own(compute(self._placed(rows), placed, self._placed(shared)))
-        with self._peers.few_rows() as few:
-            if few is not None and few.fits(rows, choice, places=self._places):
-                brought, ids, weights, placed = few.dispatch(
+        with self._peers.row_exchange() as exchange:
+            if exchange is not None and exchange.fits(rows, choice):
+                brought, ids, weights, placed = exchange.dispatch(
                     rows, choice, shared=shared, places=self._places, experts=num_experts
                 )
                 parts = compute(brought, replace(choice, ids=ids, weights=weights), placed)
-                return few.combine(parts, ids, tokens=len(rows), experts=num_experts)
+                return exchange.combine(parts, ids, tokens=len(rows), experts=num_experts)
         return self._gathered(compute, rows, choice, shared)
 
     def _gathered(self, compute: ComputeExperts, rows: Array, choice: ExpertChoice, shared: Array) -> Array:

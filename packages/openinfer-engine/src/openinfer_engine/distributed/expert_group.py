@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
-from openinfer_engine.distributed.dispatch import ChosenRows, ComputeExperts, DeviceRows, ReachesPeers
+from openinfer_engine.distributed.dispatch import ChosenRows, ComputeExperts, DeviceRows, ExchangesRows
 from openinfer_kernels import Array, ExpertChoice, Ops
 
 
@@ -144,7 +144,7 @@ class DataParallelCommunicator(SoloCommunicator):
         return self._counts
 
     def expert_group(self, ops: Ops) -> ExpertGroup:
-        if isinstance(self._others, ReachesPeers):
+        if isinstance(self._others, ExchangesRows):
             return DeviceRows(self, self._others, self._others, ops)
         return ChosenRows(self, self._others)
 

@@ -42,7 +42,7 @@ class _Joined:
     arrays: RankArrays
     sums: ExactSums
     one_shot: OneShot | None  # what sums small arrays
-    expert_rows: ExpertRows | None  # what brings few rows to other ranks' experts, and back
+    expert_rows: ExpertRows | None  # what brings rows to other ranks' experts, and back
 
 
 class NcclCommunicator:
@@ -140,7 +140,7 @@ class NcclCommunicator:
             yield
 
     @contextlib.contextmanager
-    def few_rows(self) -> Generator[ExpertRows | None]:
+    def row_exchange(self) -> Generator[ExpertRows | None]:
         with self._collective() as joined:
             yield joined.expert_rows
 

@@ -17,7 +17,7 @@ _WARM_WIDTH = 64
 
 
 def open_expert_rows(group: NcclGroup, device: Device, *, rank: int, size: int) -> ExpertRows | None:
-    """What brings few rows to other ranks' experts, if all GPUs reach each other's memory; called on every rank."""
+    """What brings rows to other ranks' experts, if all GPUs reach each other's memory; called on every rank."""
     if size > MAX_RANKS:
         return None
     with cupy.cuda.Stream(non_blocking=True) as stream:

@@ -1,41 +1,28 @@
 """Data-parallel ranks that share one GPU, for a machine that has no more: all but NCCL and NVLink is what several run.
 
-Rows and sums go through the kernels of `expert_rows`, in graphs too; where those do not take them, through the host,
-which no graph can. A kernel that waits for the other rank holds multiprocessors that this one's kernels need: so
-graphs, and what the kernels take, are of few tokens.
+A kernel that waits for the other rank's rows holds multiprocessors that this one's kernels need, so each launch has few
+places.
 """
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from openinfer_engine import engine_plan
 from openinfer_engine.backends import Backend
-from openinfer_engine.cuda import worker
 from openinfer_engine.cuda.backend import CudaBackend
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.ranks.placement import Placement, RankPlace
-from openinfer_kernels import Array, ExpertChoice, HostArray
+from openinfer_kernels.cuda.comm import expert_rows
 from openinfer_kernels.cuda.comm.expert_rows import ExpertRows
 from openinfer_kernels.cuda.common.device import Device
-from openinfer_kernels.cuda.common.libraries import cupy
 
-MOST_TOKENS = 64
-
-
-class FewTokens(ExpertRows):
-    """Leaves multiprocessors to the other rank."""
-
-    @staticmethod
-    def fits(rows: Array, choice: ExpertChoice, *, places: int) -> bool:
-        return places <= MOST_TOKENS and ExpertRows.fits(rows, choice, places=places)
+MOST_PLACES = 48
 
 
 class SharedGpu:
-    """A communicator of one rank; its collectives go through the host."""
+    """A communicator of one rank, of which the model's experts use the exchange of rows alone."""
 
     def __init__(self, host: Communicator, rows: ExpertRows) -> None:
         self._host, self._rows = host, rows
@@ -50,18 +37,12 @@ class SharedGpu:
         return self._host.size
 
     @contextmanager
-    def few_rows(self) -> Generator[ExpertRows]:
+    def row_exchange(self) -> Generator[ExpertRows]:
         # What is loaded while a kernel waits for this rank would wait for that kernel.
         if not self._has_met:
             self._host.barrier()
             self._has_met = True
         yield self._rows
-
-    def all_gather(self, array: Array, *, axis: int) -> Array:
-        return _uploaded(self._host.all_gather(cupy.asnumpy(array), axis=axis))
-
-    def reduce_scatter(self, array: Array, *, axis: int) -> Array:
-        return _uploaded(self._host.reduce_scatter(cupy.asnumpy(array), axis=axis))
 
     def abort(self, error: BaseException) -> None:
         self._host.abort(error)
@@ -72,15 +53,10 @@ class SharedGpu:
         self._rows.close()
 
 
-def _uploaded(host: HostArray) -> Array:
-    values = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
-    return cupy.asarray(values).view(host.dtype).reshape(host.shape)
-
-
 def thread_group(first: CudaBackend, others: Sequence[Backend]) -> list[Any]:
     device: Device = vars(first)["_device"]
     group = LocalGroup(1 + len(others))
-    ends = [FewTokens(device, rank=rank, size=1 + len(others), gpus=()) for rank in range(1 + len(others))]
+    ends = [ExpertRows(device, rank=rank, size=1 + len(others), gpus=()) for rank in range(1 + len(others))]
     for each in ends:
         each.connect([end.addresses for end in ends])
     return [SharedGpu(host, end) for host, end in zip(group.communicators, ends, strict=True)]
@@ -95,7 +71,4 @@ def share_one_gpu(patch: Any) -> None:
     patch.setattr(Placement, "on_one_node", on_one_gpu)
     patch.setattr(CudaBackend, "thread_group", thread_group)
     patch.setattr(engine_plan, "check_data_parallel", lambda *_: None)
-    buckets = worker.token_buckets
-    patch.setattr(
-        worker, "token_buckets", lambda limits: tuple(each for each in buckets(limits) if each <= MOST_TOKENS)
-    )
+    patch.setattr(expert_rows, "MOST_PLACES", MOST_PLACES)

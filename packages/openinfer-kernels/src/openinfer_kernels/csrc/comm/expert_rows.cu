@@ -9,6 +9,7 @@
 // others' last ones have ids of -1.
 //
 // A block has one place of each rank. In either kernel it sends each rank something, as peers.cuh asks: ids, a vector.
+// All blocks of a launch are on the device at once, so many rows take several launches, each a turn of the buffers.
 #include "comm/peers.cuh"
 #include "common/pdl.cuh"
 
@@ -19,6 +20,7 @@ constexpr int kMostHeader = kMostChosen / 2;  // vectors of a row's ids and weig
 
 struct Sizes {
   int tokens, places;
+  int first;        // place of the first block
   int chosen;       // experts of a row
   int experts;      // of a rank
   int row_vectors;  // of 16 bytes
@@ -48,8 +50,9 @@ extern "C" __global__ void __launch_bounds__(256, 4)
                          const __grid_constant__ Sizes sizes) {
   __shared__ unsigned sent[4 * kMostHeader];
   __shared__ unsigned words[kMaxRanks][4 * kMostHeader];
-  const int row = blockIdx.x, at = threadIdx.x, chosen = sizes.chosen, vectors = sizes.row_vectors;
+  const int row = sizes.first + blockIdx.x, at = threadIdx.x, chosen = sizes.chosen, vectors = sizes.row_vectors;
   const int header = (2 * chosen + 3) / 4, stride = header + vectors;
+  const int64_t slot = int64_t(blockIdx.x) * stride;
   const bool is_row = row < sizes.tokens;
   wait_for_previous_kernel();
   launch_dependents();
@@ -67,13 +70,13 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   const unsigned ranks = ranks_of(reinterpret_cast<const int*>(sent), sizes);
   for (int i = 1; i < group.size; i++) {  // each rank begins with its neighbour, so that not all write to one
     const int peer = (group.rank + i) % group.size;
-    uint4* to = group.place(peer, turn, group.rank) + int64_t(row) * stride;
+    uint4* to = group.place(peer, turn, group.rank) + slot;
     if (at < header) put(to + at, {sent[4 * at], sent[4 * at + 1], sent[4 * at + 2], sent[4 * at + 3]});
     if (!has_rank(ranks, peer)) continue;
     for (int v = at; v < vectors; v += blockDim.x) put(to + header + v, sendable(x[int64_t(row) * vectors + v]));
   }
   for (int sender = 0; sender < group.size; sender++) {
-    const uint4* from = group.place(group.rank, turn, sender) + int64_t(row) * stride;
+    const uint4* from = group.place(group.rank, turn, sender) + slot;
     if (at >= header) continue;
     const uint4 v = sender == group.rank
                         ? uint4{sent[4 * at], sent[4 * at + 1], sent[4 * at + 2], sent[4 * at + 3]}
@@ -83,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   }
   __syncthreads();
   for (int sender = 0; sender < group.size; sender++) {
-    const uint4* from = group.place(group.rank, turn, sender) + int64_t(row) * stride + header;
+    const uint4* from = group.place(group.rank, turn, sender) + slot + header;
     const int64_t place = int64_t(sender) * sizes.places + row;
     const bool is_own = sender == group.rank;
     const bool comes = has_rank(ranks_of(reinterpret_cast<const int*>(words[sender]), sizes), group.rank);
@@ -102,20 +105,21 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     }
   }
   empty_last_turn(group, turn);
-  end_turn(group, turn, int64_t(sizes.places) * stride);
+  end_turn(group, turn, int64_t(gridDim.x) * stride);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4)
     combine_expert_rows(const float4* parts, const int* all_ids, float4* out, const __grid_constant__ Group group,
                         const __grid_constant__ Sizes sizes) {
-  const int row = blockIdx.x, at = threadIdx.x, vectors = sizes.row_vectors, stride = 1 + vectors;
+  const int row = sizes.first + blockIdx.x, at = threadIdx.x, vectors = sizes.row_vectors, stride = 1 + vectors;
+  const int64_t slot = int64_t(blockIdx.x) * stride;
   wait_for_previous_kernel();
   launch_dependents();
   const unsigned turn = *reinterpret_cast<const volatile unsigned*>(&group.state->turn);
   for (int i = 1; i < group.size; i++) {
     const int peer = (group.rank + i) % group.size;
     const int64_t place = int64_t(peer) * sizes.places + row;
-    uint4* to = group.place(peer, turn, group.rank) + int64_t(row) * stride;
+    uint4* to = group.place(peer, turn, group.rank) + slot;
     if (at == 0) put(to, {1, 1, 1, 1});
     if (!has_rank(ranks_of(all_ids + place * sizes.chosen, sizes), group.rank)) continue;
     for (int v = at; v < vectors; v += blockDim.x) {
@@ -127,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   const int64_t own = int64_t(group.rank) * sizes.places + row;
   const unsigned ranks = ranks_of(all_ids + own * sizes.chosen, sizes);
   for (int sender = 0; at == 0 && sender < group.size; sender++) {
-    if (sender != group.rank) receive(group.place(group.rank, turn, sender) + int64_t(row) * stride, group);
+    if (sender != group.rank) receive(group.place(group.rank, turn, sender) + slot, group);
   }
   for (int v = at; row < sizes.tokens && v < vectors; v += blockDim.x) {
     float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -136,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
         const float4 part = parts[own * vectors + v];
         total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
       } else if (has_rank(ranks, sender)) {
-        const uint4 part = receive(group.place(group.rank, turn, sender) + int64_t(row) * stride + 1 + v, group);
+        const uint4 part = receive(group.place(group.rank, turn, sender) + slot + 1 + v, group);
         total.x += __uint_as_float(part.x), total.y += __uint_as_float(part.y);
         total.z += __uint_as_float(part.z), total.w += __uint_as_float(part.w);
       }
@@ -144,5 +148,5 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     out[int64_t(row) * vectors + v] = total;
   }
   empty_last_turn(group, turn);
-  end_turn(group, turn, int64_t(sizes.places) * stride);
+  end_turn(group, turn, int64_t(gridDim.x) * stride);
 }

@@ -1,7 +1,7 @@
 """Rows of data-parallel ranks of one machine on their way to experts and back: `csrc/comm/expert_rows.cu` says how."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ from openinfer_kernels.ops import Array, ExpertChoice
 
 _THREADS = 256
 _MOST_CHOSEN = 32
-# All blocks are on the device at once: none waits for a place while others wait for what it sends.
-_MOST_PLACES = 512
-# Of rows of 2048 in BF16 with their choices, 512; of their sums in float32 as many.
+# Of a launch, whose blocks are on the device at once: none waits for a place while others wait for what it sends.
+MOST_PLACES = 512
+# Of rows of 2048 in BF16 with their choices 512; of their sums in float32 as many.
 _ROWS_BYTES, _SUMS_BYTES = 9 << 18, 5 << 20
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
@@ -25,7 +25,7 @@ _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 class _Sizes(ctypes.Structure):
     """`Sizes` of the source."""
 
-    _fields_ = [(name, ctypes.c_int) for name in ("tokens", "places", "chosen", "experts", "row_vectors")]
+    _fields_ = [(name, ctypes.c_int) for name in ("tokens", "places", "first", "chosen", "experts", "row_vectors")]
 
 
 class ExpertRows:
@@ -59,17 +59,15 @@ class ExpertRows:
         self._sums.connect_addresses([sums for _, sums in addresses])
 
     @staticmethod
-    def fits(rows: Array, choice: ExpertChoice, *, places: int) -> bool:
-        """Whether rows with this width and so many places of each rank can be exchanged here."""
+    def fits(rows: Array, choice: ExpertChoice) -> bool:
+        """Whether rows of this width with so many choices can be exchanged here; on every rank the same."""
         width, chosen = rows.shape[1], choice.ids.shape[1]
-        header = _header_vectors(chosen) * VECTOR_BYTES
         return (
             rows.dtype == bfloat16
             and width * rows.itemsize % VECTOR_BYTES == 0
             and 0 < chosen <= _MOST_CHOSEN
-            and 0 < places <= _MOST_PLACES
-            and places * (header + width * rows.itemsize) <= _ROWS_BYTES
-            and places * (VECTOR_BYTES + width * _FLOAT32.itemsize) <= _SUMS_BYTES
+            and _row_bytes(width, chosen) <= _ROWS_BYTES
+            and _sum_bytes(width) <= _SUMS_BYTES
         )
 
     def dispatch(
@@ -96,8 +94,8 @@ class ExpertRows:
         ):
             require(array, dtype, ndim=2, what=what)
         if (
-            not self.fits(rows, choice, places=places)
-            or tokens > places
+            not self.fits(rows, choice)
+            or not 0 <= tokens <= places
             or experts < 1
             or not (choice.ids.shape == choice.weights.shape == (tokens, chosen) and shared.shape == rows.shape)
             or not fits_vectors(rows, shared)
@@ -110,8 +108,10 @@ class ExpertRows:
         found = cupy.empty((count, width), bfloat16), cupy.empty((count, chosen), np.int32)
         found += cupy.empty((count, chosen), np.float32), cupy.empty((count, width), bfloat16)
         given: list[Any] = [rows, choice.ids, choice.weights, shared, *found]
-        sizes = _Sizes(tokens, places, chosen, experts, width * rows.itemsize // VECTOR_BYTES)
-        self._dispatch((places, 1, 1), (_THREADS, 1, 1), [*given, self._rows.group, sizes], overlap=True)
+        vectors, most = width * rows.itemsize // VECTOR_BYTES, _ROWS_BYTES // _row_bytes(width, chosen)
+        for first, blocks in _pieces(places, most):
+            sizes = _Sizes(tokens, places, first, chosen, experts, vectors)
+            self._dispatch((blocks, 1, 1), (_THREADS, 1, 1), [*given, self._rows.group, sizes], overlap=True)
         return found
 
     def combine(self, parts: Array, all_ids: Array, *, tokens: int, experts: int) -> Array:
@@ -131,9 +131,11 @@ class ExpertRows:
         if not is_whole or not 0 <= tokens <= places or not fits_vectors(parts):
             raise ArrayMismatchError(f"sums {parts.shape}, choices {all_ids.shape}, {tokens} rows")
         out = cupy.empty((tokens, width), np.float32)
-        sizes = _Sizes(tokens, places, chosen, experts, width * _FLOAT32.itemsize // VECTOR_BYTES)
-        arguments: list[Any] = [parts, all_ids, out, self._sums.group, sizes]
-        self._combine((places, 1, 1), (_THREADS, 1, 1), arguments, overlap=True)
+        vectors, most = width * _FLOAT32.itemsize // VECTOR_BYTES, _SUMS_BYTES // _sum_bytes(width)
+        for first, blocks in _pieces(places, most):
+            sizes = _Sizes(tokens, places, first, chosen, experts, vectors)
+            arguments: list[Any] = [parts, all_ids, out, self._sums.group, sizes]
+            self._combine((blocks, 1, 1), (_THREADS, 1, 1), arguments, overlap=True)
         return out
 
     def abort(self) -> None:
@@ -147,6 +149,18 @@ class ExpertRows:
         self._sums.close()
 
 
-def _header_vectors(chosen: int) -> int:
-    """Of a row's ids and weights."""
-    return -(-2 * chosen * _INT32.itemsize // VECTOR_BYTES)
+def _row_bytes(width: int, chosen: int) -> int:
+    """Of a row and its choice on their way."""
+    header = -(-2 * chosen * _INT32.itemsize // VECTOR_BYTES) * VECTOR_BYTES
+    return header + width * bfloat16.itemsize
+
+
+def _sum_bytes(width: int) -> int:
+    """Of a row's sum on its way."""
+    return VECTOR_BYTES + width * _FLOAT32.itemsize
+
+
+def _pieces(places: int, most: int) -> Iterator[tuple[int, int]]:
+    """First place and number of places of each launch."""
+    most = min(most, MOST_PLACES)
+    return ((first, min(most, places - first)) for first in range(0, places, most))
