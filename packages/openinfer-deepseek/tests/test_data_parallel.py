@@ -220,7 +220,10 @@ def test_v3_s_router_and_quantised_experts_give_the_tokens_of_one_rank(name: str
     [
         ({"tensor_parallel_size": 2}, "--data-parallel-size and --tensor-parallel-size exclude each other"),
         ({"kv_events": "5557"}, "--data-parallel-size and --kv-events exclude each other"),
-        ({"rank_host": "process"}, "--data-parallel-size and --rank-host process exclude each other"),
+        (
+            {"rank_host": "process", "kv_tier": ["host=64MiB"]},
+            "--data-parallel-size and --kv-tier with --rank-host process exclude each other",
+        ),
         ({"speculative": "ngram"}, "--data-parallel-size and --speculative exclude each other"),
         ({"step_trace": "steps"}, "--data-parallel-size and --step-trace exclude each other"),
         ({"device": DeviceKind.CUDA}, "have run on GPUs, where .* so they are refused"),

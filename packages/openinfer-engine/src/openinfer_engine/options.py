@@ -254,8 +254,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def num_rank_processes(self) -> int:
         """Ranks that have a process of their own."""
-        if self.device is DeviceKind.CUDA or self.rank_host not in (None, THREAD_RANKS):
-            return self.tensor_parallel_size - 1
+        is_hosted = self.rank_host not in (None, THREAD_RANKS)
+        if is_hosted or (self.device is DeviceKind.CUDA and self.data_parallel_size == 1):
+            return self.num_ranks - 1
         return 0
 
     def __post_init__(self) -> None:

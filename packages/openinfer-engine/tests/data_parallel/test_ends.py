@@ -8,7 +8,7 @@ import pytest
 
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.data_parallel import launch
-from openinfer_engine.data_parallel.runner import StepRound
+from openinfer_engine.data_parallel.runner import StepRound, ThreadRank
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.options import DeviceKind
@@ -37,8 +37,8 @@ def test_a_rank_is_closed_in_its_own_thread() -> None:
     workers = [FakeWorker() for _ in range(RANKS)]
     communicators = [DataParallelCommunicator(each) for each in LocalGroup(RANKS).communicators]
     enter = [lambda: entered.append(threading.current_thread())] * RANKS
-    ranks = StepRound(cast("list[Any]", workers), communicators, enter)
-    for each in ranks.runners:
+    parts = zip(cast("list[Any]", workers), communicators, enter, strict=True)
+    for each in StepRound([ThreadRank(index, *each) for index, each in enumerate(parts)]).runners:
         each.close()
     assert [worker.used for worker in workers] == [[thread] for thread in entered]
     assert len({*entered}) == RANKS

@@ -99,7 +99,7 @@ def test_chosen_rows_come_and_their_sums_go_back_over_many_turns(cuda, ends):
 
 
 @pytest.mark.parametrize("ends", [2], indirect=True)
-def test_a_rank_that_waits_for_nobody_is_ended_by_abort_and_what_does_not_fit_is_refused(cuda, ends):
+def test_a_rank_whose_peer_never_comes_is_ended_by_abort_and_what_does_not_fit_is_refused(cuda, ends):
     first, _ = ends
     step = Step(cuda, np.random.default_rng(1), [8, 8])
     x, choice, shared = step.on_gpu[0]

@@ -168,7 +168,7 @@ class Step:
 
 
 def play(ranks: Ranks, step: Step) -> None:
-    """One dispatch and one combine; the other ranks' parts of rows that do not come are NaN, which nobody may add."""
+    """One dispatch and one combine; the other ranks' parts of rows that do not come are NaN, which must not be added."""
     size, places = ranks.size, step.places
 
     def sizes(rank: int, row_vectors: int) -> Sizes:

@@ -37,7 +37,7 @@ class CpuBackend:
     measured: dict[str, str] = {}  # noqa: RUF012
 
     def __init__(self, options: EngineOptions, *, placement: Placement | None = None) -> None:
-        self._placement = placement or Placement.on_one_node(options.tensor_parallel_size)
+        self._placement = placement or Placement.on_one_node(options.num_ranks)
         self._batch_invariant = options.batch_invariant
         self._activations = None if options.low_bit_activations is LowBitActivations.OFF else PromptSteps()
         self._fp8_head = options.fp8_head

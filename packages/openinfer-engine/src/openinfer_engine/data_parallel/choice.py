@@ -4,7 +4,7 @@ from typing import Any
 
 from openinfer_core import Refused
 from openinfer_engine.model import ModelDefinition
-from openinfer_engine.options import THREAD_RANKS, DeviceKind, EngineOptions
+from openinfer_engine.options import DeviceKind, EngineOptions
 
 
 def check_data_parallel(definition: ModelDefinition[Any], config: Any, options: EngineOptions) -> None:
@@ -20,7 +20,7 @@ def check_data_parallel(definition: ModelDefinition[Any], config: Any, options: 
         )
     excluded = {
         "--tensor-parallel-size": options.tensor_parallel_size > 1,
-        f"--rank-host {options.rank_host}": options.rank_host not in (None, THREAD_RANKS),
+        f"--kv-tier with --rank-host {options.rank_host}": bool(options.kv_tier) and bool(options.num_rank_processes),
         "--kv-events": options.kv_events is not None,
         "--kv-transfer": options.kv_transfer is not None,
         "--speculative": options.speculation is not None,

@@ -1,4 +1,4 @@
-"""Loading data-parallel ranks: threads of this process, each with a scheduler, a pool and tiers of its own.
+"""Loading data-parallel ranks, threads or processes, each with a scheduler, a pool and tiers of its own.
 
 On GPUs each rank has one, and a backend and a plan for it; all use the smallest pool. On a CPU they have one plan.
 """
@@ -15,8 +15,9 @@ import msgspec
 
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine.data_parallel.loop import DataParallelLoop
+from openinfer_engine.data_parallel.processes import agreed_plan, load_ranks
 from openinfer_engine.data_parallel.routing import RankRouter
-from openinfer_engine.data_parallel.runner import PlanRunner, StepRound
+from openinfer_engine.data_parallel.runner import PlanRunner, SharedRank, StepRound, ThreadRank
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
 from openinfer_engine.engine_plan import EnginePlan, resolve
 from openinfer_engine.kv_tiers import OpenTiers, PoolTierPort, open_port, require_tiered
@@ -24,6 +25,7 @@ from openinfer_engine.loop import StepLoop
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.tracing.trace import NoTrace, Tracer, open_trace
 from openinfer_engine.weights.loading import load_workers
+from openinfer_engine.worker.process_group import ProcessGroup
 from openinfer_engine.worker.runner import Worker, raise_first
 
 logger = logging.getLogger("openinfer.engine")
@@ -32,28 +34,34 @@ _KEY_BYTES = 32
 _TIER_FACTOR, _MOST_HELD = 16, 1 << 18  # a remembered block takes 150 bytes, about
 
 
-def build_data_parallel_loop(engine_plan: EnginePlan) -> DataParallelLoop:
+def build_data_parallel_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -> DataParallelLoop:
     """Loads the weights of every rank and puts the engine together, without a host.
+
+    Args:
+        engine_plan: of the first rank.
+        processes: the other ranks; closed with the loop. None: they are threads.
 
     Raises:
         Refused: a device or tier cannot be had, or the file of a trace not be written.
+        GroupBroken: the process of a rank died.
     """
     options, num_ranks = engine_plan.options, engine_plan.options.data_parallel_size
-    plans = _plans_of_ranks(engine_plan)
-    engine_plan = plans[0]
-    if engine_plan.clipped_context is not None:
-        logger.warning("%s", engine_plan.clipped_context)
-    tracer = NoTrace() if options.trace is None else open_trace(Path(options.trace))
-    first, *others = (plan.backend for plan in plans)
-    ends = first.thread_group(others)
-    communicators = [DataParallelCommunicator(each, ends) for each in ends]
     with contextlib.ExitStack() as undo:
-        for each in communicators:
-            undo.callback(each.close)
-        workers = _load(plans, communicators, tracer)
-        for worker in workers:
-            undo.callback(worker.close)
-        step_round = StepRound(workers, communicators, [plan.backend.enter_thread for plan in plans])
+        if processes is None:
+            plans = _plans_of_ranks(engine_plan)
+        else:
+            undo.callback(processes.close)
+            plans = [agreed_plan(engine_plan, processes)] * num_ranks
+        engine_plan = plans[0]
+        if engine_plan.clipped_context is not None:
+            logger.warning("%s", engine_plan.clipped_context)
+        tracer = NoTrace() if options.trace is None else open_trace(Path(options.trace))
+        if processes is None:
+            ranks = _load_threads(plans, tracer, undo)
+        else:
+            ranks = load_ranks(engine_plan, processes, tracer)
+            undo.callback(ranks[0].close)
+        step_round = StepRound(ranks, processes)
         loops: list[StepLoop] = []
         for rank, (plan, runner) in enumerate(zip(plans, step_round.runners, strict=True)):
             loops.append(_make_loop(plan, runner, rank=rank, tracer=tracer))
@@ -68,6 +76,19 @@ def build_data_parallel_loop(engine_plan: EnginePlan) -> DataParallelLoop:
         key=secrets.token_bytes(_KEY_BYTES),
     )
     return DataParallelLoop(loops, step_round=step_round, router=router)
+
+
+def _load_threads(plans: Sequence[EnginePlan], tracer: Tracer, undo: contextlib.ExitStack) -> Sequence[SharedRank]:
+    first, *others = (plan.backend for plan in plans)
+    ends = first.thread_group(others)
+    communicators = [DataParallelCommunicator(each, ends) for each in ends]
+    for each in communicators:
+        undo.callback(each.close)
+    workers = _load(plans, communicators, tracer)
+    for worker in workers:
+        undo.callback(worker.close)
+    parts = zip(workers, communicators, (plan.backend.enter_thread for plan in plans), strict=True)
+    return [ThreadRank(index, *each) for index, each in enumerate(parts)]
 
 
 def _plans_of_ranks(engine_plan: EnginePlan) -> Sequence[EnginePlan]:

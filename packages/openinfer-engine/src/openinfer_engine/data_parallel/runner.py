@@ -1,8 +1,8 @@
 """`StepRound`: one step of all data-parallel ranks, each with a plan of its own, or with none.
 
-    loop 0 ─► PlanRunner 0.launch(plan) ─┐
-    loop 1 ─► PlanRunner 1.launch(plan) ─┼─► StepRound.launch: how many tokens each rank has ─► one thread per rank
-    loop 2: nothing to run ──────────────┘                                                       rank 2 joins the step
+    loop 0 ─► PlanRunner 0.launch(plan) ─┐                                                      a thread per rank, or
+    loop 1 ─► PlanRunner 1.launch(plan) ─┼─► StepRound.launch: how many tokens each rank has ─► a process per rank but
+    loop 2: nothing to run ──────────────┘                                                      the first; 2 joins it
 
 A rank's experts compute rows of all ranks, so each takes part in each step, and knows how many rows the others bring.
 """
@@ -26,28 +26,41 @@ class JoinsSteps(Protocol):
     def join_step(self) -> None: ...
 
 
+class SharedRank(Protocol):
+    """A data-parallel rank, wherever it runs."""
+
+    def begin(self, plan: StepPlan | None, counts: Sequence[int], *, is_decode: bool) -> "Future[PendingStep | None]":
+        """Begins a step in which the ranks have `counts` tokens, and this one `plan`; its results are None without."""
+        ...
+
+    def pool_memory(self) -> PoolMemory: ...
+
+    def close(self) -> None: ...
+
+
+class WatchesRanks(Protocol):
+    """Knows of ranks' ends; `ProcessGroup`."""
+
+    @property
+    def failure(self) -> BaseException | None: ...
+
+    def cause_of(self, error: BaseException) -> BaseException: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+
 class StepRound:
     """The ranks of an engine and the step that is being put together. Not for several threads.
 
     Args:
-        workers: of each rank.
-        communicators: theirs.
-        enter_threads: what each rank's thread calls first, which makes the rank's device its own.
-
-    Raises:
-        ContractViolation: a worker does not take part in others' steps.
+        ranks: in order.
+        watch: of those that are processes.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[Worker],
-        communicators: Sequence[DataParallelCommunicator],
-        enter_threads: Sequence[Callable[[], None]],
-    ) -> None:
-        self._ranks = [
-            _Rank(index, *parts) for index, parts in enumerate(zip(workers, communicators, enter_threads, strict=True))
-        ]
-        self._runners = [PlanRunner(rank) for rank in self._ranks]
+    def __init__(self, ranks: Sequence[SharedRank], watch: WatchesRanks | None = None) -> None:
+        self._ranks = list(ranks)
+        self._watch = watch
+        self._runners = [PlanRunner(rank, watch) for rank in self._ranks]
 
     @property
     def runners(self) -> "Sequence[PlanRunner]":
@@ -67,23 +80,25 @@ class StepRound:
         ]
         for rank, each in enumerate(plans):
             if each is not None:
-                each.began(futures, rank)
+                each.began(futures, rank, self._watch)
         return True
 
 
 class PlanRunner:
     """Implements `Runner` for the step loop of one data-parallel rank."""
 
-    def __init__(self, rank: "_Rank") -> None:
+    def __init__(self, rank: SharedRank, watch: WatchesRanks | None) -> None:
         self._rank = rank
+        self._watch = watch
         self._planned: _PlannedStep | None = None
 
     @property
     def failure(self) -> BaseException | None:
-        return None  # a thread cannot die between steps: what fails is a step, whose result raises
+        # A thread cannot die between steps: what fails is a step, whose result raises.
+        return None if self._watch is None else self._watch.failure
 
     def pool_memory(self) -> PoolMemory:
-        return self._rank.worker.pool_memory()
+        return self._rank.pool_memory()
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Keeps the plan for the next step of all ranks."""
@@ -107,28 +122,48 @@ class _PlannedStep:
         self.plan = plan
         self._futures: Sequence[Future[PendingStep | None]] = ()
         self._rank = 0
+        self._watch: WatchesRanks | None = None
 
-    def began(self, futures: "Sequence[Future[PendingStep | None]]", rank: int) -> None:
-        self._futures, self._rank = futures, rank
+    def began(self, futures: "Sequence[Future[PendingStep | None]]", rank: int, watch: WatchesRanks | None) -> None:
+        self._futures, self._rank, self._watch = futures, rank, watch
 
     def result(self) -> StepResult:
         """Raises what any rank raised, the cause before what it broke."""
-        raise_first(self._futures)
-        done = self._futures[self._rank].result()
-        if done is None:
-            raise ContractViolation("a rank with a plan has no step")
-        return done.result()
+        try:
+            raise_first(self._futures)
+            done = self._futures[self._rank].result()
+            if done is None:
+                raise ContractViolation("a rank with a plan has no step")
+            return done.result()
+        except BaseException as error:
+            if self._watch is None:
+                raise
+            cause = self._watch.cause_of(error)
+            if cause is error:
+                self._watch.fail(error)
+                raise
+            raise cause from error
 
 
-class _Rank:
-    """A data-parallel rank and its thread."""
+class ThreadRank:
+    """A data-parallel rank and its thread.
+
+    Args:
+        index: of the rank.
+        worker: closed with it.
+        communicator: the worker's.
+        enter_thread: what the thread calls first, which makes the rank's device its own.
+
+    Raises:
+        ContractViolation: the worker does not take part in others' steps.
+    """
 
     def __init__(
         self, index: int, worker: Worker, communicator: DataParallelCommunicator, enter_thread: Callable[[], None]
     ) -> None:
         if not isinstance(worker, JoinsSteps):
             raise ContractViolation(f"{type(worker).__name__} has no join_step, and is no data-parallel rank")
-        self.worker = worker
+        self._worker = worker
         self._joining: JoinsSteps = worker
         self._communicator = communicator
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"openinfer-rank-{index}", initializer=enter_thread)
@@ -138,13 +173,20 @@ class _Rank:
 
     def _run(self, plan: StepPlan | None, counts: Sequence[int], *, is_decode: bool) -> PendingStep | None:
         self._communicator.begin_step(counts, is_decode=is_decode)
-        done = None if plan is None else self.worker.launch(plan)
+        done = None if plan is None else self._worker.launch(plan)
         if (plan is None or not plan.num_tokens) and any(counts):
             self._joining.join_step()
         return done
 
-    def close(self) -> None:
+    def pool_memory(self) -> PoolMemory:
+        return self._worker.pool_memory()
+
+    def begin_close(self) -> "Future[None]":
+        """Closes the worker after all that was begun; no step follows."""
         # In the rank's own thread: its device is the current one there, and elsewhere the first rank's.
-        closing = self._thread.submit(self.worker.close)
-        self._thread.shutdown()
-        closing.result()
+        closing = self._thread.submit(self._worker.close)
+        self._thread.shutdown(wait=False)
+        return closing
+
+    def close(self) -> None:
+        self.begin_close().result()

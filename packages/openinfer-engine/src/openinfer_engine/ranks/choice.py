@@ -34,5 +34,5 @@ def planned_placement(options: EngineOptions) -> Placement:
         name, _, setting = options.rank_host.partition("=")
         factory: object = find_plugin(RANK_HOSTS, name).load()
         if isinstance(factory, PlansPlacement):
-            return factory.planned(setting, RankSpec(num_ranks=options.tensor_parallel_size, on_gpu=on_gpu))
+            return factory.planned(setting, RankSpec(num_ranks=options.num_ranks, on_gpu=on_gpu))
     return Placement.on_one_node(options.num_ranks)

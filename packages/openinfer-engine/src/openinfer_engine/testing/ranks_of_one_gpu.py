@@ -65,10 +65,13 @@ def thread_group(first: CudaBackend, others: Sequence[Backend]) -> list[Any]:
 def share_one_gpu(patch: Any) -> None:
     """Has all ranks on GPU 0, which data-parallel engines refuse so far; `patch` is pytest's `MonkeyPatch`."""
 
+    def unchecked(*_: object) -> None:
+        pass
+
     def on_one_gpu(size: int) -> Placement:
         return Placement(tuple(RankPlace(0, 0) for _ in range(size)))
 
     patch.setattr(Placement, "on_one_node", on_one_gpu)
     patch.setattr(CudaBackend, "thread_group", thread_group)
-    patch.setattr(engine_plan, "check_data_parallel", lambda *_: None)
+    patch.setattr(engine_plan, "check_data_parallel", unchecked)
     patch.setattr(expert_rows, "MOST_PLACES", MOST_PLACES)

@@ -1,11 +1,12 @@
 """What the engine and the processes of its other ranks say to each other, over pipes or a socket; no pickle.
 
     engine ─► Build · Agree · RunStep … · Leave
+              RunShared in the place of RunStep, where ranks are data-parallel
               LoadShare, SaveShare, PrefetchShare, CancelTransfer between the steps, with KV tiers
               HoldAdapter, DropAdapter
               Obey between the steps, when weights change
     rank   ─► Resolved · WorkerReady · Fault
-              Obeyed, once for each Obey
+              Obeyed, once for each Obey; StepDone, once for each RunShared with a plan
               TransferEnded, once for each load, save and prefetch; AdapterHeld, once for each HoldAdapter
     both   ─► Heartbeat, whatever else is said
 
@@ -14,7 +15,8 @@ have the pipes, so no token is needed there; over a socket a token was shown bef
 """
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import TypeAlias, TypeVar
 
@@ -22,11 +24,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from openinfer_core import GenerateRequest
+from openinfer_core import GenerateRequest, TokenLogprobs
 from openinfer_core.engine import KvTierStats
 from openinfer_core.errors import ContractViolation
 from openinfer_core.process.wire import FrameBuffer, encode_frame
-from openinfer_core.scheduling import AdapterLoad, SlotStart, StateCopy, StepPlan
+from openinfer_core.scheduling import AdapterLoad, SlotStart, StateCopy, StepPlan, StepResult
 from openinfer_engine.lifecycle.orders import WeightsOrder
 from openinfer_engine.ranks.placement import Placement
 
@@ -131,6 +133,27 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
         )
 
 
+class RunShared(msgspec.Struct, frozen=True, array_like=True, tag="shared"):
+    """A step of all data-parallel ranks, with the plan of the rank that it goes to, which samples its own rows."""
+
+    counts: list[int]  # tokens of each rank
+    is_decode: bool  # whether all ranks have rows of one token alone
+    plan: RunStep | None
+    token_masks: list[tuple[int, int, bytes]]  # row, sampled position, words
+
+    @classmethod
+    def of(cls, plan: StepPlan | None, counts: Sequence[int], *, is_decode: bool) -> "RunShared":
+        masks = {} if plan is None else plan.token_masks
+        packed = [(row, position, _packed(words, np.uint32)) for (row, position), words in masks.items()]
+        return cls(list(counts), is_decode, None if plan is None else RunStep.of(plan), packed)
+
+    def step_plan(self) -> StepPlan | None:
+        if self.plan is None:
+            return None
+        masks = {(row, position): np.frombuffer(words, np.uint32) for row, position, words in self.token_masks}
+        return replace(self.plan.plan(), token_masks=masks)
+
+
 class LoadShare(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """The rank fills places of its pool with as much of a chain as its KV tiers hold."""
 
@@ -216,6 +239,37 @@ class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     stats: tuple[KvTierStats, ...]  # of the rank's tiers, so far
 
 
+class StepDone(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """The `StepResult` of a data-parallel rank, which has no drafts."""
+
+    step: int
+    new_counts: bytes
+    token_ids: bytes
+    logprobs: dict[int, tuple[TokenLogprobs, ...]]
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]]
+    failed_rows: dict[int, str]
+
+    @classmethod
+    def of(cls, step: int, result: StepResult) -> "StepDone":
+        return cls(
+            step=step,
+            new_counts=_packed(result.new_counts, np.int32),
+            token_ids=_packed(result.token_ids, np.int32),
+            logprobs=dict(result.logprobs),
+            prompt_logprobs=dict(result.prompt_logprobs),
+            failed_rows=dict(result.failed_rows),
+        )
+
+    def result(self) -> StepResult:
+        return StepResult(
+            new_counts=np.frombuffer(self.new_counts, np.int32),
+            token_ids=np.frombuffer(self.token_ids, np.int32),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            failed_rows=self.failed_rows,
+        )
+
+
 class AdapterHeld(msgspec.Struct, frozen=True, array_like=True, tag="adapter_held"):
     """The rank holds its share of an adapter, or cannot."""
 
@@ -243,6 +297,7 @@ ToRank: TypeAlias = (
     Build
     | Agree
     | RunStep
+    | RunShared
     | LoadShare
     | SaveShare
     | PrefetchShare
@@ -253,7 +308,7 @@ ToRank: TypeAlias = (
     | Heartbeat
     | Leave
 )
-FromRank: TypeAlias = Resolved | WorkerReady | TransferEnded | AdapterHeld | Obeyed | Heartbeat | Fault
+FromRank: TypeAlias = Resolved | WorkerReady | StepDone | TransferEnded | AdapterHeld | Obeyed | Heartbeat | Fault
 
 to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 from_rank_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

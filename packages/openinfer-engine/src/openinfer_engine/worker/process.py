@@ -33,6 +33,8 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.process.logs import label_logs, set_up_logs
 from openinfer_core.process.resident import return_freed_memory, settle_memory
 from openinfer_engine.child import SWITCH_INTERVAL_S
+from openinfer_engine.data_parallel.remote_rank import DataParallelWorker
+from openinfer_engine.distributed.expert_group import DataParallelCommunicator
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.errors import GroupBroken
@@ -56,6 +58,7 @@ from openinfer_engine.worker.messages import (
     Obey,
     Obeyed,
     Resolved,
+    RunShared,
     RunStep,
     ToRank,
     WorkerReady,
@@ -136,14 +139,15 @@ def _load(orders: "Orders", answers: "Answers", *, model_dir: Path | None) -> "t
     answers.send(Resolved(engine_plan.num_blocks, composition_of(engine_plan) if build.wants_composition else {}))
     agreed = orders.take(Agree)
     engine_plan = engine_plan.with_num_blocks(agreed.num_blocks)
-    size = engine_plan.options.tensor_parallel_size
+    size, is_data_parallel = engine_plan.options.num_ranks, engine_plan.options.data_parallel_size > 1
     tiers = engine_plan.open_tiers(rank=build.rank)
     is_on_device = engine_plan.options.device is DeviceKind.CUDA
     # While the weights load: taking gigabytes of pages takes seconds.
     pages = begin_prefault(tiers, num_ranks=size) if tiers is not None and is_on_device else MemoryPrefault([])
     communicator = engine_plan.backend.join_group(agreed.ticket, rank=build.rank, size=size)
+    shared = DataParallelCommunicator(communicator) if is_data_parallel else None
     try:
-        (worker,) = load_workers(engine_plan, [communicator], NoTrace(), stream=io.StringIO())
+        (worker,) = load_workers(engine_plan, [shared or communicator], NoTrace(), stream=io.StringIO())
     except BaseException as error:
         communicator.abort(error)
         raise
@@ -157,6 +161,8 @@ def _load(orders: "Orders", answers: "Answers", *, model_dir: Path | None) -> "t
             fail=orders.fail,
             enter_thread=engine_plan.backend.enter_thread,
         )
+    if shared is not None:
+        worker = DataParallelWorker(worker, shared, answer=answers.send, fail=orders.fail)
     answers.send(WorkerReady())
     return worker, share
 
@@ -166,6 +172,8 @@ def _serve(worker: Worker, share: ShareService | None, orders: "Orders", answers
     while not isinstance(order := orders.next(), Leave):
         if isinstance(order, RunStep):
             worker.launch(order.plan())
+        elif isinstance(order, RunShared) and isinstance(worker, DataParallelWorker):
+            worker.run(order)
         elif adapters is not None and isinstance(order, AdapterOrder):
             adapters.take(order)
         elif isinstance(order, Obey):

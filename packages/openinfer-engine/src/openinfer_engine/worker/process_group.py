@@ -19,6 +19,7 @@ import msgspec
 from openinfer_core import OpenInferError, Refused
 from openinfer_core.process.wire import encode_frame
 from openinfer_core.scheduling import StepPlan
+from openinfer_engine.data_parallel.remote_rank import RemoteSteps
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.errors import GroupBroken
@@ -43,6 +44,7 @@ from openinfer_engine.worker.messages import (
     Obeyed,
     Resolved,
     RunStep,
+    StepDone,
     ToRank,
     TransferEnded,
     from_rank_decoder,
@@ -181,6 +183,11 @@ class ProcessGroup:
     def adapters(self) -> list[RemoteRank]:
         return [worker.adapters for worker in self._workers]
 
+    @property
+    def steps(self) -> list[RemoteSteps]:
+        """Of data-parallel ranks."""
+        return [worker.steps for worker in self._workers]
+
     # --- steps and end ----------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan) -> None:
@@ -270,7 +277,9 @@ class ProcessGroup:
             logger.error("rank %d: %s", worker.rank, error)
         worker.share.end_all()
         worker.adapters.end_all()
-        self.fail(GroupBroken(f"rank {worker.rank} has died: {worker.link.how_it_ended()}"))
+        error = GroupBroken(f"rank {worker.rank} has died: {worker.link.how_it_ended()}")
+        self.fail(error)
+        worker.steps.end_all(self._failure or error)
 
     def _ticker(self, call: Callable[[float], None], clock: Callable[[], float], *, name: str) -> Ticker:
         return Ticker(call, interval_s=Silence(limit_s=self._timeout_s).interval_s, clock=clock, name=name)
@@ -299,6 +308,9 @@ class ProcessGroup:
             return
         if isinstance(message, AdapterHeld):
             worker.adapters.hear(message)
+            return
+        if isinstance(message, StepDone):
+            worker.steps.hear(message)
             return
         if isinstance(message, Heartbeat):
             return
@@ -360,6 +372,7 @@ class _Worker:
         self.link = link
         self.share = RemoteShare(self.tell)
         self.adapters = RemoteRank(self.tell)
+        self.steps = RemoteSteps(self.tell)
         self.silence = Silence(limit_s=STARTING_LIMIT_S)
         self.resolved: Resolved | None = None
 
