@@ -143,9 +143,10 @@ class RunShared(msgspec.Struct, frozen=True, array_like=True, tag="shared"):
 
     @classmethod
     def of(cls, plan: StepPlan | None, counts: Sequence[int], *, is_decode: bool) -> "RunShared":
-        masks = {} if plan is None else plan.token_masks
-        packed = [(row, position, _packed(words, np.uint32)) for (row, position), words in masks.items()]
-        return cls(list(counts), is_decode, None if plan is None else RunStep.of(plan), packed)
+        if plan is None:
+            return cls(list(counts), is_decode, None, [])
+        masks = [(row, position, _packed(words, np.uint32)) for (row, position), words in plan.token_masks.items()]
+        return cls(list(counts), is_decode, RunStep.of(plan), masks)
 
     def step_plan(self) -> StepPlan | None:
         if self.plan is None:
