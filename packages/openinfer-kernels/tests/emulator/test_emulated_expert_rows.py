@@ -168,7 +168,7 @@ class Step:
 
 
 def play(ranks: Ranks, step: Step) -> None:
-    """One dispatch and one combine; the other ranks' parts of rows that do not come are NaN, which must not be added."""
+    """One dispatch and one combine; parts of rows that do not come are NaN, which must not be added."""
     size, places = ranks.size, step.places
 
     def sizes(rank: int, row_vectors: int) -> Sizes:
@@ -236,7 +236,7 @@ MUTANTS = {
     ),
     "the places of another rank": ("int64_t(peer) * sizes.places + row", "int64_t(group.rank) * sizes.places + row"),
     "ids of places without rows": ("unsigned(ids[row * chosen + at]) : ~0u", "unsigned(ids[row * chosen + at]) : 0u"),
-    "buffers are not emptied": ("  empty_last_turn(group, turn);\n", ""),
+    "buffers are not emptied": ("  empty_last_turn(group, turn);  //", "  //"),
 }
 
 

@@ -1,7 +1,7 @@
 """Data-parallel ranks that share one GPU, for a machine that has no more: all but NCCL and NVLink is what several run.
 
 A kernel that waits for the other rank's rows holds multiprocessors that this one's kernels need, so each launch has few
-places.
+places; and no kernel may begin before the one ahead of it has ended, as it would hold all of them while that one waits.
 """
 
 from collections.abc import Generator, Sequence
@@ -16,9 +16,11 @@ from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.ranks.placement import Placement, RankPlace
 from openinfer_kernels.cuda.comm import expert_rows
 from openinfer_kernels.cuda.comm.expert_rows import ExpertRows
+from openinfer_kernels.cuda.common import device as devices
 from openinfer_kernels.cuda.common.device import Device
 
 MOST_PLACES = 48
+_NO_CAPABILITY = (99, 0)
 
 
 class SharedGpu:
@@ -75,3 +77,4 @@ def share_one_gpu(patch: Any) -> None:
     patch.setattr(CudaBackend, "thread_group", thread_group)
     patch.setattr(engine_plan, "check_data_parallel", unchecked)
     patch.setattr(expert_rows, "MOST_PLACES", MOST_PLACES)
+    patch.setattr(devices, "_OVERLAP_CAPABILITY", _NO_CAPABILITY)

@@ -57,6 +57,8 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   wait_for_previous_kernel();
   launch_dependents();
   const unsigned turn = *reinterpret_cast<const volatile unsigned*>(&group.state->turn);
+  // Begun before anything is waited for: all of a row of 2048.
+  const uint4 mine = is_row && at < vectors ? x[int64_t(row) * vectors + at] : uint4{0, 0, 0, 0};
   if (at < 4 * header) {
     unsigned word = 0;
     if (at < chosen) {
@@ -73,8 +75,11 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     uint4* to = group.place(peer, turn, group.rank) + slot;
     if (at < header) put(to + at, {sent[4 * at], sent[4 * at + 1], sent[4 * at + 2], sent[4 * at + 3]});
     if (!has_rank(ranks, peer)) continue;
-    for (int v = at; v < vectors; v += blockDim.x) put(to + header + v, sendable(x[int64_t(row) * vectors + v]));
+    for (int v = at; v < vectors; v += blockDim.x) {
+      put(to + header + v, sendable(v == at ? mine : x[int64_t(row) * vectors + v]));
+    }
   }
+  empty_last_turn(group, turn);  // while the others' rows are on their way
   for (int sender = 0; sender < group.size; sender++) {
     const uint4* from = group.place(group.rank, turn, sender) + slot;
     if (at >= header) continue;
@@ -96,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
       const int64_t own = int64_t(row) * vectors + v;
       uint4 found = {0, 0, 0, 0}, added = {0, 0, 0, 0};
       if (is_own && is_row) {
-        found = x[own], added = shared[own];
+        found = v == at ? mine : x[own], added = shared[own];
       } else if (!is_own && comes) {
         found = receive(from + v, group);
       }
@@ -104,7 +109,6 @@ extern "C" __global__ void __launch_bounds__(256, 4)
       all_shared[place * vectors + v] = added;
     }
   }
-  empty_last_turn(group, turn);
   end_turn(group, turn, int64_t(gridDim.x) * stride);
 }
 
@@ -128,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
                                 __float_as_uint(part.w)}));
     }
   }
+  empty_last_turn(group, turn);
   const int64_t own = int64_t(group.rank) * sizes.places + row;
   const unsigned ranks = ranks_of(all_ids + own * sizes.chosen, sizes);
   for (int sender = 0; at == 0 && sender < group.size; sender++) {
@@ -147,6 +152,5 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     }
     out[int64_t(row) * vectors + v] = total;
   }
-  empty_last_turn(group, turn);
   end_turn(group, turn, int64_t(gridDim.x) * stride);
 }
