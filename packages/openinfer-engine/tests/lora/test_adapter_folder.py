@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from openinfer_core import InvalidCheckpoint, Refused
+from openinfer_engine.lora import adapter_folder
 from openinfer_engine.lora.adapter_folder import (
     MAX_HEADER_BYTES,
     AdaptedModule,
@@ -62,6 +63,10 @@ class Taken:
     def __init__(self) -> None:
         self.modules: dict[str, LowRank] = {}
         self.factors: dict[tuple[str, str], Any] = {}
+        self.times_laid_out = 0
+
+    def lay_out(self) -> None:
+        self.times_laid_out += 1
 
     def begin(self, modules: Mapping[str, LowRank], *, is_bfloat16: bool) -> Any:
         del is_bfloat16
@@ -82,8 +87,38 @@ def test_factors_are_found_under_every_wrappers_names(tmp_path: Path) -> None:
             assert module == "layers.1.self_attn.v_proj"
             np.testing.assert_array_equal(values, pair(name)[f"{name}.lora_{factor}.weight"])
         assert len(taken.factors) == 2
+        assert taken.times_laid_out == 1
     assert module_key("model.visual.layers.1.q_proj") is None
     assert module_key("lm_head") is None
+
+
+def test_a_header_that_was_read_is_known_for_its_modules_alone(tmp_path: Path, monkeypatch: Any) -> None:
+    """Adapters that were trained alike have one header; what it may say depends on the engine's modules."""
+    parsed: list[Path] = []
+    parse = adapter_folder.read_header
+
+    def counted(read_bytes: Any, **given: Any) -> Any:
+        parsed.append(given["path"])
+        return parse(read_bytes, **given)
+
+    monkeypatch.setattr(adapter_folder, "read_header", counted)
+    monkeypatch.setattr(adapter_folder, "_LAYOUTS", adapter_folder._Layouts())
+    first, other = write(tmp_path / "first", pair()), write(tmp_path / "other", pair(seed=2))
+    digests = [read(folder).digest for folder in (first, other, first)]
+    assert len(parsed) == 1
+    assert digests[0] == digests[2] != digests[1]
+    with pytest.raises(Refused, match="cannot be adapted"):
+        read_adapter(other, modules={"layers.1.mlp.up_proj": MODULES["layers.1.self_attn.v_proj"]}, max_rank=16)
+    with pytest.raises(Refused, match="at most 2"):
+        read(other, max_rank=2)
+    assert read(other).digest == digests[1]
+    path = other / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(InvalidCheckpoint):
+        read(other)
+    for number in range(10):
+        read(write(tmp_path / str(number), pair(rank=number + 1), r=number + 1))
+    assert len(adapter_folder._LAYOUTS._kept) == 4
 
 
 def test_digest_is_of_what_is_computed(tmp_path: Path) -> None:

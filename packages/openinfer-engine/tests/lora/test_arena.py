@@ -55,6 +55,7 @@ def share_of(arena: AdapterArena, pairs: Mapping[str, LowRankPair]) -> AdapterSh
     says = {name: LowRank(len(pair.a), pair.scale) for name, pair in pairs.items()}
     into = writer.begin(says, is_bfloat16=is_bfloat16)
     if into is not None:
+        writer.lay_out()
         into[:] = np.concatenate([each.view(np.uint8).ravel() for pair in pairs.values() for each in (pair.a, pair.b)])
         return writer.share()
     for name, pair in pairs.items():

@@ -164,6 +164,8 @@ def _pattern(config: Mapping[str, Any], kind: str, what: str) -> list[tuple[str,
 
 
 def _first_match(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+    if not pattern:  # of hundreds of modules
+        return default
     # PEFT matches `(.*\.)?(key)$`, and takes the first key that does.
     return next((each for key, each in pattern.items() if f".{module}".endswith(f".{key}")), default)
 

@@ -9,7 +9,8 @@ before its tensors are (`adapter_tensors.py`).
 
 import re
 import stat
-from collections.abc import Generator, Mapping
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,6 +33,9 @@ from openinfer_kernels import HostArray
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_HEADER_BYTES = 4 << 20
 """Of the file: about 30,000 tensors; an adapter of all projections of the largest published model has 1,300."""
+_LENGTH_BYTES = 8
+_MOST_LAYOUTS, _KEPT_HEADER_BYTES = 4, 256 << 10
+"""Headers that are known, and how long they may be: of 1,300 tensors it is 190 KiB."""
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _PEFT_PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
@@ -87,6 +91,10 @@ class TakesFactors(Protocol):
         """
         ...
 
+    def lay_out(self) -> None:
+        """Once, while other threads read: what `begin` can leave for later."""
+        ...
+
     def take(self, module: str, factor: Factor, values: HostArray) -> None:
         """A `[r, in]` or B `[out, r]`: float32, float16, or BF16 as its bits in uint16; finite, of any alignment.
 
@@ -128,27 +136,21 @@ def read_adapter(
     config = read_adapter_config(folder)
     path = _weights_path(folder)
     with _opened(path, modules=modules, max_rank=max_rank) as (descriptor, num_bytes):
-        data_start, tensors = read_header(
-            lambda begin, end: read_exactly(descriptor, begin, end, path),
-            num_bytes=num_bytes,
-            path=path,
-            max_header_bytes=MAX_HEADER_BYTES,
-        )
-        found = _factors(tensors, modules, path)
-        for key, factors in found.items():
-            _check(tensors, factors, modules[key], path, rank=config.rank_of(factors.module), max_rank=max_rank)
+        data_start, tensors, found, order, is_bfloat16, _ = _LAYOUTS.of_file(descriptor, num_bytes, modules, path)
         says = {
             key: LowRank(config.rank_of(factors.module), config.scale_of(factors.module))
-            for key, factors in sorted(found.items())
+            for key, factors in found.items()
         }
-        order = _order(says, found)
-        is_bfloat16 = all(tensors[name].dtype == "BF16" for name in order)
+        for key, factors in found.items():
+            _check(tensors, factors, modules[key], path, rank=says[key].rank, max_rank=max_rank)
         into = None if target is None else target.begin(says, is_bfloat16=is_bfloat16)
         described = ""
 
         def describe() -> None:
             nonlocal described
             described = _described(says, found, tensors)
+            if target is not None:
+                target.lay_out()
 
         try:
             numbers = read_tensors(
@@ -253,6 +255,75 @@ def _factors(
     return found
 
 
+class _Layout(NamedTuple):
+    """What the header of a file says."""
+
+    data_start: int
+    tensors: Mapping[str, TensorInfo]
+    factors: Mapping[str, _Factors]
+    """By module, in their order."""
+    order: Sequence[str]
+    """Of the tensors, whatever the file's is; PEFT's is this one."""
+    is_bfloat16: bool
+    modules: Mapping[str, AdaptedModule]
+    """That it was checked for."""
+
+
+class _Layouts:
+    """The last headers that were read, each with what was found in it.
+
+    Adapters of one model that were trained alike have one header, byte for byte, and to parse it takes the interpreter
+    a third as long as several threads need for the numbers.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[bytes, int], _Layout] = {}
+
+    def of_file(self, descriptor: int, num_bytes: int, modules: Mapping[str, AdaptedModule], path: Path) -> _Layout:
+        """Raises as `read_header`, or because tensors are no factors of these modules."""
+        header = _short_header(descriptor, num_bytes, path)
+        key = header, num_bytes
+        with self._lock:
+            known = self._kept.get(key)
+        if known is not None and known.modules is modules:
+            return known
+        found = _layout(
+            lambda begin, end: header[begin:end] if header else read_exactly(descriptor, begin, end, path),
+            num_bytes,
+            modules,
+            path,
+        )
+        if header:
+            with self._lock:
+                self._kept.pop(key, None)
+                self._kept[key] = found
+                if len(self._kept) > _MOST_LAYOUTS:
+                    del self._kept[next(iter(self._kept))]
+        return found
+
+
+_LAYOUTS = _Layouts()
+
+
+def _short_header(descriptor: int, num_bytes: int, path: Path) -> bytes:
+    """With the length before it; nothing, if it is too long to be kept, or no header."""
+    if num_bytes < _LENGTH_BYTES:
+        return b""
+    size = _LENGTH_BYTES + int.from_bytes(read_exactly(descriptor, 0, _LENGTH_BYTES, path), "little")
+    return read_exactly(descriptor, 0, size, path) if size <= min(num_bytes, _KEPT_HEADER_BYTES) else b""
+
+
+def _layout(
+    read: Callable[[int, int], bytes], num_bytes: int, modules: Mapping[str, AdaptedModule], path: Path
+) -> _Layout:
+    data_start, tensors = read_header(read, num_bytes=num_bytes, path=path, max_header_bytes=MAX_HEADER_BYTES)
+    factors = dict(sorted(_factors(tensors, modules, path).items()))
+    order = [each.names[factor] for each in factors.values() for factor in _FACTORS]
+    is_bfloat16 = all(tensors[name].dtype == "BF16" for name in order)
+    return _Layout(data_start, tensors, factors, order, is_bfloat16, modules)
+
+
 def _check(
     tensors: Mapping[str, TensorInfo], factors: _Factors, module: AdaptedModule, path: Path, *, rank: int, max_rank: int
 ) -> None:
@@ -274,13 +345,8 @@ def _check(
             )
 
 
-def _order(says: Mapping[str, LowRank], found: Mapping[str, _Factors]) -> list[str]:
-    """Of the tensors, whatever the file's is; PEFT's is this one."""
-    return [found[key].names[factor] for key in says for factor in _FACTORS]
-
-
 def _described(says: Mapping[str, LowRank], found: Mapping[str, _Factors], tensors: Mapping[str, TensorInfo]) -> str:
-    """What is computed with the numbers, which follow in `_order`."""
+    """What is computed with the numbers, which follow in the order of a `_Layout`."""
     parts: list[str] = []
     for key, each in says.items():
         a, b = (tensors[found[key].names[factor]] for factor in _FACTORS)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -55,8 +55,11 @@ class NotFiniteError(Exception):
     """A tensor has numbers that are not finite; its name."""
 
 
-_Task: TypeAlias = Sequence[tuple[str, TensorInfo]]
-"""Tensors that are hashed together, as they follow each other."""
+class _Task(NamedTuple):
+    """Tensors that are hashed together, as they follow each other."""
+
+    tensors: Sequence[tuple[str, TensorInfo]]
+    num_bytes: int
 
 
 def read_exactly(descriptor: int, begin: int, end: int, path: Path) -> bytes:
@@ -99,12 +102,12 @@ def read_tensors(
         NotFiniteError: of the first such tensor in this order.
     """
     tasks = list(_tasks((name, tensors[name]) for name in order))
-    ends = list(accumulate(map(_num_bytes, tasks)))
-    most = max(map(_num_bytes, tasks), default=0)
+    ends = list(accumulate(task.num_bytes for task in tasks))
+    most = max((task.num_bytes for task in tasks), default=0)
     spare: list[HostArray] = []
 
     def run(task: _Task, task_end: int) -> bytes:
-        size = _num_bytes(task)
+        size = task.num_bytes
         if into is None:
             memory: Any = spare.pop() if spare else np.empty(most, np.uint8)
         else:
@@ -115,7 +118,7 @@ def read_tensors(
         _require_finite(memory[:size], task)
         found = _hashed_pieces(data)
         if take is not None:
-            for (name, _), array in zip(task, _arrays(memory, task), strict=True):
+            for (name, _), array in zip(task.tensors, _arrays(memory, task), strict=True):
                 take(name, array)
         if into is None:
             spare.append(memory)
@@ -135,25 +138,21 @@ def _tasks(ordered: Iterable[tuple[str, TensorInfo]]) -> Iterable[_Task]:
         task.append(each)
         num_bytes += _size(each[1])
         if num_bytes >= LEAST_TASK_BYTES:
-            yield task
+            yield _Task(task, num_bytes)
             task, num_bytes = [], 0
     if task:
-        yield task
+        yield _Task(task, num_bytes)
 
 
 def _size(info: TensorInfo) -> int:
     return info.data_offsets[1] - info.data_offsets[0]
 
 
-def _num_bytes(task: _Task) -> int:
-    return sum(_size(info) for _, info in task)
-
-
 def _ranges(task: _Task) -> Iterable[tuple[int, int, int]]:
     """Begin and end in a task's memory, and the place in the file's data, of tensors that follow each other there."""
     begin = end = 0
-    place = task[0][1].data_offsets[0]
-    for _, info in task:
+    place = task.tensors[0][1].data_offsets[0]
+    for _, info in task.tensors:
         if info.data_offsets[0] != place + end - begin:
             yield begin, end, place
             begin, place = end, info.data_offsets[0]
@@ -177,10 +176,10 @@ def _read_into(descriptor: int, memory: memoryview, place: int, path: Path) -> N
 
 
 def _require_finite(memory: HostArray, task: _Task) -> None:
-    dtype = task[0][1].dtype
-    if all(info.dtype == dtype for _, info in task) and _is_finite(memory, NUMPY_DTYPES[dtype]):
+    dtype = task.tensors[0][1].dtype
+    if all(info.dtype == dtype for _, info in task.tensors) and _is_finite(memory, NUMPY_DTYPES[dtype]):
         return
-    for (name, _), array in zip(task, _arrays(memory, task), strict=True):
+    for (name, _), array in zip(task.tensors, _arrays(memory, task), strict=True):
         if not _is_finite(array, array.dtype):
             raise NotFiniteError(name)
 
@@ -195,7 +194,7 @@ def _is_finite(data: HostArray, dtype: "np.dtype[Any]") -> bool:
 def _arrays(memory: HostArray, task: _Task) -> Iterable[HostArray]:
     """Views, also where they are not aligned to their dtype."""
     begin = 0
-    for _, info in task:
+    for _, info in task.tensors:
         end = begin + _size(info)
         yield memory[begin:end].view(NUMPY_DTYPES[info.dtype]).reshape(info.shape)
         begin = end

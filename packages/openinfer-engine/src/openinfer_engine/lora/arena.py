@@ -326,6 +326,7 @@ class ShareWriter:
         self._take_memory = take_memory
         self._factors: list[tuple[HostArray, HostArray] | None] = []
         self._whole: dict[str, PieceShare] | None = None
+        self._memory: HostArray | None = None  # of all tensors, as they lie in a file
         self._modules: Mapping[str, LowRank] = {}
         self._places: dict[str, tuple[int, int]] = {}
         self._scaled_bits: Mapping[float, HostArray] = {}
@@ -346,20 +347,26 @@ class ShareWriter:
         is_whole = all(piece.is_whole for product in self._products for piece in product.pieces)
         return weights.a.dtype.itemsize == _BF16_BYTES and has_all_ranks and is_whole
 
+    def _shapes_of(self, key: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        number, index = self._places[key]
+        piece, rank = self._products[number].pieces[index], self._modules[key].rank
+        return (rank, piece.columns.stop), (piece.num_rows, rank)
+
     def _begin_whole(self) -> HostArray:
-        shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
-        for key, (rank, _) in self._modules.items():
-            number, index = self._places[key]
-            piece = self._products[number].pieces[index]
-            shapes[key] = (rank, piece.columns.stop), (piece.num_rows, rank)
-        memory = self._take_memory(sum(math.prod(shape) for pair in shapes.values() for shape in pair))
+        sizes = (rows * columns for key in self._modules for rows, columns in self._shapes_of(key))
+        self._memory = self._take_memory(sum(sizes))
+        return self._memory.view(np.uint8)
+
+    def lay_out(self) -> None:
+        if self._memory is None:
+            return
         self._whole, end = {}, 0
-        for key, (of_a, of_b) in shapes.items():
+        for key, (_, scale) in self._modules.items():
+            of_a, of_b = self._shapes_of(key)
             begin, middle = end, end + math.prod(of_a)
             end = middle + math.prod(of_b)
-            a, b = memory[begin:middle].reshape(of_a), memory[middle:end].reshape(of_b)
-            self._whole[key] = PieceShare(a, b, self._modules[key].scale)
-        return memory.view(np.uint8)
+            a, b = self._memory[begin:middle].reshape(of_a), self._memory[middle:end].reshape(of_b)
+            self._whole[key] = PieceShare(a, b, scale)
 
     def _begin_factors(self) -> None:
         modules = self._modules
