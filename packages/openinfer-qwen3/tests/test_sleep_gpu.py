@@ -77,6 +77,14 @@ def requests(count: int = 12) -> list[GenerateRequest]:
     return random_requests(count, vocab_size=1024, max_prompt_tokens=89, logprobs=1)
 
 
+def greedy(number: int, prompt: range) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId(number),
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=16, temperature=0.0),
+    )
+
+
 def said(answers: Mapping[int, Answer]) -> dict[int, tuple[list[int], list[float]]]:
     return {key: (each.token_ids, [one.logprob for one in each.logprobs]) for key, each in answers.items()}
 
@@ -218,6 +226,25 @@ def test_logprobs_while_generating_are_the_prompt_logprobs_of_the_same_tokens(
             said = [each.logprob for each in answer.logprobs]
             assert [each.logprob for each in scored[key].prompt_logprobs[-len(said) :]] == said
         loop.control(UpdateWeights(path="new"))
+
+
+@pytest.mark.parametrize("tier", ["host=64MiB", "disk={folder},64MiB"])
+@pytest.mark.parametrize("keeps_weights", LEVELS)
+def test_kv_tiers_keep_what_the_pool_forgets(
+    make_loop: MakeLoop, tmp_path: Path, family: str, tier: str, *, keeps_weights: bool
+) -> None:
+    pytest.importorskip("openinfer_kv_offload")
+    options = {"kv_tier": [tier.format(folder=tmp_path / "kv")], "kv_load_timeout_ms": 60_000}
+    loop = make_loop(write(tmp_path / "model", family), **options)
+    for number in range(2):
+        first = run_at_once(loop, [greedy(10 * number + 1, range(100 * number, 100 * number + 82))])
+        loop.control(Sleep(keeps_weights=keeps_weights))
+        loop.control(Wake())
+        again = run_at_once(loop, [greedy(10 * number + 2, range(100 * number, 100 * number + 82))])
+        (before,), (after,) = first.values(), again.values()
+        assert (before.cached_tokens, after.cached_tokens) == (0, 80)
+        assert after.token_ids == before.token_ids
+    loop.scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
