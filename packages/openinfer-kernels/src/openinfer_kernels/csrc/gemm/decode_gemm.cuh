@@ -158,23 +158,18 @@ __device__ void produce(Shared<kTokens, kSlices>& s, const Work& work, const CUt
   }
 }
 
-// Products with adapters have tiles of one product of the tensor cores.
-template <int kTokens>
-using AdaptedSizes = Sizes<kTokens, kProductSlices>;
-template <int kTokens>
-using AdaptedShared = Shared<kTokens, kProductSlices>;
-
 // A x, where a chunk of W has its second half. Of B a chunk is one box.
-template <int kTokens>
-__device__ __forceinline__ lora::Halved<kTokens>& shrunk_in(AdaptedShared<kTokens>& s, int stage) {
-  static_assert(sizeof(lora::Halved<kTokens>) <= AdaptedSizes<kTokens>::kWeightBox && kBox == lora::kDeltaColumns);
+template <int kTokens, int kSlices>
+__device__ __forceinline__ lora::Halved<kTokens>& shrunk_in(Shared<kTokens, kSlices>& s, int stage) {
+  static_assert(sizeof(lora::Halved<kTokens>) <= Sizes<kTokens, kSlices>::kWeightBox && kBox == lora::kDeltaColumns);
   return *reinterpret_cast<lora::Halved<kTokens>*>(s.w[stage][1]);
 }
 
 // Brings A x for each chunk of B, by one warp of a block that has the sums of tiles.
-template <int kTokens, bool kGated>
-__device__ void deliver(AdaptedShared<kTokens>& s, const Work& work, const lora::DecodeAdapters& adapters, int m) {
-  using S = AdaptedSizes<kTokens>;
+template <int kTokens, bool kGated, int kSlices>
+__device__ void deliver(Shared<kTokens, kSlices>& s, const Work& work, const lora::DecodeAdapters& adapters, int m) {
+  static_assert(kGated || kSlices == kProductSlices);  // tiles of 64 rows say which pieces they have
+  using S = Sizes<kTokens, kSlices>;
   const lora::Delivery<kTokens> delivery(adapters, m);
   const uint32_t asked = delivery.asked();
   if (threadIdx.x % 32 == 0) s.asked = asked;
@@ -193,10 +188,10 @@ __device__ void deliver(AdaptedShared<kTokens>& s, const Work& work, const lora:
           for (int j = 0; j < kTogether; j++) fours[j] = delivery.read(planes.first + plane, chunk, round + j);
           if (round == 0) {
             if (plane == 0) barrier_wait(&s.freed[stage], parities >> stage & 1);
-            delivery.clear(shrunk_in<kTokens>(s, stage), plane);
+            delivery.clear(shrunk_in<kTokens, kSlices>(s, stage), plane);
           }
 #pragma unroll
-          for (int j = 0; j < kTogether; j++) delivery.write(fours[j], shrunk_in<kTokens>(s, stage), plane);
+          for (int j = 0; j < kTogether; j++) delivery.write(fours[j], shrunk_in<kTokens, kSlices>(s, stage), plane);
         }
       }
       parities ^= 1u << stage;
@@ -301,7 +296,11 @@ __device__ void consume(Shared<kTokens, kSlices>& s, const Work& work, Output<kE
       const int row = tile * S::kRows + threadIdx.x / 32 * kSliceRows;
       const int plane = kGated ? 0 : adapters->piece_of(row) - adapters->piece_of(tile * S::kRows);
       const uint32_t asked = s.asked >> ((chunk - work.num_chunks) * lora::kDeltaSteps);
-      lora::add_delta<kTokens, kGated>(d[0], s.w[stage][0], shrunk_in<kTokens>(s, stage), plane, asked);
+#pragma unroll
+      for (int product = 0; product < S::kProducts; product++)
+        if (product * kProductSlices + int(threadIdx.x) / 32 < kSlices)
+          lora::add_delta<kTokens, kGated>(d[product], s.w[stage][0] + product * kProductBytes,
+                                           shrunk_in<kTokens, kSlices>(s, stage), plane, asked);
       __syncwarp();
     }
     if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[stage]);
@@ -341,7 +340,7 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
       return;
     }
   }
-  const int tiles = kAdapted ? n / S::kRows : (n + S::kRows - 1) / S::kRows;  // with adapters all are whole
+  const int tiles = (n + S::kRows - 1) / S::kRows;
   const Work work(tiles, k / kColumns, blocks_before, kAdapted ? adapters->delta_chunks() : 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; i++) {
@@ -366,7 +365,7 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
     if (threadIdx.x == kConsumers) produce<kTokens, kSlices, kAdapted>(s, work, w_map, x_map, adapters);
   } else if constexpr (kAdapted) {
     wait_for_previous_kernel();
-    if (work.rank == 0) deliver<kTokens, kEpilogue == kSwiglu>(s, work, *adapters, m);
+    if (work.rank == 0) deliver<kTokens, kEpilogue == kSwiglu, kSlices>(s, work, *adapters, m);
   }
   // The first block stays until the others, which write to its memory, have left: a thread that has ended counts as
   // arrived.

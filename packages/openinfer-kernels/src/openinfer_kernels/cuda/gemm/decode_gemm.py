@@ -46,7 +46,7 @@ class DecodeGemm:
         self._gates = _kernels(device, "swiglu", of_slices=True)
         self._float32 = _kernels(device, "float32")
         self._device = device
-        self._adapted: dict[Epilogue, dict[int, Kernel]] = {}
+        self._adapted: dict[tuple[Epilogue, bool], dict[int, Kernel]] = {}
         self._maps = TensorMaps()
 
     def serves(self, x: Array, weight: Array) -> bool:
@@ -54,6 +54,14 @@ class DecodeGemm:
         n, k = weight.shape
         whole = n % _ROWS == 0 and k % _CHUNK_COLUMNS == 0 and n > 0 and k > 0
         return whole and 0 < len(x) <= _MOST_TOKENS and bool(self._store) and fits_vectors(x, weight)
+
+    def takes_slices(self, rows: int, *, others: int = 0) -> bool:
+        """Whether tiles of gate and up have five slices: each multiprocessor then has as much to read as the others,
+        where with tiles of 64 rows some have twice as much. `others`: blocks that run with them.
+        """
+        most = _BLOCKS_PER_MULTIPROCESSOR * self._num_multiprocessors
+        slices = -(-rows // (_SLICE_ROWS * most))
+        return slices == _SLICES_OF_GATES and -(-rows // (_SLICE_ROWS * slices)) + others <= most
 
     def linear(self, x: Array, weight: Array, out: Array, *, weights_first: bool = True) -> None:
         """Writes `x [T, k] @ weight [n, k].T` into `out [T, n]`; contiguous BF16 arrays that it serves.
@@ -68,10 +76,8 @@ class DecodeGemm:
 
     def linear_swiglu(self, x: Array, gate_up: Array, out: Array, *, weights_first: bool = True) -> None:
         """Gate and up are the halves of `gate_up [2 F, k]`; `out [T, F]`."""
-        # Each multiprocessor then has as much to read as the others: with tiles of 64 rows some have twice as much.
-        slices = -(-len(gate_up) // (_SLICE_ROWS * _BLOCKS_PER_MULTIPROCESSOR * self._num_multiprocessors))
-        if slices == _SLICES_OF_GATES and _tokens_of(len(x)) in self._gates:
-            self._multiply(self._gates, x, _gate_box(gate_up, slices), out, overlap=weights_first)
+        if self.takes_slices(len(gate_up)) and _tokens_of(len(x)) in self._gates:
+            self._multiply(self._gates, x, _gate_box(gate_up, _SLICES_OF_GATES), out, overlap=weights_first)
         else:
             self._multiply(self._swiglu, x, _gate_box(gate_up), out, overlap=weights_first)
 
@@ -79,11 +85,19 @@ class DecodeGemm:
         self, epilogue: Epilogue, x: Array, weight: Array, out: Array, *, adapters: DecodeAdapters, columns: Array
     ) -> None:
         """`columns [n, E]`: the B's of all slots next to each other."""
-        if epilogue not in self._adapted:
-            self._adapted[epilogue] = _kernels(self._device, epilogue, stem=_ADAPTED_STEM, most=MOST_ADAPTED_TOKENS)
-        box_of = _gate_box if epilogue is Epilogue.SWIGLU else _rows_box
-        adapters.b = self._maps.of(box_of(columns))
-        self._multiply(self._adapted[epilogue], x, box_of(weight), out, adapters)
+        of_slices = epilogue is Epilogue.SWIGLU and self.takes_slices(len(weight), others=adapters.parts)
+        key = epilogue, of_slices
+        if key not in self._adapted:
+            self._adapted[key] = _kernels(
+                self._device, epilogue, stem=_ADAPTED_STEM, most=MOST_ADAPTED_TOKENS, of_slices=of_slices
+            )
+        if epilogue is Epilogue.SWIGLU:
+            slices = _SLICES_OF_GATES if of_slices else _ROWS // _SLICE_ROWS
+            box, of_columns = _gate_box(weight, slices), _gate_box(columns, slices)
+        else:
+            box, of_columns = _rows_box(weight), _rows_box(columns)
+        adapters.b = self._maps.of(of_columns)
+        self._multiply(self._adapted[key], x, box, out, adapters)
 
     def _multiply(
         self,
