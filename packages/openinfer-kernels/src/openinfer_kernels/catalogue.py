@@ -125,7 +125,8 @@ SERVINGS = (
                 "shrink_halves",
                 "with adapters, more tokens, whose A's have no multiple of 16 rows together: ahead of the next",
             ),
-            ("adapted_decode_gemm", "with adapters, up to 32 tokens"),
+            ("adapted_decode_gemm", "with adapters, up to 16 tokens"),
+            ("adapted_gemm_one_tile", "with adapters, up to 192 tokens"),
             ("adapted_gemm", "with adapters, more tokens"),
         )
     ),

@@ -23,7 +23,9 @@ GEMM = [
     *(f"adapted_gemm_swiglu_{tokens}x{columns}" for tokens in (64, 128, 192) for columns in (96, 160, 192)),
     *(f"adapted_gemm_{epilogue}_256x160" for epilogue in ("store", "swiglu")),
 ]
+ONE_TILE = [name.replace("gemm", "gemm_one_tile") for name in GEMM[:-2]]
 DECODE = [f"adapted_decode_gemm_{epilogue}_{tokens}" for epilogue in ("store", "swiglu") for tokens in (8, 16)]
+DECODE += [f"adapted_decode_gemm_swiglu_{tokens}_slices" for tokens in (8, 16)]
 HEADERS = ("decode_gemm.cuh", "gemm.cuh")
 SHARED = "extern __shared__ __align__(kAlignment) uint8_t raw[];"
 NAMED_BARRIER = re.compile(r'asm volatile\("bar\.sync (\d), %0;" ::"n"\((\S+?)\) : "memory"\);')
@@ -47,19 +49,26 @@ extern "C" __attribute__((visibility("default"))) int run(
 }}
 extern "C" __attribute__((visibility("default"))) unsigned left() {{ return lora::parts_ready + lora::warps_served; }}
 """
-GEMM_SOURCE = f"""#include "bfloat16.hpp"
+
+
+def source_of_many(name: str, kernels: Sequence[str]) -> str:
+    return f"""#include "bfloat16.hpp"
 #include "clusters.hpp"
-#include "lora/adapted_gemm.cu"
+#include "lora/{name}.cu"
 using namespace emulated;
 extern "C" __attribute__((visibility("default"))) int run(
     const char* kind, const CUtensorMap* w, const CUtensorMap* x, void* y, int m, int n, int k, int multicast_ctas,
     int group, const AdapterMaps* adapters, size_t bytes, int blocks, int cluster, int threads) {{
   if (bytes != sizeof(AdapterMaps)) return kOtherArguments;
-{calls(GEMM, "*w, *x, y, m, n, k, multicast_ctas, group, *adapters")}
+{calls(kernels, "*w, *x, y, m, n, k, multicast_ctas, group, *adapters")}
   return kNoSuchKernel;
 }}
 extern "C" __attribute__((visibility("default"))) unsigned left() {{ return parts_ready + blocks_served; }}
 """
+
+
+GEMM_SOURCE = source_of_many("adapted_gemm", GEMM)
+ONE_TILE_SOURCE = source_of_many("adapted_gemm_one_tile", ONE_TILE)
 
 
 class Kernel:
@@ -84,6 +93,7 @@ class Kernel:
 class Libraries(NamedTuple):
     decode: ctypes.CDLL
     gemm: ctypes.CDLL
+    one_tile: ctypes.CDLL
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +122,7 @@ def make_library(tmp_path_factory: pytest.TempPathFactory, emulation: Any) -> Ca
 
 @pytest.fixture(scope="module")
 def libraries(make_library: Callable[..., ctypes.CDLL]) -> Libraries:
-    return Libraries(make_library(DECODE_SOURCE), make_library(GEMM_SOURCE))
+    return Libraries(make_library(DECODE_SOURCE), make_library(GEMM_SOURCE), make_library(ONE_TILE_SOURCE))
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +179,24 @@ class Device:
         return True
 
     def kernel(self, stem: str, name: str, *, shared_bytes: int = 0) -> Kernel:
-        return Kernel(self._libraries.decode if "decode" in stem else self._libraries.gemm, name)
+        libraries = {"adapted_decode_gemm": "decode", "adapted_gemm_one_tile": "one_tile"}
+        return Kernel(getattr(self._libraries, libraries.get(stem, "gemm")), name)
 
 
-def product(on_device: Any, heights: tuple[int, ...], inner: int, rank: int, num_slots: int, num_tokens: int) -> Any:
-    """x, the weight, A, the columns of B, slots and starts; and what the product is in float64."""
+def product(
+    on_device: Any,
+    heights: tuple[int, ...],
+    inner: int,
+    rank: int,
+    num_slots: int,
+    num_tokens: int,
+    *,
+    are_prompts: bool = False,
+) -> Any:
+    """x, the weight, A, the columns of B, slots and starts; and what the product is in float64.
+
+    Tokens of all slots, some and none in turns; or with `are_prompts` those of none and of each slot next to each other.
+    """
     rng = np.random.default_rng(num_tokens)
     starts = (0, *np.cumsum(heights).tolist())
     draw = lambda *shape: on_device(rng.normal(0, shape[-1] ** -0.5, shape))  # noqa: E731
@@ -182,6 +205,8 @@ def product(on_device: Any, heights: tuple[int, ...], inner: int, rank: int, num
     columns = on_device(np.zeros((starts[-1], adapter_columns(num_slots, rank))))
     columns.reshape(starts[-1], -1, rank)[:, :num_slots] = b.transpose(1, 0, 2)
     slots = np.resize(np.array([num_slots - 1, -1, 0, 0, 1 % num_slots, num_slots], np.int32), num_tokens)
+    if are_prompts:
+        slots = (np.arange(num_tokens) * (num_slots + 1) // num_tokens - 1).astype(np.int32)
     wide = [np.asarray(each, np.float64) for each in (x, weight, a, b)]
     y = wide[0] @ wide[1].T
     for token, slot in enumerate(slots):
@@ -212,6 +237,7 @@ SHAPES = {
     "two steps a slot": ((832,), 128, 32, 4),
     "two chunks": ((128,), 128, 16, 8),
     "two long tiles": ((512, 512), 2560, 16, 4),
+    "tiles of 80 rows": ((416, 416), 256, 8, 1),
 }
 
 
@@ -230,9 +256,9 @@ def check_all(gemm: Any, on_device: Any, shapes: Sequence[Any], tokens: Sequence
             check(gemm, on_device, shape, num_tokens)
 
 
-def check(gemm: Any, on_device: Any, shape: Any, num_tokens: int) -> None:
+def check(gemm: Any, on_device: Any, shape: Any, num_tokens: int, **how: bool) -> None:
     """Twice the same bits, and near float64."""
-    given, starts, wanted = product(on_device, *shape, num_tokens)
+    given, starts, wanted = product(on_device, *shape, num_tokens, **how)
     found = [gemm.linear(*given, starts=starts) for _ in range(2)]
     assert (found[0].view(np.uint16) == found[1].view(np.uint16)).all()
     assert distance(found[0], wanted) < 4e-3
@@ -240,6 +266,14 @@ def check(gemm: Any, on_device: Any, shape: Any, num_tokens: int) -> None:
     if len(starts) == 3:
         gate = gemm.linear_swiglu(*given, starts=starts)
         assert distance(gate, gated(wanted, given[0].dtype)) < 1.5e-2
+
+
+def test_gate_and_up_are_in_tiles_of_80_rows_where_all_blocks_run_at_a_time(modules, libraries):
+    few = modules.decode.DecodeGemm(Device(libraries, MULTIPROCESSORS))
+    rows = sum(SHAPES["tiles of 80 rows"][0])
+    assert few.takes_slices(rows, others=1)  # 11 tiles, the last of two slices, and a part of A x: 12 blocks at a time
+    assert not few.takes_slices(rows, others=2)
+    assert not few.takes_slices(1024)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 13, 16])
@@ -255,29 +289,29 @@ MANY = {
     "gate and up": ((128, 128), 192, 16, 3),
     "several tiles": ((640,), 128, 64, 1),
     "slots of 8": ((64,), 128, 8, 4),
+    "two chunks of B": ((128, 128), 192, 16, 8),
 }
 
 
-MANY_TOKENS = [17, 33, 100, 150, 260, 530, 1030]
+OF_ONE_TILE, OF_SEVERAL_TILES = [17, 33, 100, 150], [200, 260, 530, 1030]
 
 
-@pytest.mark.parametrize("num_tokens", MANY_TOKENS)
+@pytest.mark.parametrize("num_tokens", OF_ONE_TILE + OF_SEVERAL_TILES)
 @pytest.mark.parametrize("shape", MANY.values(), ids=MANY.keys())
 def test_more_tokens_have_what_their_adapters_add(modules, libraries, on_device, shape, num_tokens):
     check(fused_of(modules, libraries), on_device, shape, num_tokens)
 
 
-WIDE = ((992, 992), 128, 16, 4)
+WIDE = ((1008, 1008), 1536, 16, 4)
 """Of which tiles of 112 rows make A x in two tiles, each of groups of 32 columns, the last of which has 16."""
 
 
 def test_tiles_of_a_that_are_no_whole_groups(modules, libraries, make_library, on_device):
-    """What one leaves in the next one's columns is seen on a GPU alone, where they run at a time: `lora.py fused`."""
     heights, inner, rank, num_slots = WIDE
     sizes, rows = (33, sum(heights), inner), adapter_columns(num_slots, rank) * len(heights)
     gemm = modules.gemm.Gemm(Device(libraries, MULTIPROCESSORS_OF_MANY))
-    found = gemm.adapted_partition(modules.epilogue.STORE, *sizes, shrink_rows=rows)
-    assert (found.shrinks, found.partition.tile.columns) == (True, 112)
+    found = gemm.parts_partition(modules.epilogue.STORE, *sizes, shrink_rows=rows)
+    assert found.partition.tile.columns == 112
     given, starts, wanted = product(on_device, *WIDE, 33)
     assert distance(fused_of(modules, libraries).linear(*given, starts=starts), wanted) < 4e-3
     mistake = (
@@ -285,12 +319,35 @@ def test_tiles_of_a_that_are_no_whole_groups(modules, libraries, make_library, o
         "min(first_column + columns, maps.columns",
         "min(first_column + 64, maps.columns",
     )
-    short = libraries._replace(gemm=make_library(GEMM_SOURCE, mistake))
+    short = libraries._replace(one_tile=make_library(ONE_TILE_SOURCE, mistake))
     assert not distance(fused_of(modules, short).linear(*given, starts=starts), wanted) < 4e-3
 
 
-@pytest.mark.parametrize("num_tokens", [33, 150, 1030])
-def test_launches_of_a_product_are_made_once(modules, libraries, on_device, monkeypatch, num_tokens):
+@pytest.mark.parametrize("shape", [MANY[name] for name in ("Q, K and V", "slots of 8", "two chunks of B")], ids=str)
+def test_prompts_multiply_the_columns_of_their_adapters_alone(modules, libraries, make_library, on_device, shape):
+    """Where tokens of a tile have one adapter, or none; without steps that are half a slot's, ranks of 8 miss some."""
+    check(fused_of(modules, libraries), on_device, shape, 700, are_prompts=True)
+    check(fused_of(modules, libraries), on_device, shape, 150, are_prompts=True)
+    if shape[2] == 8:
+        mistake = "gemm/gemm.cuh", "maps.rank - column + 15) / 16", "maps.rank - column) / 16"
+        gemm = fused_of(modules, libraries._replace(gemm=make_library(GEMM_SOURCE, mistake)))
+        with pytest.raises(AssertionError):
+            check(gemm, on_device, shape, 700, are_prompts=True)
+
+
+def test_blocks_that_have_several_tiles(modules, libraries, on_device):
+    """Of one tile of tokens, next to blocks that make A x, which all blocks wait for once."""
+    shape = (992, 992), 128, 16, 4
+    rows, tiles = adapter_columns(4, 16) * 2, -(-992 * 2 // 96)
+    gemm = modules.gemm.Gemm(Device(libraries, MULTIPROCESSORS_OF_MANY))
+    found = gemm.parts_partition(modules.epilogue.SWIGLU, 40, 992 * 2, 128, shrink_rows=rows)
+    assert (found.partition.tile.columns, found.partition.split_k) == (96, 1)
+    assert tiles > MULTIPROCESSORS_OF_MANY - found.parts * -(-rows // 96)
+    check(fused_of(modules, libraries), on_device, shape, 40)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_launches"), [(33, 1), (150, 1), (1030, 2)])
+def test_launches_of_a_product_are_made_once(modules, libraries, on_device, monkeypatch, num_tokens, num_launches):
     """Prompts wait for the host, and to make what launches are told was half of its time for such a product."""
     places: dict[Any, np.ndarray] = {}
 
@@ -302,11 +359,7 @@ def test_launches_of_a_product_are_made_once(modules, libraries, on_device, monk
 
     monkeypatch.setattr(sys.modules["cupy"], "empty", pooled)
     gemm = fused_of(modules, libraries)
-    (heights, inner, rank, num_slots), rows = MANY["Q, K and V"], adapter_columns(4, 16) * 3
-    shape = modules.epilogue.STORE, num_tokens, sum(heights), inner
-    shrinks = fused_parts(modules, libraries)[2].adapted_partition(*shape, shrink_rows=rows).shrinks
-    num_launches = 1 if shrinks else 2
-    given, starts, _ = product(on_device, heights, inner, rank, num_slots, num_tokens)
+    given, starts, _ = product(on_device, *MANY["Q, K and V"], num_tokens)
     first = gemm.linear(*given, starts=starts).copy()
     for _ in range(3):
         before = modules.maps.num_asked
@@ -315,7 +368,8 @@ def test_launches_of_a_product_are_made_once(modules, libraries, on_device, monk
         assert (again.view(np.uint16) == first.view(np.uint16)).all()
 
 
-def test_kept_launches_are_of_one_product_alone(modules, libraries, on_device, monkeypatch):
+@pytest.mark.parametrize(("num_tokens", "fewer_tokens"), [(150, 40), (260, 210)])
+def test_kept_launches_are_of_one_product_alone(modules, libraries, on_device, monkeypatch, num_tokens, fewer_tokens):
     """Products of which one thing is another each time, on one device and in turns; their arrays live side by side."""
     pools: list[dict[Any, np.ndarray]] = [{}, {}]  # as CuPy's memory pool: arrays lie where others were
     used: list[np.ndarray] = []
@@ -327,10 +381,11 @@ def test_kept_launches_are_of_one_product_alone(modules, libraries, on_device, m
         return used[-1]
 
     monkeypatch.setattr(sys.modules["cupy"], "empty", empty)
-    given, starts, wanted = product(on_device, *MANY["Q, K and V"], 150)
+    given, starts, wanted = product(on_device, *MANY["Q, K and V"], num_tokens)
     x, weight, a, columns, slots = given
-    fewer = x[:40], weight, a, columns, slots[:40]  # first: more tokens than are known of would be zero
-    cases = [(fewer, starts, wanted[:40]), (given, starts, wanted)]
+    less = slice(fewer_tokens)
+    fewer = x[less], weight, a, columns, slots[less]  # first: more tokens than are known of would be zero
+    cases = [(fewer, starts, wanted[less]), (given, starts, wanted)]
     none = np.full_like(slots, -1)
     cases.append(((x, weight, a, columns, none), starts, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T))
     rng = np.random.default_rng(1)
@@ -346,7 +401,8 @@ def test_kept_launches_are_of_one_product_alone(modules, libraries, on_device, m
         for changed, begins, expected in cases:
             used.clear()
             assert distance(gemm.linear(*changed, starts=begins), expected) < 4e-3
-            assert not any(np.isnan(each.astype(np.float32)).all() for each in used), "A x is elsewhere"
+            written = used if (changed[4] >= 0).any() else used[:1]  # parts are of tokens that have adapters
+            assert not any(np.isnan(each.astype(np.float32)).all() for each in written), "A x is elsewhere"
 
 
 def test_sums_over_a_are_made_in_every_way(modules, libraries):
@@ -354,7 +410,7 @@ def test_sums_over_a_are_made_in_every_way(modules, libraries):
     ways = set()
     for heights, inner, rank, num_slots in MANY.values():
         for epilogue in (modules.epilogue.STORE, modules.epilogue.SWIGLU):
-            for num_tokens in MANY_TOKENS:
+            for num_tokens in OF_SEVERAL_TILES:
                 rows = adapter_columns(num_slots, rank) * len(heights)
                 found = gemm.adapted_partition(epilogue, num_tokens, sum(heights), inner, shrink_rows=rows)
                 ways.add((found.shrinks, found.partition.split_k > 1, found.partition.multicast_ctas > 1))
@@ -383,6 +439,7 @@ def test_without_adapters_a_product_is_what_it_is(modules, libraries, on_device,
         ("gemm/decode_gemm.cuh", "s.asked >> ((chunk - work.num_chunks) * lora::kDeltaSteps)", "s.asked"),
         ("gemm/decode_gemm.cuh", "                 tile * kSlices, once);", "                 0, once);"),
         ("gemm/decode_gemm.cuh", "      if (own >= work.num_chunks) return;", ""),
+        ("gemm/decode_gemm.cuh", "s.w[stage][0] + product * kProductBytes,", "s.w[stage][0],"),
     ],
     ids=[
         "another slot's",
@@ -396,12 +453,13 @@ def test_without_adapters_a_product_is_what_it_is(modules, libraries, on_device,
         "the first columns for all",
         "the first tile's rows",
         "X for B, too",
+        "a tile's first rows of B for its last",
     ],
 )
 def test_mistakes_with_few_tokens_are_noticed(modules, libraries, make_library, on_device, mistake):
     gemm = fused_of(modules, libraries._replace(decode=make_library(DECODE_SOURCE, mistake)))
     names = "Q, K and V", "in a cluster", "slots of 8", "rank 24", "two steps a slot", "two chunks"
-    shapes = [SHAPES[name] for name in names]
+    shapes = [*(SHAPES[name] for name in names), list(SHAPES.values())[-1]]
     with pytest.raises(AssertionError):
         check_all(gemm, on_device, shapes, (5, 13))
 
@@ -410,8 +468,9 @@ def test_mistakes_with_few_tokens_are_noticed(modules, libraries, make_library, 
     "mistake",
     [
         ("gemm/adapter_maps.cuh", "write(at, slot == of,", "write(at, true,"),
-        ("gemm/adapter_maps.cuh", "lower_slot == of", "slot == of"),
-        ("gemm/adapter_maps.cuh", "row % maps.pieces;", "0;"),
+        ("gemm/adapter_maps.cuh", "token_values, lower_slot == of,", "token_values, slot == of,"),
+        ("gemm/adapter_maps.cuh", "row % maps.pieces;\n      uint16_t", "0;\n      uint16_t"),
+        ("gemm/gemm.cuh", "steps &= steps - 1;", "steps = 0;"),
         ("gemm/gemm.cuh", "if (!adapters || tile.is_shrink) return", "if (!adapters) return"),
         ("gemm/gemm.cuh", "work.blocks_with_adapters())) parts_ready = 0;", "work.blocks_with_adapters())) ;"),
         ("gemm/gemm.cuh", "(adapters->end_piece(end) - first_piece<S>(tile))", "1"),
@@ -422,6 +481,7 @@ def test_mistakes_with_few_tokens_are_noticed(modules, libraries, make_library, 
         "all slots'",
         "the first token's slot for its eighth",
         "Q's A for all",
+        "one step of a chunk",
         "B's chunks of A",
         "counters stay",
         "one piece for all tiles",
@@ -429,7 +489,40 @@ def test_mistakes_with_few_tokens_are_noticed(modules, libraries, make_library, 
         "a part too many",
     ],
 )
-def test_mistakes_with_more_tokens_are_noticed(modules, libraries, make_library, on_device, mistake):
+def test_mistakes_with_several_tiles_of_tokens_are_noticed(modules, libraries, make_library, on_device, mistake):
     gemm = fused_of(modules, libraries._replace(gemm=make_library(GEMM_SOURCE, mistake)))
     with pytest.raises(AssertionError):
-        check_all(gemm, on_device, [MANY["Q, K and V"], MANY["K divided"]], (33, 150))
+        check_all(gemm, on_device, [MANY["Q, K and V"], MANY["K divided"]], (200, 260))
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("gemm/adapter_maps.cuh", "if (slot == of) *", "if (slot >= 0) *"),
+        ("gemm/adapter_maps.cuh", "if (lower_slot == of)\n", "if (lower_slot >= 0 && slot == of)\n"),
+        ("gemm/adapter_maps.cuh", "part < maps.parts,", "part < 1,"),
+        ("gemm/adapter_maps.cuh", "(of ^ token % 8) * 16", "of * 16"),
+        ("gemm/adapter_maps.cuh", "(slot * maps.rank - chunk.column) / 8", "slot * maps.rank / 8"),
+        ("gemm/adapter_maps.cuh", "chunk.piece * maps.rank - first * 8", "-first * 8"),
+        ("gemm/gemm.cuh", "work.part * work.splits + work.split, all", "work.part * work.splits, all"),
+        ("gemm/gemm.cuh", "s.x[(stage + ahead + i) % S::kStages]", "s.x[(stage + i) % S::kStages]"),
+        ("gemm/gemm.cuh", "if (are_there && threadIdx.x == 0) leave_shrunk(work);", ""),
+        ("gemm/gemm.cuh", "(adapters->end_piece(end) - first_piece<S>(tile))", "1"),
+    ],
+    ids=[
+        "all slots'",
+        "the first token's slot for its eighth",
+        "one part",
+        "rows as they are not swizzled",
+        "the first columns for all",
+        "Q's A x for all",
+        "parts that overlap",
+        "where X still is",
+        "counters stay",
+        "one piece for all tiles",
+    ],
+)
+def test_mistakes_with_one_tile_of_tokens_are_noticed(modules, libraries, make_library, on_device, mistake):
+    gemm = fused_of(modules, libraries._replace(one_tile=make_library(ONE_TILE_SOURCE, mistake)))
+    with pytest.raises(AssertionError):
+        check_all(gemm, on_device, [MANY[name] for name in ("Q, K and V", "K divided", "two chunks of B")], (33, 150))

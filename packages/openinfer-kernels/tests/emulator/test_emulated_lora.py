@@ -127,6 +127,9 @@ class Products:
     def serves(self, x: Any, weight: Any) -> bool:
         return False
 
+    def parts_partition(self, epilogue: Any, num_tokens: int, *shape: int, shrink_rows: int) -> None:
+        """What A x is where it comes ahead of a product is tested here."""
+
     def adapted_partition(self, epilogue: Any, num_tokens: int, *shape: int, shrink_rows: int) -> Any:
         return (SimpleNamespace(columns=16 * TILE_UNITS, tokens=num_tokens), 1, 1), False
 

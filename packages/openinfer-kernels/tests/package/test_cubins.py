@@ -29,6 +29,7 @@ from openinfer_kernels.cubins.__main__ import main
 HOPPERS = {
     "adapted_decode_gemm",
     "adapted_gemm",
+    "adapted_gemm_one_tile",
     "attention_decode_hopper",
     "attention_decode_hopper_fp8",
     "attention_decode_hopper_variant",

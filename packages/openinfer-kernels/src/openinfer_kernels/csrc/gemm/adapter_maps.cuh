@@ -7,6 +7,11 @@
 //
 // A x is made by tiles like those of W, whose rows are the A's of all slots: the first tiles of the same grid, which
 // those of W wait for when they have all chunks but these; or those of a launch ahead that has no others.
+//
+// Where one tile has all tokens (kParts) each weight is read once, and a tile of A with all of K would take as long as
+// those of W, which would wait for it: so K is divided into parts, each of which leaves float32 sums of every token's
+// own slot. Who multiplies a tile of W adds them up and leaves A x in the stages of B's chunks, where the copy engine
+// leaves X, while the last chunks of W are on their way.
 #pragma once
 #include <cstdint>
 #include <cuda.h>
@@ -19,6 +24,10 @@ namespace {
 
 constexpr int kMostAdapterPieces = 3;
 constexpr int kAdapterColumns = 64;  // of a chunk
+constexpr int kMostParts = 5;  // cuda/gemm/tiles.py repeats it
+
+// How a product has adapters.
+enum Adapted { kNone, kHalves, kParts };
 
 // cuda/lora/adapted_gemm.py repeats it.
 struct alignas(128) AdapterMaps {
@@ -26,11 +35,12 @@ struct alignas(128) AdapterMaps {
   CUtensorMap shrunk;                 // [T, pieces, 2, columns]
   CUtensorMap a;                      // [slots P r, k], where tiles make A x
   const int* slots;                   // [T]
-  uint16_t* out;                      // what `shrunk` is a map of
+  void* out;                          // what `shrunk` is a map of; or float32 [parts, T, pieces rank]
   int starts[kMostAdapterPieces];     // row of each piece, in units of 16; 0 where gate and up rows alternate
   int pieces, columns, rank;          // columns: a multiple of kAdapterColumns
   int halves;                         // of A x that are multiplied: 2, or 1, which leaves A x rounded
   int shrink_tiles;                   // column tiles of A in this launch, before those of W
+  int parts;                          // into which K of A x is divided for kParts
 
   // Of a piece.
   __device__ __forceinline__ int chunks() const { return columns / kAdapterColumns * halves; }
@@ -107,12 +117,74 @@ struct ShrunkTarget {
       const int column = first_column + (group * kGroup + block) * 8;  // whole ranks are multiples of 8
       if (column >= end_column) continue;
       const int row = column / maps.rank, of = row / maps.pieces, piece = row % maps.pieces;
-      uint16_t* at = maps.out + token * token_values + piece * 2 * maps.columns + of * maps.rank + column % maps.rank +
-                     threadIdx.x % 4 * 2;
+      uint16_t* at = static_cast<uint16_t*>(maps.out) + token * token_values + piece * 2 * maps.columns +
+                     of * maps.rank + column % maps.rank + threadIdx.x % 4 * 2;
       if (token < m) write(at, slot == of, sums[block].x, sums[block].y);
       if (token + 8 < m) write(at + 8 * token_values, lower_slot == of, sums[block].z, sums[block].w);
     }
   }
 };
+
+// The same where K is divided into parts: float32 sums, and of each token's own slot alone.
+struct PartTarget : ShrunkTarget {
+  int part;
+
+  __device__ __forceinline__ PartTarget(const ShrunkTarget& target, int part) : ShrunkTarget(target), part(part) {}
+
+  __device__ __forceinline__ PartTarget below(int) const { return *this; }  // these tiles have 64 tokens a warpgroup
+
+  __device__ __forceinline__ void store(int group, const float4 (&sums)[kGroup]) const {
+    const int token_values = maps.pieces * maps.rank;
+#pragma unroll
+    for (int block = 0; block < kGroup; block++) {
+      const int column = first_column + (group * kGroup + block) * 8;
+      if (column >= end_column) continue;
+      const int row = column / maps.rank, of = row / maps.pieces, piece = row % maps.pieces;
+      float* at = static_cast<float*>(maps.out) + (int64_t(part) * m + token) * token_values + piece * maps.rank +
+                  column % maps.rank + threadIdx.x % 4 * 2;
+      if (slot == of) *reinterpret_cast<float2*>(at) = make_float2(sums[block].x, sums[block].y);
+      if (lower_slot == of)
+        *reinterpret_cast<float2*>(at + 8 * token_values) = make_float2(sums[block].z, sums[block].w);
+    }
+  }
+};
+
+// Leaves A x of a tile's tokens, in the columns of a chunk of B, where chunks of X lie: rounded to BF16, swizzled by 128
+// bytes, and zero but in a token's own columns. By two threads a token, which have every other group of 8 columns.
+__device__ __forceinline__ void fill_from_parts(uint8_t* x, const AdapterMaps& maps, const AdapterChunk& chunk, int m,
+                                                int slot) {
+  constexpr int kGroups = kAdapterColumns / 8;
+  const int token = threadIdx.x / 2, token_values = maps.pieces * maps.rank;
+  uint8_t* row = x + token * kGroups * 16;
+  auto place = [&](int of) { return reinterpret_cast<uint4*>(row + (of ^ token % 8) * 16); };
+  const int first = (slot * maps.rank - chunk.column) / 8;  // group of the slot's first column, which may be outside
+  const int begin = slot < 0 ? 0 : max(first, 0), end = slot < 0 ? 0 : min(first + maps.rank / 8, kGroups);
+#pragma unroll
+  for (int i = 0; i < kGroups; i += 2) {
+    const int group = i + threadIdx.x % 2;
+    if (group < begin || group >= end) *place(group) = make_uint4(0, 0, 0, 0);
+  }
+  const float* shrunk =
+      static_cast<const float*>(maps.out) + int64_t(token) * token_values + chunk.piece * maps.rank - first * 8;
+  for (int group = begin + (begin + threadIdx.x) % 2; group < end; group += 2) {
+    float4 parts[kMostParts][2];
+#pragma unroll
+    for (int part = 0; part < kMostParts; part++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        parts[part][half] = lora::four_if(part < maps.parts,
+                                          shrunk + int64_t(part) * m * token_values + group * 8 + half * 4);
+    float4 sums[2] = {parts[0][0], parts[0][1]};
+#pragma unroll
+    for (int part = 1; part < kMostParts; part++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        sums[half].x += parts[part][half].x, sums[half].y += parts[part][half].y;
+        sums[half].z += parts[part][half].z, sums[half].w += parts[part][half].w;
+      }
+    *place(group) = make_uint4(packed(sums[0].x, sums[0].y), packed(sums[0].z, sums[0].w), packed(sums[1].x, sums[1].y),
+                               packed(sums[1].z, sums[1].w));
+  }
+}
 
 }  // namespace

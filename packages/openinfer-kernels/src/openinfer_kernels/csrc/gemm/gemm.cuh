@@ -15,7 +15,7 @@
 //
 // gemm_epilogue.cuh says what becomes of the sums.
 //
-// With adapters (kAdapted) K goes on: after W's own chunks come those of B, for which X is A x, which tiles of A make:
+// With adapters K goes on: after W's own chunks come those of B, for which X is A x, which tiles of A make:
 // gemm/adapter_maps.cuh.
 #pragma once
 #include "common/hopper.cuh"
@@ -67,10 +67,11 @@ struct Work {
   int first, stride, tiles;  // of the cluster's tiles, each `multicast_ctas` columns wide
   int token_tiles, wide_tiles, group;
   int shrink_tiles;                 // of all tokens, before those of W
+  int makers, part;                 // with kParts: clusters that make A x, and which part of it this one makes
   int first_chunk, own_chunks;      // of W, of each tile
   const AdapterMaps* adapters;      // whose chunks the last split has; null for the others, and without adapters
 
-  template <class S>
+  template <class S, Adapted kAdapted>
   static __device__ Work of(int m, int rows, int k, int multicast_ctas, int group, const AdapterMaps* adapters) {
     Work work;
     const int rank = cluster_rank(), size = cluster_size(), chunks = (k + kChunk - 1) / kChunk;
@@ -79,12 +80,24 @@ struct Work {
     work.first = blockIdx.x / size, work.stride = gridDim.x / size;
     work.token_tiles = (m + S::kTokens - 1) / S::kTokens;
     work.wide_tiles = (rows + S::kColumns * multicast_ctas - 1) / (S::kColumns * multicast_ctas);
-    work.shrink_tiles = work.token_tiles * (adapters ? adapters->shrink_tiles : 0);
+    work.shrink_tiles = kAdapted == kHalves ? work.token_tiles * adapters->shrink_tiles : 0;
     work.tiles = work.shrink_tiles + work.token_tiles * work.wide_tiles;
     work.group = group;
     work.first_chunk = chunks * work.split / work.splits;
     work.own_chunks = chunks * (work.split + 1) / work.splits - work.first_chunk;
-    if (adapters && work.wide_tiles > 0) {
+    if constexpr (kAdapted == kParts) {
+      // The grid's first clusters have a part of a tile of A each; nothing that others wait for comes after it.
+      work.makers = adapters->shrink_tiles * adapters->parts, work.part = work.first % adapters->parts;
+      if (work.first < work.makers) {
+        const int own = work.part * work.splits + work.split, all = adapters->parts * work.splits;
+        work.first_chunk = chunks * own / all, work.own_chunks = chunks * (own + 1) / all - work.first_chunk;
+        work.first /= adapters->parts, work.tiles = work.first + 1, work.shrink_tiles = adapters->shrink_tiles;
+        work.adapters = nullptr;
+        return work;
+      }
+      work.first -= work.makers, work.stride -= work.makers;
+    }
+    if (kAdapted != kNone && work.wide_tiles > 0) {
       // The last split has the chunks of adapters, of one piece in most tiles, and fewer of W for them.
       const int all = chunks + adapters->chunks();
       auto begin_of = [&](int split) {
@@ -93,7 +106,7 @@ struct Work {
       work.first_chunk = begin_of(work.split);
       work.own_chunks = begin_of(work.split + 1) - work.first_chunk;
     }
-    work.adapters = work.split == work.splits - 1 ? adapters : nullptr;
+    work.adapters = kAdapted != kNone && work.split == work.splits - 1 ? adapters : nullptr;
     return work;
   }
 
@@ -165,7 +178,7 @@ __device__ __forceinline__ void leave_shrunk(const Work& work) {
   if (lora::is_last_served(&blocks_served, work.blocks_with_adapters())) parts_ready = 0;
 }
 
-template <class S, Epilogue kEpilogue, bool kAdapted>
+template <class S, Epilogue kEpilogue, Adapted kAdapted>
 __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map,
                         const AdapterMaps* adapters) {
   // With one tile of tokens each weight is read once, and X by every block; with several, both are read again.
@@ -182,10 +195,12 @@ __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map
     if (++chunk < chunks) return;
     chunk = 0;
     index += work.stride;
-    if (!kAdapted || index < work.tiles) tile = work.tile<S>(index), chunks = work.chunks_of<S>(tile);
+    if (kAdapted == kNone || index < work.tiles) tile = work.tile<S>(index), chunks = work.chunks_of<S>(tile);
   };
+  // Next to a chunk of B, A x is left by those who multiply it.
+  auto bytes = [&] { return kAdapted == kParts && chunk >= work.own_chunks ? S::kWeightBytes : S::kStageBytes; };
   auto load_rows = [&](int stage) {
-    if constexpr (kAdapted) {
+    if constexpr (kAdapted != kNone) {
       if (tile.is_shrink) {
         load_w<S>(s, stage, adapters->a, tile.column_tile, work.first_chunk + chunk, again);
         return;
@@ -201,7 +216,10 @@ __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map
     load_w<S>(s, stage, w_map, tile.column_tile, work.first_chunk + chunk, weights);
   };
   auto load_tokens = [&](int stage) {
-    if constexpr (kAdapted) {
+    if constexpr (kAdapted == kParts) {
+      if (chunk >= work.own_chunks) return;
+    }
+    if constexpr (kAdapted == kHalves) {
       if (chunk >= work.own_chunks) {
         if (!has_shrunk) {
           wait_for_shrunk(work);
@@ -215,10 +233,10 @@ __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map
     load_x<S>(s, stage, x_map, work, tile.first_token, (work.first_chunk + chunk) * kChunk, again);
   };
   for (int i = 0; i < ahead; i++, advance()) {
-    barrier_expect(&s.full[i], S::kStageBytes);
+    barrier_expect(&s.full[i], bytes());
     load_rows(i);
   }
-  if constexpr (kAdapted) {
+  if constexpr (kAdapted != kNone) {
     // Tiles of W wait for a tile of A, which has as many chunks as they: it is done sooner if no chunk of it comes from
     // memory, next to theirs. B comes last, when nothing else is under way that its way from memory could hide behind.
     const Tile own = work.tile<S>(work.first);
@@ -242,11 +260,11 @@ __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map
   for (int i = ahead; i < steps; i++, advance()) {
     const int stage = i % S::kStages;
     barrier_wait(&s.empty[stage], (i / S::kStages - 1) & 1);
-    barrier_expect(&s.full[stage], S::kStageBytes);
+    barrier_expect(&s.full[stage], bytes());
     load_rows(stage);
     load_tokens(stage);
   }
-  if constexpr (kAdapted) {
+  if constexpr (kAdapted == kHalves) {
     if (has_shrunk && work.shrink_tiles > 0) leave_shrunk(work);
   }
 }
@@ -262,11 +280,12 @@ __device__ __forceinline__ void release(Shared<S>& s, const Work& work, int stag
   }
 }
 
+// Chunks of a tile from `first` to `end`, at least one.
 template <class S>
-__device__ __forceinline__ void multiply_tile(float (&d)[S::kHigh][S::kSums], Shared<S>& s, const Work& work,
-                                              int chunks, int warpgroup, int& stage, int& phase) {
+__device__ __forceinline__ void multiply_chunks(float (&d)[S::kHigh][S::kSums], Shared<S>& s, const Work& work,
+                                                int first, int end, int warpgroup, int& stage, int& phase) {
   int before = 0;
-  for (int chunk = 0; chunk < chunks; chunk++) {
+  for (int chunk = first; chunk < end; chunk++) {
     barrier_wait(&s.full[stage], phase);
     wgmma_fence();
     const uint64_t x = tile_descriptor(s.x[stage] + warpgroup * S::kHigh * 64 * kRowBytes);
@@ -278,12 +297,114 @@ __device__ __forceinline__ void multiply_tile(float (&d)[S::kHigh][S::kSums], Sh
         wgmma_or_begin<S::kColumns>(d[high], x + step * 2 + high * (64 * kRowBytes / 16), w + step * 2, chunk + step);
     wgmma_commit();
     wgmma_wait<1>();
-    if (chunk > 0) release<S>(s, work, before);  // one group is pending, so the products before it have ended
+    if (chunk > first) release<S>(s, work, before);  // one group is pending, so the products before it have ended
     before = stage;
     if (++stage == S::kStages) stage = 0, phase ^= 1;
   }
   wgmma_wait<0>();
   release<S>(s, work, before);
+}
+
+// Steps of 16 columns of a chunk of B, a bit each, that tokens of this warpgroup's need: of prompts, whose tokens have one
+// adapter, one in four. As all four warps of it must go the same way, each looks at all of its tokens.
+template <class S>
+struct NeededSteps {
+  static constexpr int kTokens = S::kHigh * 64, kLanes = 32;
+  int slots[kTokens / kLanes];
+
+  __device__ __forceinline__ void read(const AdapterMaps& maps, int m, int first_token) {
+#pragma unroll
+    for (int i = 0; i < kTokens / kLanes; i++) {
+      const int token = first_token + i * kLanes + threadIdx.x % kLanes;
+      slots[i] = token < m ? __ldcg(maps.slots + token) : -1;
+    }
+  }
+
+  // From `column` of B's on.
+  __device__ __forceinline__ uint32_t of(const AdapterMaps& maps, int column) const {
+    uint32_t found = 0;
+#pragma unroll
+    for (int i = 0; i < kTokens / kLanes; i++) {
+      const int first = (slots[i] * maps.rank - column) / 16, end = (slots[i] * maps.rank + maps.rank - column + 15) / 16;
+      const int begin = max(first, 0), last = min(end, kAdapterColumns / 16);
+      if (slots[i] >= 0 && begin < last) found |= (1u << last) - (1u << begin);
+    }
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) found |= __shfl_xor_sync(~0u, found, mask);
+    return found;
+  }
+};
+
+// Chunks of B of a tile, after those of W.
+template <class S>
+__device__ __forceinline__ void multiply_deltas(float (&d)[S::kHigh][S::kSums], Shared<S>& s, const Work& work,
+                                                const AdapterMaps& maps, const NeededSteps<S>& needed, int first_piece,
+                                                int deltas, int warpgroup, int& stage, int& phase) {
+  for (int delta = 0; delta < deltas; delta++) {
+    const AdapterChunk chunk(maps, first_piece, delta);
+    uint32_t steps = needed.of(maps, chunk.column);
+    barrier_wait(&s.full[stage], phase);
+    const uint64_t x = tile_descriptor(s.x[stage] + warpgroup * S::kHigh * 64 * kRowBytes);
+    const uint64_t w = tile_descriptor(s.w[stage]);
+    while (steps) {
+      const int step = __ffs(steps) - 1;
+      steps &= steps - 1;
+      wgmma_fence();
+#pragma unroll
+      for (int high = 0; high < S::kHigh; high++)
+        wgmma_or_begin<S::kColumns>(d[high], x + step * 2 + high * (64 * kRowBytes / 16), w + step * 2, 1);
+      wgmma_commit();
+      wgmma_wait<0>();
+    }
+    release<S>(s, work, stage);
+    if (++stage == S::kStages) stage = 0, phase ^= 1;
+  }
+}
+
+// A x in parts, for the threads that multiply tiles of W: two a token.
+struct Parts {
+  const AdapterMaps* maps;
+  int m, slot;  // the latter of the thread's token
+  bool are_there;
+
+  // After the kernel ahead.
+  __device__ __forceinline__ void find_slot() {
+    const int token = threadIdx.x / 2;
+    slot = token < m ? __ldcg(maps->slots + token) : -1;
+  }
+
+  // Once in a block, at the end, where nothing waits for the answer.
+  __device__ __forceinline__ void leave(const Work& work) const {
+    if (are_there && threadIdx.x == 0) leave_shrunk(work);
+  }
+};
+
+// A tile of W, and what adapters add to it. A x is left in the stages of B's chunks before the last chunks of W are
+// multiplied, which are on their way meanwhile.
+template <class S>
+__device__ __forceinline__ void multiply_with_parts(float (&d)[S::kHigh][S::kSums], Shared<S>& s, const Work& work,
+                                                    const Tile& tile, int warpgroup, int& stage, int& phase,
+                                                    Parts& parts) {
+  static_assert(S::kHigh == 1 && S::kConsumers == 2 * S::kTokens);
+  const int first_piece = work.first_piece<S>(tile), deltas = work.chunks_of<S>(tile) - work.own_chunks;
+  int next = work.own_chunks - min(work.own_chunks, S::kStages / 2);
+  if (next > 0) multiply_chunks<S>(d, s, work, 0, next, warpgroup, stage, phase);
+  for (int first = 0; first < deltas;) {
+    const int ahead = work.own_chunks + first - next, count = min(deltas - first, S::kStages - ahead);
+    if (!parts.are_there && threadIdx.x == 0) lora::wait_for_parts(&parts_ready, work.makers * work.splits);
+    parts.are_there = true;
+    // All have read what was in the stages before, and see what makers have written.
+    asm volatile("bar.sync 1, %0;" ::"n"(S::kConsumers) : "memory");
+    for (int i = 0; i < count; i++) {
+      const AdapterChunk chunk(*parts.maps, first_piece, first + i);
+      fill_from_parts(s.x[(stage + ahead + i) % S::kStages], *parts.maps, chunk, parts.m, parts.slot);
+    }
+    lora::fence_shared_copies();
+    asm volatile("bar.sync 1, %0;" ::"n"(S::kConsumers) : "memory");
+    first += count;
+    multiply_chunks<S>(d, s, work, next, work.own_chunks + first, warpgroup, stage, phase);
+    next = work.own_chunks + first;
+  }
 }
 
 // Puts this split's sums where its stages were, once all its warps have read the last one.
@@ -333,9 +454,8 @@ __device__ void store_splits(Shared<S>& s, const Work& work, const To& target, i
 }
 
 // The sums of a tile of A. False where K is divided: then there is one tile.
-template <class S>
-__device__ bool store_shrunk(const float (&d)[S::kHigh][S::kSums], Shared<S>& s, const Work& work,
-                             const ShrunkTarget& target) {
+template <class S, class To>
+__device__ bool store_shrunk(const float (&d)[S::kHigh][S::kSums], Shared<S>& s, const Work& work, const To& target) {
   if (work.splits > 1) {
     leave_sums<S>(d, s);
     cluster_sync();
@@ -363,21 +483,44 @@ __device__ bool store_shrunk(const float (&d)[S::kHigh][S::kSums], Shared<S>& s,
   return work.splits == 1;
 }
 
-template <class S, Epilogue kEpilogue, bool kAdapted>
+template <class S, Epilogue kEpilogue, Adapted kAdapted>
 __device__ void consume(Shared<S>& s, const Work& work, void* y, int m, int n, const AdapterMaps* adapters) {
   constexpr int kTileColumns = S::kColumns / (kEpilogue == kSwiglu ? 2 : 1);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int stage = 0, phase = 0;
   float d[S::kHigh][S::kSums];
+  const int lane_token = warp / 4 * S::kHigh * 64 + warp % 4 * 16 + lane / 4;
+  [[maybe_unused]] Parts parts{adapters, m, -1, false};
+  if constexpr (kAdapted == kParts) parts.find_slot();
   for (int index = work.first; index < work.tiles; index += work.stride) {
     const Tile tile = work.tile<S>(index);
-    multiply_tile<S>(d, s, work, work.chunks_of<S>(tile), warp / 4, stage, phase);
+    bool has_parts = false;
+    if constexpr (kAdapted == kParts) {
+      has_parts = work.adapters != nullptr;
+      if (has_parts) multiply_with_parts<S>(d, s, work, tile, warp / 4, stage, phase, parts);
+    }
+    if constexpr (kAdapted == kHalves) {
+      const bool has_deltas = work.adapters && !tile.is_shrink;
+      NeededSteps<S> needed;
+      if (has_deltas) needed.read(*adapters, m, tile.first_token + warp / 4 * S::kHigh * 64);
+      multiply_chunks<S>(d, s, work, 0, work.own_chunks, warp / 4, stage, phase);
+      if (has_deltas)
+        multiply_deltas<S>(d, s, work, *adapters, needed, work.first_piece<S>(tile),
+                           work.chunks_of<S>(tile) - work.own_chunks, warp / 4, stage, phase);
+    } else if (!has_parts) {
+      multiply_chunks<S>(d, s, work, 0, work.own_chunks, warp / 4, stage, phase);
+    }
     const int first_column = tile.column_tile * kTileColumns;
-    const int first_token = tile.first_token + warp / 4 * S::kHigh * 64 + warp % 4 * 16 + lane / 4;
-    if constexpr (kAdapted) {
+    const int first_token = tile.first_token + lane_token;
+    if constexpr (kAdapted != kNone) {
       if (tile.is_shrink) {
         const ShrunkTarget target(*adapters, m, first_token, tile.column_tile * S::kColumns, S::kColumns);
-        if (!store_shrunk<S>(d, s, work, target)) return;
+        bool goes_on;
+        if constexpr (kAdapted == kParts)
+          goes_on = store_shrunk<S>(d, s, work, PartTarget(target, work.part));
+        else
+          goes_on = store_shrunk<S>(d, s, work, target);
+        if (!goes_on) return;
         continue;
       }
     }
@@ -387,22 +530,23 @@ __device__ void consume(Shared<S>& s, const Work& work, void* y, int m, int n, c
         leave_sums<S>(d, s);
         cluster_sync();
         for (int high = 0; high < S::kHigh; high++) store_splits<S>(s, work, target.below(high), high);
+        if constexpr (kAdapted == kParts) parts.leave(work);
         return;
       }
     }
 #pragma unroll
     for (int high = 0; high < S::kHigh; high++) store_tile<S, kEpilogue>(d[high], target.below(high));
   }
+  if constexpr (kAdapted == kParts) parts.leave(work);
 }
 
-template <class S, Epilogue kEpilogue, bool kAdapted = false>
+template <class S, Epilogue kEpilogue, Adapted kAdapted = kNone>
 __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, void* y, int m, int n, int k,
                     int multicast_ctas, int group, const AdapterMaps* adapters = nullptr) {
   static_assert(sizeof(Shared<S>) <= S::kSharedBytes && S::kStages >= 2);
   extern __shared__ __align__(kAlignment) uint8_t raw[];
   auto& s = *reinterpret_cast<Shared<S>*>(raw);
-  const Work work = Work::of<S>(m, kEpilogue == kSwiglu ? 2 * n : n, k, multicast_ctas, group,
-                                kAdapted ? adapters : nullptr);
+  const Work work = Work::of<S, kAdapted>(m, kEpilogue == kSwiglu ? 2 * n : n, k, multicast_ctas, group, adapters);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; i++) {
       barrier_init(&s.full[i], 1);
@@ -433,21 +577,23 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, void* y,
 
 // Widths for which the multiprocessors get one tile each: 122 tiles of 160 rows for Qwen3-4B's gate and up, 128 of 192
 // for 8B's. Prompts take 256 x 160 in pairs, since 128 x 256 copies more for each product.
-#define OF_STORE_AND_SWIGLU(GEMM) \
-  GEMM(kStore, store, 64, 96)     \
-  GEMM(kStore, store, 64, 112)    \
-  GEMM(kStore, store, 128, 96)    \
-  GEMM(kStore, store, 128, 112)   \
-  GEMM(kStore, store, 192, 96)    \
-  GEMM(kStore, store, 192, 112)   \
-  GEMM(kStore, store, 256, 160)   \
-  GEMM(kSwiglu, swiglu, 64, 96)   \
-  GEMM(kSwiglu, swiglu, 64, 160)  \
-  GEMM(kSwiglu, swiglu, 64, 192)  \
-  GEMM(kSwiglu, swiglu, 128, 96)  \
-  GEMM(kSwiglu, swiglu, 128, 160) \
-  GEMM(kSwiglu, swiglu, 128, 192) \
-  GEMM(kSwiglu, swiglu, 192, 96)  \
-  GEMM(kSwiglu, swiglu, 192, 160) \
-  GEMM(kSwiglu, swiglu, 192, 192) \
+#define OF_STORE_AND_SWIGLU_OF_ONE_TILE(GEMM) \
+  GEMM(kStore, store, 64, 96)                 \
+  GEMM(kStore, store, 64, 112)                \
+  GEMM(kStore, store, 128, 96)                \
+  GEMM(kStore, store, 128, 112)               \
+  GEMM(kStore, store, 192, 96)                \
+  GEMM(kStore, store, 192, 112)               \
+  GEMM(kSwiglu, swiglu, 64, 96)               \
+  GEMM(kSwiglu, swiglu, 64, 160)              \
+  GEMM(kSwiglu, swiglu, 64, 192)              \
+  GEMM(kSwiglu, swiglu, 128, 96)              \
+  GEMM(kSwiglu, swiglu, 128, 160)             \
+  GEMM(kSwiglu, swiglu, 128, 192)             \
+  GEMM(kSwiglu, swiglu, 192, 96)              \
+  GEMM(kSwiglu, swiglu, 192, 160)             \
+  GEMM(kSwiglu, swiglu, 192, 192)
+#define OF_STORE_AND_SWIGLU(GEMM)       \
+  OF_STORE_AND_SWIGLU_OF_ONE_TILE(GEMM) \
+  GEMM(kStore, store, 256, 160)         \
   GEMM(kSwiglu, swiglu, 256, 160)

@@ -7,7 +7,7 @@
                                                  const __grid_constant__ CUtensorMap x_map, void* y, int m, int n, \
                                                  int k, int multicast_ctas, int group,                             \
                                                  const __grid_constant__ AdapterMaps adapters) {                   \
-    run<Sizes<TOKENS, COLUMNS>, EPILOGUE, true>(w_map, x_map, y, m, n, k, multicast_ctas, group, &adapters);       \
+    run<Sizes<TOKENS, COLUMNS>, EPILOGUE, kHalves>(w_map, x_map, y, m, n, k, multicast_ctas, group, &adapters);       \
   }
 
 OF_STORE_AND_SWIGLU(GEMM)

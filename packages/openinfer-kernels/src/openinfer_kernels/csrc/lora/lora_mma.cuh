@@ -19,6 +19,25 @@ __device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uin
 
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
+// Four values that other blocks have written, or zeros: without a branch, so that many are under way together.
+__device__ __forceinline__ float4 four_if(bool is_there, const float* from) {
+  float4 found;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@p ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=&f"(found.x), "=&f"(found.y), "=&f"(found.z), "=&f"(found.w)
+      : "l"(from), "r"(int(is_there))
+      : "memory");
+  return found;
+}
+
 // Has the second-level cache fetch a box of a tensor map.
 __device__ __forceinline__ void prefetch_box(const void* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y),

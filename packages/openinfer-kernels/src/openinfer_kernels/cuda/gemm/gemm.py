@@ -10,19 +10,22 @@ from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMap, TensorMaps
 from openinfer_kernels.cuda.gemm.tiles import (
     CHUNK,
+    LARGE_TOKENS,
     SHARED_BYTES,
     TILES,
     AdaptedPartition,
     Epilogue,
     Partition,
+    PartsPartition,
     Room,
     Tile,
     partition_adapted,
+    partition_in_parts,
     partition_product,
 )
 from openinfer_kernels.ops import Array
 
-_STEM, _ADAPTED_STEM = "gemm", "adapted_gemm"
+_STEM, _ADAPTED_STEM, _ONE_TILE_STEM = "gemm", "adapted_gemm", "adapted_gemm_one_tile"
 _BF16_BYTES = 2
 _MOST_KEPT = 4096
 _GROUP = 8
@@ -36,9 +39,10 @@ class Gemm:
         self._room = Room(device.num_multiprocessors, self._clusters_of)
         self._device = device
         self._kernels = _kernels(device)
-        self._adapted: dict[tuple[Epilogue, Tile], Kernel] = {}
+        self._adapted: dict[str, dict[tuple[Epilogue, Tile], Kernel]] = {}
         self._most_clusters = {1: device.num_multiprocessors}
         self._adapted_partitions: dict[tuple[Epilogue, int, int, int, int], AdaptedPartition] = {}
+        self._parts_partitions: dict[tuple[Epilogue, int, int, int, int], PartsPartition | None] = {}
         self._partitions: dict[tuple[Epilogue, int, int, int], Partition | None] = {}
         self._maps = TensorMaps()
 
@@ -73,6 +77,34 @@ class Gemm:
             self._adapted_partitions[key] = found
         return self._adapted_partitions[key]
 
+    def parts_partition(
+        self, epilogue: Epilogue, num_tokens: int, rows: int, columns: int, *, shrink_rows: int
+    ) -> PartsPartition | None:
+        """Of `multiply_in_parts`; None for more tokens than it serves."""
+        key = epilogue, num_tokens, rows, columns, shrink_rows
+        if key not in self._parts_partitions:
+            if len(self._parts_partitions) >= _MOST_KEPT:
+                self._parts_partitions.clear()
+            found = partition_in_parts(epilogue, num_tokens, rows, columns, self._room, shrink_rows=shrink_rows)
+            self._parts_partitions[key] = found
+        return self._parts_partitions[key]
+
+    def multiply_in_parts(
+        self,
+        epilogue: Epilogue,
+        partition: PartsPartition,
+        x: Array,
+        weight: Array,
+        out: Array,
+        *,
+        adapters: ctypes.Structure,
+        shrink_tiles: int,
+    ) -> None:
+        """As `multiply_adapted`, of few tokens, with A x in parts."""
+        kernel = self._adapted_kernel(epilogue, partition.partition.tile, stem=_ONE_TILE_STEM)
+        product = _Product(epilogue, partition.partition, kernel, shrink_tiles * partition.parts)
+        self._multiply(product, x, weight, out, adapters)
+
     def multiply_adapted(
         self,
         epilogue: Epilogue,
@@ -95,10 +127,13 @@ class Gemm:
         kernel = self._adapted_kernel(Epilogue.STORE, partition.tile)
         self._launch(_Product(Epilogue.STORE, partition, kernel, shrink_tiles), x, a, 0, x, adapters)
 
-    def _adapted_kernel(self, epilogue: Epilogue, tile: Tile) -> Kernel:
-        if not self._adapted:
-            self._adapted = _kernels(self._device, stem=_ADAPTED_STEM, epilogues=(Epilogue.STORE, Epilogue.SWIGLU))
-        return self._adapted[epilogue, tile]
+    def _adapted_kernel(self, epilogue: Epilogue, tile: Tile, *, stem: str = _ADAPTED_STEM) -> Kernel:
+        if stem not in self._adapted:
+            most = LARGE_TOKENS - 1 if stem == _ONE_TILE_STEM else LARGE_TOKENS
+            self._adapted[stem] = _kernels(
+                self._device, stem=stem, epilogues=(Epilogue.STORE, Epilogue.SWIGLU), most_tokens=most
+            )
+        return self._adapted[stem][epilogue, tile]
 
     def multiply(
         self,
@@ -190,11 +225,11 @@ class _Product(NamedTuple):
     partition: Partition
     kernel: Kernel
     shrink_tiles: int
-    """Column tiles of the A's of adapters, besides those of the weight."""
+    """Column tiles of the A's of adapters, and parts of them, besides those of the weight."""
 
 
 def _kernels(
-    device: Device, *, stem: str = _STEM, epilogues: Sequence[Epilogue] = tuple(TILES)
+    device: Device, *, stem: str = _STEM, epilogues: Sequence[Epilogue] = tuple(TILES), most_tokens: int = LARGE_TOKENS
 ) -> dict[tuple[Epilogue, Tile], Kernel]:
     if not device.has(stem):
         return {}
@@ -204,6 +239,7 @@ def _kernels(
         )
         for epilogue in epilogues
         for tile in TILES[epilogue]
+        if tile.tokens <= most_tokens
     }
 
 

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 CHUNK = 64
 """Of K, that is read at a time: a split has at least one."""
-_LARGE_TOKENS = 256
+LARGE_TOKENS = 256
+"""Of a tile where several have the tokens."""
 _MOST_SPLIT_K = 4
 _MULTICAST_CTAS = 2
 _LEAST_BUSY = 0.75
@@ -25,6 +26,12 @@ _LEAST_OF_SEVERAL = 128
 _LEAST_OF_A = 64
 _READ_COST = 40
 """Of a row of a chunk, in products: what makes a tile of 256 x 160 better than one of 128 x 112."""
+
+
+_MOST_PARTS = 5
+"""Of A x, that every tile adds up: `kMostParts`."""
+_WAY_OF_A = 15
+"""Chunks that a tile multiplies while a part of A x goes through memory."""
 
 
 class Epilogue(StrEnum):
@@ -47,7 +54,7 @@ class Tile(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return 384 if self.tokens == _LARGE_TOKENS else 2 * self.tokens + 32
+        return 384 if self.tokens == LARGE_TOKENS else 2 * self.tokens + 32
 
 
 SHARED_BYTES = 225 << 10
@@ -81,6 +88,14 @@ class AdaptedPartition(NamedTuple):
     """Whether tiles of A are in the launch."""
 
 
+class PartsPartition(NamedTuple):
+    """Of a product with adapters of which one tile has all tokens."""
+
+    partition: Partition
+    parts: int
+    """Into which K of A x is divided, besides what a cluster divides it into."""
+
+
 class Room(NamedTuple):
     """What runs at a time on a device."""
 
@@ -102,9 +117,9 @@ def partition_product(
 
     `least_busy`: the share of the multiprocessors' time below which that is; by default what was measured.
     """
-    tokens = next((tile.tokens for tile in TILES[epilogue] if num_tokens <= tile.tokens), _LARGE_TOKENS)
+    tokens = next((tile.tokens for tile in TILES[epilogue] if num_tokens <= tile.tokens), LARGE_TOKENS)
     tiles = [tile for tile in TILES[epilogue] if tile.tokens == tokens]
-    if tokens == _LARGE_TOKENS:
+    if tokens == LARGE_TOKENS:
         least = _LEAST_BUSY_LARGE[epilogue] if least_busy is None and tiles else least_busy or 0.0
         return _partition_large(tiles[0], num_tokens, num_rows, room, least_busy=least) if tiles else None
     most_split_k = min(_MOST_SPLIT_K, -(-num_columns // CHUNK)) if epilogue is Epilogue.STORE else 1
@@ -124,18 +139,40 @@ def partition_adapted(
 
     `num_rows` is 0 in a launch of tiles of A alone, whose rows are `shrink_rows`.
     """
-    one_tile = [tile.tokens for tile in TILES[epilogue] if num_tokens <= tile.tokens < _LARGE_TOKENS]
+    one_tile = [tile.tokens for tile in TILES[epilogue] if num_tokens <= tile.tokens < LARGE_TOKENS]
     # Tiles of A alone are few, and the product waits for all of them: small ones are on more multiprocessors.
     least = one_tile[0] if one_tile else _LEAST_OF_SEVERAL if num_rows else _LEAST_OF_A
     tiles = [tile for tile in TILES[epilogue] if tile.tokens == least or (not one_tile and tile.tokens > least)]
     most_split_k = min(_MOST_SPLIT_K, -(-num_columns // CHUNK)) if epilogue is Epilogue.STORE else 1
     candidates = [
-        Partition(tile, _MULTICAST_CTAS if tile.tokens == _LARGE_TOKENS < num_tokens else 1, split_k)
+        Partition(tile, _MULTICAST_CTAS if tile.tokens == LARGE_TOKENS < num_tokens else 1, split_k)
         for tile in tiles
-        for split_k in range(1, 1 + (1 if tile.tokens == _LARGE_TOKENS else most_split_k))
-        if num_rows or tile.tokens < _LARGE_TOKENS
+        for split_k in range(1, 1 + (1 if tile.tokens == LARGE_TOKENS else most_split_k))
+        if num_rows or tile.tokens < LARGE_TOKENS
     ]
     return min(_costs(each, num_tokens, num_rows, room, shrink_rows=shrink_rows) for each in candidates)[1]
+
+
+def partition_in_parts(
+    epilogue: Epilogue, num_tokens: int, num_rows: int, num_columns: int, room: Room, *, shrink_rows: int
+) -> PartsPartition | None:
+    """The partition where A x is made in parts by blocks next to those of the weight; None for more than one tile."""
+    tokens = next((tile.tokens for tile in TILES[epilogue] if num_tokens <= tile.tokens < LARGE_TOKENS), None)
+    chunks = -(-num_columns // CHUNK)
+    most_split_k = min(_MOST_SPLIT_K, chunks) if epilogue is Epilogue.STORE else 1
+    found: list[tuple[float, int, PartsPartition]] = []
+    for tile in (each for each in TILES[epilogue] if each.tokens == tokens):
+        tiles, shrink_tiles = (-(-rows // tile.columns) for rows in (num_rows, shrink_rows))
+        for split_k in range(1, most_split_k + 1):
+            for parts in range(1, 1 + min(_MOST_PARTS, chunks // split_k)):
+                left = room.clusters(split_k) - parts * shrink_tiles  # clusters for tiles: none may wait for room
+                rounds = -(-tiles // left) if left > 0 else 0
+                if not rounds or (split_k > 1 < rounds):  # a cluster that divides K has one tile
+                    continue
+                steps = max(rounds * chunks / split_k, chunks / (split_k * parts) + _WAY_OF_A)
+                cost = steps * (tile.tokens + tile.columns)
+                found.append((cost, parts, PartsPartition(Partition(tile, 1, split_k), parts)))
+    return min(found)[2] if found else None
 
 
 def _costs(

@@ -12,7 +12,7 @@ from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMap, TensorMaps
 from openinfer_kernels.cuda.gemm.decode_gemm import MOST_ADAPTED_TOKENS, DecodeGemm
 from openinfer_kernels.cuda.gemm.gemm import Gemm, weight_box
-from openinfer_kernels.cuda.gemm.tiles import Epilogue, Partition, Tile
+from openinfer_kernels.cuda.gemm.tiles import Epilogue, Partition, PartsPartition, Tile
 from openinfer_kernels.cuda.lora.decode_adapters import decode_adapters, fits_tiles
 from openinfer_kernels.cuda.lora.lora import SHRINK_THREADS, Shrink
 from openinfer_kernels.errors import ArrayMismatchError
@@ -31,7 +31,7 @@ _MOST_KEPT = 4096
 _MOST_HALVED_TOKENS = 512
 """Up to which `A x` is multiplied in two halves: prompts are bound by products, decode steps by memory."""
 _GROUPS = (1, 4)
-_INT32 = np.dtype(np.int32)
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 class _Halves(ctypes.Structure):
@@ -47,8 +47,8 @@ class AdapterMaps(ctypes.Structure):
         ("a", TensorMap),
         *((name, ctypes.c_void_p) for name in ("slots", "out")),
         ("starts", ctypes.c_int * _MOST_PIECES),
-        *((name, ctypes.c_int) for name in ("pieces", "columns", "rank", "halves", "shrink_tiles")),
-        ("padding", ctypes.c_int * 20),  # to a multiple of its alignment, 128
+        *((name, ctypes.c_int) for name in ("pieces", "columns", "rank", "halves", "shrink_tiles", "parts")),
+        ("padding", ctypes.c_int * 19),  # to a multiple of its alignment, 128
     )
 
 
@@ -69,8 +69,8 @@ class _Given(NamedTuple):
     width: int
     """E."""
     slots: int
-    halves: int
-    """The address of `[T, P, 2, E]`."""
+    shrunk: int
+    """The address of `[T, P, 2, E]`, or with parts of `[parts, T, P r]` in float32."""
     starts: tuple[int, ...]
 
     @property
@@ -88,7 +88,7 @@ class _Given(NamedTuple):
 class _Launches(NamedTuple):
     """What the launches of a product are told; read alone."""
 
-    partition: Partition
+    partition: Partition | PartsPartition
     maps: AdapterMaps
     ahead: tuple[Partition, AdapterMaps] | None
     """Of a launch that makes A x before, where the product does not."""
@@ -165,28 +165,45 @@ class AdaptedGemm:
     ) -> None:
         (x, weight, out), (a, columns, slots) = arrays, adapters
         a_shape, width, num_tokens = a.shape, columns.shape[1], len(x)
+        num_slots, pieces, rank, _ = a_shape
         # A copy of the engine brings 16 rows of A, or another kernel makes A x.
-        has_boxes = a_shape[0] * a_shape[1] * a_shape[2] % _ROW_UNIT == 0
-        halves = (
-            cupy.empty((num_tokens, a_shape[1], 2, width), bfloat16) if has_boxes else self._halves(x, a, slots, width)
-        )
-        places = address(a), a_shape, address(columns), width, address(slots), address(halves)
-        launches = self._launches_of(_Given(epilogue, num_tokens, weight.shape, *places, tuple(starts)), has_boxes)
+        has_boxes = num_slots * pieces * rank % _ROW_UNIT == 0
+        in_parts = None
+        if has_boxes:
+            shape = epilogue, num_tokens, *weight.shape
+            in_parts = self._gemm.parts_partition(*shape, shrink_rows=width * pieces)
+        if in_parts is not None:
+            shrunk = cupy.empty((in_parts.parts, num_tokens, pieces * rank), _FLOAT32)
+        elif has_boxes:
+            shrunk = cupy.empty((num_tokens, pieces, 2, width), bfloat16)
+        else:
+            shrunk = self._halves(x, a, slots, width)
+        places = address(a), a_shape, address(columns), width, address(slots), address(shrunk)
+        given = _Given(epilogue, num_tokens, weight.shape, *places, tuple(starts))
+        launches = self._launches_of(given, in_parts, has_boxes=has_boxes)
         if launches.ahead is not None:
             partition, own = launches.ahead
             self._gemm.shrink(partition, x, own.a, own, shrink_tiles=own.shrink_tiles)
-        maps = launches.maps
-        tiles = maps.shrink_tiles
-        self._gemm.multiply_adapted(epilogue, launches.partition, x, weight, out, adapters=maps, shrink_tiles=tiles)
+        maps, partition = launches.maps, launches.partition
+        multiply = self._gemm.multiply_adapted if in_parts is None else self._gemm.multiply_in_parts
+        multiply(epilogue, partition, x, weight, out, adapters=maps, shrink_tiles=maps.shrink_tiles)
 
-    def _launches_of(self, given: _Given, has_boxes: bool) -> _Launches:  # noqa: FBT001 - follows from `given`
-        """Making them takes the host longer than to launch them, and prompts wait for it: they are kept."""
+    def _launches_of(self, given: _Given, in_parts: PartsPartition | None, *, has_boxes: bool) -> _Launches:
+        """The other two follow from `given`. Making them takes the host longer than to launch them, and prompts wait for it: they are kept."""
         found = self._launches.get(given)
         if found is None:
             if len(self._launches) >= _MOST_KEPT:
                 self._launches.clear()  # addresses of activations come and go
-            found = self._launches[given] = self._made(given, has_boxes=has_boxes)
+            made = self._made(given, has_boxes=has_boxes) if in_parts is None else self._made_in_parts(given, in_parts)
+            found = self._launches[given] = made
         return found
+
+    def _made_in_parts(self, given: _Given, in_parts: PartsPartition) -> _Launches:
+        maps = self._adapter_maps(given, in_parts.partition)
+        # Rounded as a product of A alone would be: it is smaller than what it is added to, which is rounded, too.
+        maps.halves, maps.parts = 1, in_parts.parts
+        self._map_rows(maps, given, in_parts.partition.tile)
+        return _Launches(in_parts, maps, None)
 
     def _made(self, given: _Given, *, has_boxes: bool) -> _Launches:
         rows = given.shrink_rows
@@ -247,7 +264,7 @@ class AdaptedGemm:
         is_gated = given.epilogue is Epilogue.SWIGLU
         maps = AdapterMaps(
             slots=given.slots,
-            out=given.halves,
+            out=given.shrunk,
             pieces=pieces,
             columns=width,
             rank=rank,
@@ -263,6 +280,6 @@ class AdaptedGemm:
             maps.starts[piece] = 0 if is_gated else starts[piece] // _ROW_UNIT
         token_values = pieces * 2 * width
         box = (CHUNK, tile.tokens // multicast_ctas)
-        plane = TensorBox(given.halves, (token_values, num_tokens), (token_values * _BF16_BYTES,), box)
+        plane = TensorBox(given.shrunk, (token_values, num_tokens), (token_values * _BF16_BYTES,), box)
         maps.shrunk = self._maps.of(plane)
         return maps
