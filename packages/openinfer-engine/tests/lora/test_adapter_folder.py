@@ -102,7 +102,7 @@ def test_a_header_that_was_read_is_known_for_its_modules_alone(tmp_path: Path, m
         return parse(read_bytes, **given)
 
     monkeypatch.setattr(adapter_folder, "read_header", counted)
-    monkeypatch.setattr(adapter_folder, "_LAYOUTS", adapter_folder._Layouts())
+    monkeypatch.setattr(adapter_folder, "LAYOUTS", adapter_folder.Layouts())
     first, other = write(tmp_path / "first", pair()), write(tmp_path / "other", pair(seed=2))
     digests = [read(folder).digest for folder in (first, other, first)]
     assert len(parsed) == 1
@@ -118,7 +118,7 @@ def test_a_header_that_was_read_is_known_for_its_modules_alone(tmp_path: Path, m
         read(other)
     for number in range(10):
         read(write(tmp_path / str(number), pair(rank=number + 1), r=number + 1))
-    assert len(adapter_folder._LAYOUTS._kept) == 4
+    assert len(adapter_folder.LAYOUTS) == 4
 
 
 def test_digest_is_of_what_is_computed(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def product(
 ) -> Any:
     """x, the weight, A, the columns of B, slots and starts; and what the product is in float64.
 
-    Tokens of all slots, some and none in turns; or with `are_prompts` those of none and of each slot next to each other.
+    Tokens of slots and of none in turns; or with `are_prompts` those of none, and of each slot, next to each other.
     """
     rng = np.random.default_rng(num_tokens)
     starts = (0, *np.cumsum(heights).tolist())

@@ -136,7 +136,7 @@ def read_adapter(
     config = read_adapter_config(folder)
     path = _weights_path(folder)
     with _opened(path, modules=modules, max_rank=max_rank) as (descriptor, num_bytes):
-        data_start, tensors, found, order, is_bfloat16, _ = _LAYOUTS.of_file(descriptor, num_bytes, modules, path)
+        data_start, tensors, found, order, is_bfloat16, _ = LAYOUTS.of_file(descriptor, num_bytes, modules, path)
         says = {
             key: LowRank(config.rank_of(factors.module), config.scale_of(factors.module))
             for key, factors in found.items()
@@ -269,7 +269,7 @@ class _Layout(NamedTuple):
     """That it was checked for."""
 
 
-class _Layouts:
+class Layouts:
     """The last headers that were read, each with what was found in it.
 
     Adapters of one model that were trained alike have one header, byte for byte, and to parse it takes the interpreter
@@ -279,6 +279,9 @@ class _Layouts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: dict[tuple[bytes, int], _Layout] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
     def of_file(self, descriptor: int, num_bytes: int, modules: Mapping[str, AdaptedModule], path: Path) -> _Layout:
         """Raises as `read_header`, or because tensors are no factors of these modules."""
@@ -303,7 +306,7 @@ class _Layouts:
         return found
 
 
-_LAYOUTS = _Layouts()
+LAYOUTS = Layouts()
 
 
 def _short_header(descriptor: int, num_bytes: int, path: Path) -> bytes:

@@ -189,7 +189,9 @@ class AdaptedGemm:
         multiply(epilogue, partition, x, weight, out, adapters=maps, shrink_tiles=maps.shrink_tiles)
 
     def _launches_of(self, given: _Given, in_parts: PartsPartition | None, *, has_boxes: bool) -> _Launches:
-        """The other two follow from `given`. Making them takes the host longer than to launch them, and prompts wait for it: they are kept."""
+        """Making them takes the host longer than to launch them, and prompts wait for it: they are kept. The other two
+        arguments follow from `given`.
+        """
         found = self._launches.get(given)
         if found is None:
             if len(self._launches) >= _MOST_KEPT:
