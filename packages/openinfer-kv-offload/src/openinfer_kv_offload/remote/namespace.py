@@ -63,10 +63,13 @@ class Namespace:
 
     def _check_layout(self, key: str, layout: KvLayout) -> None:
         where = f"{self._store.address}, {key}"
-        if self._store.get(key) is None and self._is_writer:
-            self._store.put(key, encode_manifest(layout))
-        # Read back: of two processes that began at the same moment, one has written last.
         manifest = self._store.get(key)
+        if manifest is None and self._is_writer:
+            mine = encode_manifest(layout)
+            self._store.put(key, mine)
+            # Read back: of two processes that began at the same moment, one has written last. A server that has
+            # forgotten it already, by its time to live, has nothing that could differ.
+            manifest = self._store.get(key) or mine
         if manifest is None:
             raise StoreError(f"{where} is not there; start a process that writes to this prefix first")
         check_manifest(bytes(manifest), layout, where=where)
