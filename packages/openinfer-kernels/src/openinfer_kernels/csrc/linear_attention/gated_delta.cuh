@@ -7,8 +7,6 @@ namespace gated_delta {
 
 constexpr float kLengthEps = 1e-6f;
 
-__device__ __forceinline__ float beta_of(bf16 gate) { return 1.0f / (1.0f + __expf(-__bfloat162float(gate))); }
-
 // What the tokens of some rows would change their states by, kept instead of changing them.
 struct Kept {
   const int* rows;     // [R], 1 for such a row; null: there is none
@@ -44,29 +42,15 @@ struct Arguments {
   }
 
   __device__ __forceinline__ float beta(int64_t token, int head) const {
-    return beta_of(gates[token * gates_stride + head]);
+    return 1.0f / (1.0f + __expf(-__bfloat162float(gates[token * gates_stride + head])));
   }
 
-  __device__ __forceinline__ float log_decay(int64_t token, int head) const;
-};
-
-// What the decays of a head's tokens have in common.
-struct HeadGates {
-  float bias, scale;
-
-  __device__ __forceinline__ HeadGates(const Arguments& a, int head)
-      : bias(a.dt_bias32 != nullptr ? a.dt_bias32[head] : __bfloat162float(a.dt_bias[head])),
-        scale(-__expf(a.a_log[head])) {}
-
-  // The logarithm of a token's decay, at most 0.
-  __device__ __forceinline__ float log_decay(bf16 gate) const {
-    const float x = __bfloat162float(gate) + bias;
-    return scale * (x > 20.0f ? x : log1pf(__expf(x)));
+  // The logarithm of the decay, at most 0.
+  __device__ __forceinline__ float log_decay(int64_t token, int head) const {
+    const float bias = dt_bias32 != nullptr ? dt_bias32[head] : __bfloat162float(dt_bias[head]);
+    const float x = __bfloat162float(gates[token * gates_stride + heads + head]) + bias;
+    return -__expf(a_log[head]) * (x > 20.0f ? x : log1pf(__expf(x)));
   }
 };
-
-__device__ __forceinline__ float Arguments::log_decay(int64_t token, int head) const {
-  return HeadGates(*this, head).log_decay(gates[token * gates_stride + heads + head]);
-}
 
 }  // namespace gated_delta

@@ -25,15 +25,11 @@ struct Shape {
 constexpr int kGroups = 3;  // of four sums: S^T k and S^T q of four columns; |k|^2, |q|^2, k . q
 using Sums = float[kGroups][4];
 
-__device__ __forceinline__ void unpack4(const uint2& bits, float* values) {
+__device__ __forceinline__ void load4(const bf16* from, float* values) {
+  const uint2 bits = *reinterpret_cast<const uint2*>(from);
   const float2 low = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.x));
   const float2 high = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.y));
   values[0] = low.x, values[1] = low.y, values[2] = high.x, values[3] = high.y;
-}
-
-__device__ __forceinline__ void unpack8(const uint4& bits, float (&values)[kRows]) {
-  unpack4(make_uint2(bits.x, bits.y), values);
-  unpack4(make_uint2(bits.z, bits.w), values + 4);
 }
 
 __device__ __forceinline__ float4 added(const float4& a, const float4& b) {
@@ -93,35 +89,19 @@ __device__ __forceinline__ void take_in(float4 (&state)[kRows], const float (&k)
   }
 }
 
-// What a thread reads of a token. That of the next one is asked for before this one is computed: a row waits for it
-// once, however many tokens it has.
-struct Token {
-  uint4 key, query;
-  uint2 value;
-  bf16 gates[2];  // b, then a
-
-  template <class S>
-  __device__ __forceinline__ void load(const Arguments& a, const Part<S>& part, int64_t token) {
-    const int key_head = a.reads(part.head);
-    key = *reinterpret_cast<const uint4*>(a.key(token, key_head) + part.first_row);
-    query = *reinterpret_cast<const uint4*>(a.query(token, key_head) + part.first_row);
-    value = *reinterpret_cast<const uint2*>(a.value(token, part.head) + part.first_column);
-    gates[0] = a.gates[token * a.gates_stride + part.head];
-    gates[1] = a.gates[token * a.gates_stride + a.heads + part.head];
-  }
-};
-
 // A token's part of a block, for `replay`. A key is written by one head of those that read it.
 template <class S>
-__device__ __forceinline__ void keep(const Arguments& a, const Part<S>& part, int slot, int t, const Token& token,
+__device__ __forceinline__ void keep(const Arguments& a, const Part<S>& part, int slot, int t, int64_t token,
                                      float log_decay, float beta) {
   const int key_head = a.reads(part.head), keys = a.key_heads * kDim;
   bf16* to = a.kept.keys_values + slot * a.kept.keys_values_stride + int64_t(t) * (keys + a.heads * kDim);
   if (part.first_row == 0)
-    *reinterpret_cast<uint2*>(to + keys + part.head * kDim + part.first_column) = token.value;
+    *reinterpret_cast<uint2*>(to + keys + part.head * kDim + part.first_column) =
+        *reinterpret_cast<const uint2*>(a.value(token, part.head) + part.first_column);
   if (part.slice != 0) return;
   if (part.head % (a.heads / a.key_heads) == 0 && threadIdx.x % S::kAcross == 0)
-    *reinterpret_cast<uint4*>(to + key_head * kDim + part.first_row) = token.key;
+    *reinterpret_cast<uint4*>(to + key_head * kDim + part.first_row) =
+        *reinterpret_cast<const uint4*>(a.key(token, key_head) + part.first_row);
   if (threadIdx.x == 0) {
     float* gates = a.kept.gates + slot * a.kept.gates_stride + (int64_t(t) * a.heads + part.head) * 2;
     gates[0] = log_decay, gates[1] = beta;
@@ -132,26 +112,25 @@ template <class S>
 __device__ void run(const Arguments& a) {
   __shared__ float4 shared[2][S::kWarps * S::kAcross * kGroups];
   const Part<S> part;
-  const int head = part.head;
+  const int head = part.head, key_head = a.reads(head), first_row = part.first_row, first_column = part.first_column;
   const StateRow row = state_row(a.rows, blockIdx.y);
   if (row.count == 0 || row.count > a.most_tokens) return;
   const bool is_kept = a.kept.rows != nullptr && a.kept.rows[blockIdx.y] != 0;
   float* at = a.state + row.slot * a.slot_stride + part.offset();
-  Token next;
-  next.load(a, part, row.first);
   float4 state[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; i++)
     state[i] = row.begins ? make_float4(0, 0, 0, 0) : __ldcg(reinterpret_cast<const float4*>(at + i * kDim));
-  const HeadGates of_head(a, head);
   for (int t = 0; t < row.count; t++) {
-    const Token token = next;
-    if (t + 1 < row.count) next.load(a, part, row.first + t + 1);
+    const int64_t token = row.first + t;
     float k[kRows], q[kRows], v[4];
-    unpack8(token.key, k);
-    unpack8(token.query, q);
-    unpack4(token.value, v);
-    const float log_decay = of_head.log_decay(token.gates[1]), decay = __expf(log_decay), beta = beta_of(token.gates[0]);
+#pragma unroll
+    for (int i = 0; i < kRows; i += 4) {
+      load4(a.key(token, key_head) + first_row + i, k + i);
+      load4(a.query(token, key_head) + first_row + i, q + i);
+    }
+    load4(a.value(token, head) + first_column, v);
+    const float log_decay = a.log_decay(token, head), decay = __expf(log_decay), beta = a.beta(token, head);
     if (is_kept) keep(a, part, row.slot, t, token, log_decay, beta);
     Sums sums = {};
 #pragma unroll
@@ -174,8 +153,7 @@ __device__ void run(const Arguments& a) {
 #pragma unroll
     for (int c = 0; c < 4; c++) o[c] = of_query * (decay * sums[1][c] + both * d[c]);
     if (threadIdx.x < S::kAcross) {
-      bf16* to = a.out + ((int64_t(row.first) + t) * a.heads + head) * kDim + part.first_column;
-      __nv_bfloat162* out = reinterpret_cast<__nv_bfloat162*>(to);
+      __nv_bfloat162* out = reinterpret_cast<__nv_bfloat162*>(a.out + (token * a.heads + head) * kDim + first_column);
       out[0] = __floats2bfloat162_rn(o[0], o[1]);
       out[1] = __floats2bfloat162_rn(o[2], o[3]);
     }
@@ -212,8 +190,9 @@ __device__ void replay(const Replay& a) {
   for (int i = 0; i < kRows; i++) state[i] = __ldcg(reinterpret_cast<const float4*>(at + i * kDim));
   for (int t = 0; t < count; t++, from += keys + a.heads * kDim, gates += 2 * a.heads) {
     float k[kRows], v[4], d[4];
-    unpack8(*reinterpret_cast<const uint4*>(from + key), k);
-    unpack4(*reinterpret_cast<const uint2*>(from + value), v);
+#pragma unroll
+    for (int i = 0; i < kRows; i += 4) load4(from + key + i, k + i);
+    load4(from + value, v);
     Sums sums = {};
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
