@@ -21,10 +21,11 @@ from openinfer_core.engine import EngineState
 from openinfer_core.errors import InvalidCheckpoint, Refused
 from openinfer_core.shared_weights import SharedTensor, SharedWeights
 from openinfer_engine import StepLoop
-from openinfer_engine.options import DeviceKind, LoadFormat
+from openinfer_engine.options import DeviceKind, LoadFormat, LowBitActivations
 from openinfer_engine.testing import Answer, random_requests, random_weights, run_at_once
 from openinfer_engine.testing.quantised_checkpoints import SCHEMES, write_quantised
 from openinfer_engine.testing.quantised_family import projections
+from openinfer_kernels.weights.low_bit_activations import PromptSteps
 from openinfer_qwen3.family import Qwen3, Qwen3Moe
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +38,8 @@ MIXTURE = CONFIG | {
     "num_experts_per_tok": 4,
 }
 FAMILIES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {"qwen3": (Qwen3, CONFIG), "qwen3_moe": (Qwen3Moe, MIXTURE)}
+LOW_BIT_SCHEMES = ("fp8 blocks BF16", "fp8 per channel", "w8a8")
+"""Whose prompts may have quantised activations."""
 Weights = Mapping[str, NDArray[np.float32]]
 
 
@@ -81,7 +84,7 @@ def greedy(number: int, prompt: range) -> GenerateRequest:
     return GenerateRequest(
         request_id=RequestId(number),
         prompt_token_ids=tuple(prompt),
-        sampling=SamplingParams(max_tokens=16, temperature=0.0),
+        sampling=SamplingParams(max_tokens=16, temperature=0.0, logprobs=1),
     )
 
 
@@ -262,6 +265,33 @@ def test_quantised_weights_are_updated_and_read_again(make_loop: MakeLoop, tmp_p
     assert tokens(loop) == before
     loop.control(UpdateWeights(path="new"))
     assert tokens(loop) == fresh != before
+
+
+@pytest.mark.parametrize("scheme", LOW_BIT_SCHEMES)
+def test_low_bit_activations_and_heads_sleep_and_are_updated(make_loop: MakeLoop, tmp_path: Path, scheme: str) -> None:
+    """A head that is quantised when it is loaded, and prompts whose activations are."""
+    folders = []
+    for seed, name in enumerate(("old", "new")):
+        plain = write(tmp_path / f"plain-{name}", "qwen3", seed=seed)
+        (plain / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 1024}))
+        write_quantised(plain, tmp_path / name, SCHEMES[scheme], projections(plain))
+        folders.append(tmp_path / name)
+    low_bit = {"low_bit_activations": LowBitActivations.PREFILL, "fp8_head": True}
+    # One prompt, of one step: which activations are quantised depends on what is in a step.
+    asked = [greedy(1, range(100, 150 + PromptSteps().least_tokens))]
+    fresh = said(run_at_once(make_loop(folders[1], **low_bit), asked))
+    as_they_are = said(run_at_once(make_loop(folders[0]), asked))
+    loop = make_loop(folders[0], **low_bit)
+    before = said(run_at_once(loop, asked))
+    assert before != as_they_are, "the options change what is computed"
+    for keeps_weights in (True, False):
+        loop.control(Sleep(keeps_weights=keeps_weights))
+        loop.control(Wake())
+        assert said(run_at_once(loop, asked)) == before
+    loop.control(UpdateWeights(path="new"))
+    updated = said(run_at_once(loop, asked))
+    assert updated[1][0] == fresh[1][0]
+    assert updated != before
 
 
 def test_random_weights_are_replaced_by_a_trainers(make_loop: MakeLoop, tmp_path: Path, family: str) -> None:

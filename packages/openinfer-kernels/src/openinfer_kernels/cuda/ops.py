@@ -22,6 +22,7 @@ from openinfer_kernels.cuda.attention.rope_tail import RopeTail
 from openinfer_kernels.cuda.attention.window import WindowAttention
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.embedding import Embedding
+from openinfer_kernels.cuda.common.mapped_memory import temporaries
 from openinfer_kernels.cuda.common.memory import Memory
 from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.gemm.gemm import Gemm
@@ -144,7 +145,10 @@ class CudaOps:
 
     @cached_property
     def _low_bit(self) -> LowBitActivations | None:
-        return LowBitActivations(self.device, self._linear) if self._activations or self._fp8_head else None
+        if not self._activations and not self._fp8_head:
+            return None
+        with temporaries():  # cuBLASLt's workspace, which the first head may ask for among the weights
+            return LowBitActivations(self.device, self._linear)
 
     @cached_property
     def _heads(self) -> OutputHeads:

@@ -8,6 +8,7 @@ import numpy as np
 from openinfer_kernels.cuda.common.arrays import fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.common.mapped_memory import temporaries
 from openinfer_kernels.cuda.common.memory import Memory
 from openinfer_kernels.cuda.gemm.linear import Linear
 from openinfer_kernels.cuda.gemm.tiles import Epilogue
@@ -69,13 +70,14 @@ class Fp8Heads:
             raise ArrayMismatchError(f"a head {list(shape)} has no kernel in E4M3: its columns must be multiples of 32")
         weight = self._tiles.empty(FP8_ROWS, block, shape)
         self._lowbit.load(weight.kernels, (Epilogue.FLOAT32,))
-        scales = cupy.empty(shape[0], np.float32)
-        begin = 0
-        for rows in pieces:
-            codes, scales[begin : begin + len(rows)] = self._low_bit.quantise_rows(rows)
-            place = self._tiles.place(weight, first_row=begin)
-            place(codes.view(np.uint32), place.view(len(rows)))
-            begin += len(rows)
+        with temporaries():  # they are no weights, whose memory an engine keeps asleep
+            scales = cupy.empty(shape[0], np.float32)
+            begin = 0
+            for rows in pieces:
+                codes, scales[begin : begin + len(rows)] = self._low_bit.quantise_rows(rows)
+                place = self._tiles.place(weight, first_row=begin)
+                place(codes.view(np.uint32), place.view(len(rows)))
+                begin += len(rows)
         self._memory.tell(shape[0] * shape[1])
         # Codes are there already; scales take the way of a checkpoint's. Their copy waits for all of the above, whose
         # memory may then be a weight's that another stream fills.
