@@ -185,8 +185,12 @@ class AdaptedGemm:
             partition, own = launches.ahead
             self._gemm.shrink(partition, x, own.a, own, shrink_tiles=own.shrink_tiles)
         maps, partition = launches.maps, launches.partition
-        multiply = self._gemm.multiply_adapted if in_parts is None else self._gemm.multiply_in_parts
-        multiply(epilogue, partition, x, weight, out, adapters=maps, shrink_tiles=maps.shrink_tiles)
+        if isinstance(partition, PartsPartition):
+            multiply_in_parts = self._gemm.multiply_in_parts
+            multiply_in_parts(epilogue, partition, x, weight, out, adapters=maps, shrink_tiles=maps.shrink_tiles)
+        else:
+            multiply_adapted = self._gemm.multiply_adapted
+            multiply_adapted(epilogue, partition, x, weight, out, adapters=maps, shrink_tiles=maps.shrink_tiles)
 
     def _launches_of(self, given: _Given, in_parts: PartsPartition | None, *, has_boxes: bool) -> _Launches:
         """Making them takes the host longer than to launch them, and prompts wait for it: they are kept. The other two

@@ -142,7 +142,8 @@ class LowbitTiles:
         scales = np.concatenate([_stored_scales(part, block, layout) for part in parts])
         self._fill(weight, scales, offset=layout.code_bytes, rows=weight.scale_rows)
         if weight.factors is not None:
-            weight.factors.set(np.concatenate([_factors(part) for part in parts]))
+            factors = np.concatenate([_factors(part) for part in parts])
+            weight.factors.set(factors)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         if weight.zeros:
             stored = _stored_middles if weight.format.minimums else _stored_zeros
             self._fill(weight, stored(parts, block), offset=weight.zeros, rows=TILE_ROWS)
