@@ -127,7 +127,7 @@ def _request(prompt: tuple[int, ...]) -> GenerateRequest:
 
 def _frames(sent: SentPrompts, request: GenerateRequest) -> Sequence[bytearray]:
     """As `RemoteEngine.submit` makes them."""
-    sending = sent.plan(request.prompt_token_ids, ())
+    sending = sent.plan(request.prompt_token_ids, (), cache_salt=None)
     parts, rest = prompt_parts(request, sending)
     known = [] if sending.known is None else [sending.known]
     frames = [encode_frame(message) for message in (*known, *parts, Submit(rest))]

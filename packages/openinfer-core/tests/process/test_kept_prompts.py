@@ -43,7 +43,8 @@ class Ends:
         self.num_bytes = 0  # of the last request
 
     def send(self, request: GenerateRequest) -> GenerateRequest:
-        sending = self.sent.plan(request.prompt_token_ids, request.retained_prefixes)
+        prompt = request.prompt_token_ids
+        sending = self.sent.plan(prompt, request.retained_prefixes, cache_salt=request.cache_salt)
         parts, rest = prompt_parts(request, sending)
         known = [] if sending.known is None else [sending.known]
         data = b"".join(map(encode_frame, (*known, *parts, Submit(rest))))
@@ -124,6 +125,16 @@ def test_next_turns_send_what_is_new() -> None:
     assert ends.sent._num_ids == ends.kept._num_ids == sum(map(len, sessions))
 
 
+def test_prompts_of_another_salt_are_sent_whole() -> None:
+    ends = Ends(2**21)
+    prompt = drawn(random.Random(4), 40_000)
+    for cache_salt, is_known in (("a", False), ("b", False), (None, False), ("a", True), ("b", True), (None, True)):
+        request = msgspec.structs.replace(make(prompt), cache_salt=cache_salt)
+        assert plain(ends.send(request)) == request
+        assert (ends.num_bytes < 1000) is is_known
+    assert ends.sent._num_ids == ends.kept._num_ids == 3 * len(prompt)
+
+
 def test_what_was_used_least_recently_is_given_up_and_ends_agree() -> None:
     rng = random.Random(2)
     ends = Ends(100_000)
@@ -141,7 +152,7 @@ def test_as_many_places_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = SentPrompts(2**40)
     for number in range(MAX_PLACES + 3):
         prompt = (number, *range(64))
-        sending = sent.plan(prompt, ())
+        sending = sent.plan(prompt, (), cache_salt=None)
         assert sending.known is not None
         assert 0 <= sending.known.place <= MAX_PLACES
         sent.sent(sending, prompt)
@@ -156,7 +167,7 @@ def test_few_are_compared_however_many_look_alike(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kept_prompts, "_num_common", lambda *args: compared.append(1) or num_common(*args))
     for number in range(100):  # equal but in one place
         prompt = (*range(20), -number, *range(80))
-        sent.sent(sent.plan(prompt, ()), prompt)
+        sent.sent(sent.plan(prompt, (), cache_salt=None), prompt)
         assert len(compared) <= 8
         compared.clear()
 
@@ -164,7 +175,7 @@ def test_few_are_compared_however_many_look_alike(monkeypatch: pytest.MonkeyPatc
 def test_nothing_is_kept_of_a_request_that_is_not_sent() -> None:
     sent = SentPrompts(2**20)
     prompt = tuple(range(PART_IDS + 1))
-    assert sent.plan(prompt, ()) == sent.plan(prompt, ())
+    assert sent.plan(prompt, (), cache_salt=None) == sent.plan(prompt, (), cache_salt=None)
     assert not sent._kept
 
 

@@ -6,7 +6,8 @@
 
 The client alone decides what is kept and what is given up; the engine's end does what it is told within the number of
 ids that its `Welcome` allowed, and a client that exceeds it breaks the protocol. Prompts are compared id by id: what is
-sent is never a guess about what the other end has.
+sent is never a guess about what the other end has. Those of other cache salts are not compared, so that the time a
+prompt takes says nothing of another tenant's.
 """
 
 import itertools
@@ -41,6 +42,7 @@ class Sending:
     """What is sent first; None for a prompt that is neither like another nor kept."""
     num_known: int
     """Tokens of the prompt that the engine has."""
+    cache_salt: str | None = None
 
 
 _WHOLE = Sending(None, 0)
@@ -50,16 +52,18 @@ _WHOLE = Sending(None, 0)
 class _Sent:
     """A prompt that was sent, in parts that successive turns share."""
 
+    cache_salt: str | None
     parts: tuple[tuple[int, ...], ...]
     num_ids: int
     head: tuple[int, ...]
     near_end: tuple[int, ...]  # before what the next turn may change
 
     @classmethod
-    def of(cls, prompt: tuple[int, ...], like: "_Sent | None", num_known: int) -> "_Sent":
-        same = () if like is None else like.parts[: num_known // PART_IDS]
+    def of(cls, prompt: tuple[int, ...], like: "_Sent | None", sending: Sending) -> "_Sent":
+        same = () if like is None else like.parts[: sending.num_known // PART_IDS]
         rest = (prompt[begin : begin + PART_IDS] for begin in range(len(same) * PART_IDS, len(prompt), PART_IDS))
-        return cls((*same, *rest), len(prompt), prompt[:_PROBE_IDS], _near(prompt, len(prompt)))
+        parts = (*same, *rest)
+        return cls(sending.cache_salt, parts, len(prompt), prompt[:_PROBE_IDS], _near(prompt, len(prompt)))
 
 
 class SentPrompts:
@@ -74,11 +78,13 @@ class SentPrompts:
         self._num_ids = 0
         self._kept: OrderedDict[int, _Sent] = OrderedDict()  # by place, longest unused first
 
-    def plan(self, prompt: tuple[int, ...], prefixes: tuple[RetainedPrefix, ...]) -> Sending:
+    def plan(
+        self, prompt: tuple[int, ...], prefixes: tuple[RetainedPrefix, ...], *, cache_salt: str | None
+    ) -> Sending:
         """How a prompt is sent. Nothing has changed before `sent`: the frames may turn out not to be sent."""
         if not _LEAST_IDS < len(prompt) <= self._max_ids:
             return _WHOLE
-        alike, num_known = self._most_alike(prompt)
+        alike, num_known = self._most_alike(prompt, cache_salt)
         num_ids, num_kept, forgotten = self._num_ids, len(self._kept), list[int]()
         if (
             alike is not None and num_known >= self._kept[alike].num_ids - _TAIL_IDS
@@ -95,14 +101,14 @@ class SentPrompts:
                 forgotten.append(each)
                 num_ids -= held.num_ids
                 num_kept -= 1
-        return Sending(KnownPrompt(place, alike, num_known, tuple(forgotten), prefixes), num_known)
+        return Sending(KnownPrompt(place, alike, num_known, tuple(forgotten), prefixes), num_known, cache_salt)
 
     def sent(self, sending: Sending, prompt: tuple[int, ...]) -> None:
         """It was sent so."""
         known = sending.known
         if known is None:
             return
-        made = _Sent.of(prompt, None if known.like is None else self._kept[known.like], known.num_tokens)
+        made = _Sent.of(prompt, None if known.like is None else self._kept[known.like], sending)
         for place in {*known.forgotten, known.place} & self._kept.keys():
             self._num_ids -= self._kept.pop(place).num_ids
         if known.like in self._kept:
@@ -110,10 +116,10 @@ class SentPrompts:
         self._kept[known.place] = made
         self._num_ids += len(prompt)
 
-    def _most_alike(self, prompt: tuple[int, ...]) -> tuple[int | None, int]:
+    def _most_alike(self, prompt: tuple[int, ...], cache_salt: str | None) -> tuple[int | None, int]:
         """The place of a kept prompt with a long common beginning, and its length; the last id is never in it."""
         best, most = None, 0
-        for place in self._candidates(prompt):
+        for place in self._candidates(prompt, cache_salt):
             num_common = min(_num_common(self._kept[place], prompt), len(prompt) - 1)
             if num_common > most:
                 best, most = place, num_common
@@ -121,10 +127,11 @@ class SentPrompts:
                 break
         return (best, most) if most >= _LEAST_IDS else (None, 0)
 
-    def _candidates(self, prompt: tuple[int, ...]) -> list[int]:
+    def _candidates(self, prompt: tuple[int, ...], cache_salt: str | None) -> list[int]:
         """Some of those that begin like a prompt: those first whose ends it has, too, then those used last."""
         head = prompt[:_PROBE_IDS]
-        alike = [(place, kept) for place, kept in reversed(self._kept.items()) if kept.head == head]
+        own = ((place, kept) for place, kept in reversed(self._kept.items()) if kept.cache_salt == cache_salt)
+        alike = [(place, kept) for place, kept in own if kept.head == head]
         ended = (place for place, kept in alike if kept.near_end == _near(prompt, kept.num_ids))
         return [*itertools.islice(ended, _MOST_COMPARED), *(place for place, _ in alike[:_MOST_COMPARED])]
 

@@ -221,7 +221,8 @@ class RemoteEngine:
         return self._access
 
     def submit(self, request: GenerateRequest) -> None:
-        sending = self._prompts.plan(request.prompt_token_ids, request.retained_prefixes)
+        prompt = request.prompt_token_ids
+        sending = self._prompts.plan(prompt, request.retained_prefixes, cache_salt=request.cache_salt)
         parts, rest = prompt_parts(request, sending)
         known = [] if sending.known is None else [sending.known]
         frames = bytearray()
@@ -229,7 +230,7 @@ class RemoteEngine:
             frames += encode_frame(message)
         self._mailbox.open(request.request_id)
         self._send(frames)
-        self._prompts.sent(sending, request.prompt_token_ids)
+        self._prompts.sent(sending, prompt)
         self._grammar = request.sampling.grammar or self._grammar
 
     def abort(self, request_id: RequestId) -> None:
