@@ -48,7 +48,9 @@ logger = logging.getLogger("openinfer.engine")
 
 _LONGEST_UNIX_PATH_BYTES = 100  # `sockaddr_un.sun_path` has 104 bytes on macOS, 108 on Linux
 _REFUSAL_DEADLINE_S = 10.0
-_ORPHAN_DEADLINE_S = 6.0  # what an engine without a parent or clients may take to end; its KV tiers have four
+_ORPHAN_DEADLINE_S = 9.0
+"""What an engine without a parent or clients may take to end: its KV tiers have four seconds, and then those of its
+ranks as long. A parent that lives kills it after ten."""
 
 
 class LinkKind(StrEnum):
