@@ -141,7 +141,7 @@ __device__ void walk(const Arguments& a, Window<kWidth, kTaps>& window, const St
   window.store_state(state);
 }
 
-// Grid: chunks of the channels, rows of one token each.
+// Grid: chunks of the channels, rows of one tile each.
 template <int kWidth, int kTaps>
 __device__ void run_steps(const Arguments& a) {
   const int channel = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
@@ -150,7 +150,8 @@ __device__ void run_steps(const Arguments& a) {
   launch_dependents();
   wait_for_previous_kernel();
   const StateRow row = state_row(a.rows, blockIdx.y);
-  if (channel < a.channels && row.count > 0) walk(a, window, row, false, 0, channel);
+  const bool is_kept = a.kept_rows != nullptr && a.kept_rows[blockIdx.y] != 0;
+  if (channel < a.channels && row.count > 0) walk(a, window, row, is_kept, 0, channel);
 }
 
 // Grid: chunks of the channels, as many tiles as there can be.

@@ -98,7 +98,7 @@ class CausalConv:
         )
         (steps, tiles), width = (self._vectors, 8) if is_wide else (self._singles[taps], 1)
         blocks = -(-channels // (width * _THREADS))
-        if batch.max_query_tokens == 1:
+        if batch.max_query_tokens <= _TILE_TOKENS:  # a row is one tile, which need not be looked for
             steps((blocks, rows.num_rows, 1), (_THREADS, 1, 1), [arguments], overlap=True)
         else:
             num_tiles = most_pieces(batch, num_tokens, piece_tokens=_TILE_TOKENS, least_tokens=1)
