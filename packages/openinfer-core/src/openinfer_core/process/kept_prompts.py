@@ -78,9 +78,7 @@ class SentPrompts:
         self._num_ids = 0
         self._kept: OrderedDict[int, _Sent] = OrderedDict()  # by place, longest unused first
 
-    def plan(
-        self, prompt: tuple[int, ...], prefixes: tuple[RetainedPrefix, ...], *, cache_salt: str | None
-    ) -> Sending:
+    def plan(self, prompt: tuple[int, ...], prefixes: tuple[RetainedPrefix, ...], *, cache_salt: str | None) -> Sending:
         """How a prompt is sent. Nothing has changed before `sent`: the frames may turn out not to be sent."""
         if not _LEAST_IDS < len(prompt) <= self._max_ids:
             return _WHOLE
