@@ -267,14 +267,15 @@ def fp4_matrix(modules: Any, rows: int, columns: int) -> Matrix:
 
 
 def nvfp4_matrix(modules: Any, rows: int, columns: int) -> Matrix:
-    """E2M1 with a number of E4M3 for each 16 columns, and another scale of the matrix for each half of its rows."""
+    """E2M1 with a number of E4M3 for each 16 columns, and one scale of the matrix for about half of its rows, another for the rest."""
     rng, chunks = np.random.default_rng(rows), -(-columns // 128)
     codes = rng.integers(0, 16, (rows, columns), dtype=np.uint8)
     scales = rng.integers(0, 256, (rows, chunks, 8), dtype=np.uint8)
     scales = E4M3_VALUES[np.where(scales & 0x7F == 0x7F, 0x7E, scales)]
     scales[:, :, 3] = 0
     scales[1:2, :, 2] = 2.0**-9  # the smallest
-    wholes = np.repeat(np.array([3e-5, 1e-3], np.float32), [rows // 2, rows - rows // 2])
+    first = rows // 32 * 16 + 8  # between the two rows of a thread, too
+    wholes = np.repeat(np.array([3e-5, 1e-3], np.float32), [first, rows - first])
     tiles = in_tiles(codes, "nvfp4")
     stored = ((scales * np.float32(2.0**64)).view(np.uint32) >> 16).astype(np.uint16)
     end = of_tiles(stored, len(tiles)).reshape(*tiles.shape[:2], -1).view(np.uint8)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 SOURCE = """#include "fibers.hpp"
-struct float2 { float x, y; };  // of the sums of BF16, which are compiled and not run
 struct __nv_bfloat162 { __nv_bfloat16 x, y; };
 inline float2 __bfloat1622float2(__nv_bfloat162) { return {}; }
 inline float __bfloat162float(__nv_bfloat16) { return 0; }
