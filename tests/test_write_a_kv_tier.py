@@ -53,7 +53,8 @@ def test_entry_point_of_the_page_is_the_examples() -> None:
 
 def test_files_that_the_page_names_are_there() -> None:
     packages = ROOT / "packages"
-    folders = [packages / "openinfer-kv-offload/src/openinfer_kv_offload", *packages.glob("openinfer-kv-*/src")]
+    offload = packages / "openinfer-kv-offload/src/openinfer_kv_offload"
+    folders = [offload, *packages.glob("openinfer-kv-*/src"), packages / "openinfer-nixl/src"]
     named = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", PAGE)
     assert len(named) >= 5
     assert [name for name in named if not any((folder / name).is_file() for folder in folders)] == []
