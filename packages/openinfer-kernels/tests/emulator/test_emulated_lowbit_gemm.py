@@ -267,7 +267,7 @@ def fp4_matrix(modules: Any, rows: int, columns: int) -> Matrix:
 
 
 def nvfp4_matrix(modules: Any, rows: int, columns: int) -> Matrix:
-    """E2M1 with a number of E4M3 for each 16 columns, and one scale of the matrix for about half of its rows, another for the rest."""
+    """E2M1 with a number of E4M3 for each 16 columns, and two scales of the matrix, of some rows and of the others."""
     rng, chunks = np.random.default_rng(rows), -(-columns // 128)
     codes = rng.integers(0, 16, (rows, columns), dtype=np.uint8)
     scales = rng.integers(0, 256, (rows, chunks, 8), dtype=np.uint8)
