@@ -58,11 +58,10 @@ class ExchangesRows(Protocol):
         ...
 
 
-class ChosenRows:
-    """Of ranks on a host: each row goes to the ranks that have experts which it chose, and to no other."""
+class GroupEnd:
+    """A rank's end of the group that experts are dealt out to."""
 
-    def __init__(self, step: SharedStep, others: Communicator) -> None:
-        self._step = step
+    def __init__(self, others: Communicator) -> None:
         self._others = others
 
     @property
@@ -72,6 +71,14 @@ class ChosenRows:
     @property
     def size(self) -> int:
         return self._others.size
+
+
+class ChosenRows(GroupEnd):
+    """Of ranks on a host: each row goes to the ranks that have experts which it chose, and to no other."""
+
+    def __init__(self, step: SharedStep, others: Communicator) -> None:
+        super().__init__(others)
+        self._step = step
 
     def apply(
         self, compute: ComputeExperts, rows: HostArray, choice: ExpertChoice, *, shared: HostArray, num_experts: int
@@ -120,23 +127,15 @@ class ChosenRows:
         return pieces
 
 
-class DeviceRows:
+class DeviceRows(GroupEnd):
     """Of ranks on GPUs: row `t` of rank `r` has place `t` of `r` on every rank, as many places as the most rows."""
 
     def __init__(self, step: SharedStep, others: Communicator, peers: ExchangesRows, ops: Ops) -> None:
+        super().__init__(others)
         self._step = step
-        self._others = others
         self._peers = peers
         self._ops = ops
         self._padding: dict[int, Array] = {}
-
-    @property
-    def rank(self) -> int:
-        return self._others.rank
-
-    @property
-    def size(self) -> int:
-        return self._others.size
 
     def apply(
         self, compute: ComputeExperts, rows: Array, choice: ExpertChoice, *, shared: Array, num_experts: int

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
-from openinfer_engine.distributed.dispatch import ChosenRows, ComputeExperts, DeviceRows, ExchangesRows
+from openinfer_engine.distributed.dispatch import ChosenRows, ComputeExperts, DeviceRows, ExchangesRows, GroupEnd
 from openinfer_kernels import Array, ExpertChoice, Ops
 
 
@@ -63,25 +63,14 @@ def is_first(communicator: Communicator) -> bool:
     return communicator.rank == 0
 
 
-class SharedRows:
+class SharedRows(GroupEnd):
     """Of ranks that have all rows, each."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-
-    @property
-    def rank(self) -> int:
-        return self._communicator.rank
-
-    @property
-    def size(self) -> int:
-        return self._communicator.size
 
     def apply(
         self, compute: ComputeExperts, rows: Array, choice: ExpertChoice, *, shared: Array, num_experts: int
     ) -> Array:
         del num_experts
-        return self._communicator.all_reduce(compute(rows, choice, shared))
+        return self._others.all_reduce(compute(rows, choice, shared))
 
 
 class DataParallelCommunicator(SoloCommunicator):
