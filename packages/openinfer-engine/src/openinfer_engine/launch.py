@@ -4,7 +4,6 @@ Handles of engines are imported where one is made: the engine's process builds a
 """
 
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -50,7 +49,7 @@ from openinfer_engine.tracing.step_trace import Begin, StepTrace
 from openinfer_engine.tracing.trace import NoTrace, Tracer, open_trace
 from openinfer_engine.weights.loading import load_workers
 from openinfer_engine.worker.process_group import ProcessGroup, start_workers
-from openinfer_engine.worker.process_runner import ProcessRunner, load_with_processes
+from openinfer_engine.worker.process_runner import ProcessRunner, agreed_plan, load_with_processes
 from openinfer_engine.worker.runner import ThreadRunner
 from openinfer_kv_cache import PrefixHasher, TieredScheduler
 
@@ -127,9 +126,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         processes = processes or _start_processes(engine_plan)
         if processes is not None:
             undo.callback(processes.close)
-            smallest = processes.smallest_pool(engine_plan.num_blocks)
-            processes.require_composition(functools.partial(_composition_of, engine_plan))
-            engine_plan = engine_plan.with_num_blocks(smallest).placed(processes.placement)
+            engine_plan = agreed_plan(engine_plan, processes)
         if engine_plan.clipped_context is not None:
             logger.warning("%s", engine_plan.clipped_context)
         path = engine_plan.options.trace
@@ -304,12 +301,6 @@ def _require_tiered(engine_plan: EnginePlan, scheduler: Scheduler) -> TieredSche
     return require_tiered(
         scheduler, name=engine_plan.scheduler.name, has_states=bool(engine_plan.layouts[0].slot_bytes)
     )
-
-
-def _composition_of(engine_plan: EnginePlan) -> dict[str, str]:
-    from openinfer_engine.ranks.composition import composition_of  # needs what an engine on one machine does not
-
-    return composition_of(engine_plan)
 
 
 def _start_processes(engine_plan: EnginePlan) -> ProcessGroup | None:

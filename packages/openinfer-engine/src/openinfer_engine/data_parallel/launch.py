@@ -15,7 +15,7 @@ import msgspec
 
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine.data_parallel.loop import DataParallelLoop
-from openinfer_engine.data_parallel.processes import agreed_plan, load_ranks
+from openinfer_engine.data_parallel.processes import load_ranks
 from openinfer_engine.data_parallel.routing import RankRouter
 from openinfer_engine.data_parallel.runner import PlanRunner, SharedRank, StepRound, ThreadRank
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
@@ -26,6 +26,7 @@ from openinfer_engine.options import DeviceKind
 from openinfer_engine.tracing.trace import NoTrace, Tracer, open_trace
 from openinfer_engine.weights.loading import load_workers
 from openinfer_engine.worker.process_group import ProcessGroup
+from openinfer_engine.worker.process_runner import agreed_plan
 from openinfer_engine.worker.runner import Worker, raise_first
 
 logger = logging.getLogger("openinfer.engine")

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import StepPlan
-from openinfer_engine.data_parallel.runner import JoinsSteps
+from openinfer_engine.data_parallel.runner import SharedSteps
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
 from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.lora.rank_adapters import RankAdapters
@@ -81,11 +81,8 @@ class DataParallelWorker:
         answer: Callable[[FromRank], None],
         fail: Callable[[BaseException], None],
     ) -> None:
-        if not isinstance(worker, JoinsSteps):
-            raise ContractViolation(f"{type(worker).__name__} has no join_step, and is no data-parallel rank")
-        self._worker: Worker = worker
-        self._joining: JoinsSteps = worker
-        self._communicator = communicator
+        self._steps = SharedSteps(worker, communicator)
+        self._worker = worker
         self._answer, self._fail = answer, fail
         self._launched: queue.SimpleQueue[tuple[int, PendingStep] | None] = queue.SimpleQueue()
         self._answering = threading.Thread(target=self._answer_all, name="openinfer-results", daemon=True)
@@ -93,11 +90,9 @@ class DataParallelWorker:
 
     def run(self, order: RunShared) -> None:
         plan = order.step_plan()
-        self._communicator.begin_step(order.counts, is_decode=order.is_decode)
-        if plan is not None:
-            self._launched.put((plan.step, self._worker.launch(plan)))
-        if (plan is None or not plan.num_tokens) and any(order.counts):
-            self._joining.join_step()
+        launched = self._steps.run(plan, order.counts, is_decode=order.is_decode)
+        if plan is not None and launched is not None:
+            self._launched.put((plan.step, launched))
 
     def launch(self, plan: StepPlan) -> PendingStep:
         raise ContractViolation("a data-parallel rank runs no step of its own")

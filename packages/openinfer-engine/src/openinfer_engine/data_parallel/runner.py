@@ -9,7 +9,7 @@ A rank's experts compute rows of all ranks, so each takes part in each step, and
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import StepPlan, StepResult
@@ -44,9 +44,7 @@ class WatchesRanks(Protocol):
     @property
     def failure(self) -> BaseException | None: ...
 
-    def cause_of(self, error: BaseException) -> BaseException: ...
-
-    def fail(self, error: BaseException) -> None: ...
+    def raise_cause(self, error: BaseException) -> NoReturn: ...
 
 
 class StepRound:
@@ -138,11 +136,34 @@ class _PlannedStep:
         except BaseException as error:
             if self._watch is None:
                 raise
-            cause = self._watch.cause_of(error)
-            if cause is error:
-                self._watch.fail(error)
-                raise
-            raise cause from error
+            self._watch.raise_cause(error)
+
+
+class SharedSteps:
+    """A rank's part of the steps of all ranks, wherever it runs.
+
+    Args:
+        worker: of the rank.
+        communicator: the worker's.
+
+    Raises:
+        ContractViolation: the worker does not take part in others' steps.
+    """
+
+    def __init__(self, worker: Worker, communicator: DataParallelCommunicator) -> None:
+        if not isinstance(worker, JoinsSteps):
+            raise ContractViolation(f"{type(worker).__name__} has no join_step, and is no data-parallel rank")
+        self._worker: Worker = worker
+        self._joining: JoinsSteps = worker
+        self._communicator = communicator
+
+    def run(self, plan: StepPlan | None, counts: Sequence[int], *, is_decode: bool) -> PendingStep | None:
+        """Launches the rank's plan, or has it join a step in which the ranks have `counts` tokens."""
+        self._communicator.begin_step(counts, is_decode=is_decode)
+        done = None if plan is None else self._worker.launch(plan)
+        if (plan is None or not plan.num_tokens) and any(counts):
+            self._joining.join_step()
+        return done
 
 
 class ThreadRank:
@@ -161,22 +182,12 @@ class ThreadRank:
     def __init__(
         self, index: int, worker: Worker, communicator: DataParallelCommunicator, enter_thread: Callable[[], None]
     ) -> None:
-        if not isinstance(worker, JoinsSteps):
-            raise ContractViolation(f"{type(worker).__name__} has no join_step, and is no data-parallel rank")
+        self._steps = SharedSteps(worker, communicator)
         self._worker = worker
-        self._joining: JoinsSteps = worker
-        self._communicator = communicator
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"openinfer-rank-{index}", initializer=enter_thread)
 
     def begin(self, plan: StepPlan | None, counts: Sequence[int], *, is_decode: bool) -> "Future[PendingStep | None]":
-        return self._thread.submit(self._run, plan, counts, is_decode=is_decode)
-
-    def _run(self, plan: StepPlan | None, counts: Sequence[int], *, is_decode: bool) -> PendingStep | None:
-        self._communicator.begin_step(counts, is_decode=is_decode)
-        done = None if plan is None else self._worker.launch(plan)
-        if (plan is None or not plan.num_tokens) and any(counts):
-            self._joining.join_step()
-        return done
+        return self._thread.submit(self._steps.run, plan, counts, is_decode=is_decode)
 
     def pool_memory(self) -> PoolMemory:
         return self._worker.pool_memory()

@@ -13,6 +13,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import NoReturn
 
 import msgspec
 
@@ -222,6 +224,14 @@ class ProcessGroup:
             self._changed.wait_for(lambda: self._failure is not None, CAUSE_DEADLINE_S)
         return self._failure or error
 
+    def raise_cause(self, error: BaseException) -> NoReturn:
+        """Raises `cause_of` an error of rank 0's step; the group ends with one that is its own."""
+        cause = self.cause_of(error)
+        if cause is error:
+            self.fail(error)
+            raise error
+        raise cause from error
+
     def fail(self, error: BaseException) -> None:
         """Ends the group because of what happened to a rank, unless it has ended."""
         with self._changed:
@@ -249,6 +259,18 @@ class ProcessGroup:
         with self._changed:
             self._is_leaving = True
         self._tell_all(Leave())
+
+    def close_after(self, closing: "Future[None]", *, deadline_s: float = CLOSE_DEADLINE_S) -> None:
+        """Ends the processes, which were asked to leave, when rank 0 has closed; `GroupBroken` if that hangs."""
+        end_s = time.monotonic() + deadline_s
+        try:
+            closing.result(deadline_s)
+        except TimeoutError as late:
+            error = GroupBroken(f"rank 0 has not left within {deadline_s:g} s: it, or who it waits for, hangs")
+            self.end_group(error)  # aborts the communicator, which is what rank 0 may be waiting in
+            raise error from late
+        finally:
+            self.close(deadline_s=max(0.0, end_s - time.monotonic()))
 
     def close(self, *, deadline_s: float = CLOSE_DEADLINE_S) -> None:
         """Ends the processes; those that take longer are killed. Idempotent."""

@@ -1,12 +1,12 @@
 """`ProcessRunner`: rank 0 in a thread of the engine's process, the others in processes of their own."""
 
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from openinfer_core import Refused
 from openinfer_core.scheduling import StepPlan, StepResult
+from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.engine_plan import EnginePlan
-from openinfer_engine.errors import GroupBroken
 from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.lifecycle.orders import ObeysOrders, WeightsOrder
 from openinfer_engine.lora.rank_adapters import RankAdapters
@@ -23,8 +23,34 @@ def load_with_processes(engine_plan: EnginePlan, processes: ProcessGroup, tracer
         Refused: a rank cannot be had.
         GroupBroken: the process of a rank died.
     """
-    size = engine_plan.options.tensor_parallel_size
-    ticket, communicator = engine_plan.backend.open_group(size)
+    ticket, communicator = engine_plan.backend.open_group(engine_plan.options.tensor_parallel_size)
+    return ProcessRunner(
+        load_first_rank(engine_plan, processes, tracer, ticket, communicator), processes, tracer=tracer
+    )
+
+
+def agreed_plan(engine_plan: EnginePlan, processes: ProcessGroup) -> EnginePlan:
+    """The plan of all ranks: with the smallest pool, where they are.
+
+    Raises:
+        Refused: a rank cannot be had, or computes with something else.
+        GroupBroken: the process of a rank died.
+    """
+    smallest = processes.smallest_pool(engine_plan.num_blocks)
+    processes.require_composition(partial(_composition_of, engine_plan))
+    return engine_plan.with_num_blocks(smallest).placed(processes.placement)
+
+
+def _composition_of(engine_plan: EnginePlan) -> dict[str, str]:
+    from openinfer_engine.ranks.composition import composition_of  # needs what an engine on one machine does not
+
+    return composition_of(engine_plan)
+
+
+def load_first_rank(
+    engine_plan: EnginePlan, processes: ProcessGroup, tracer: Tracer, ticket: bytes, communicator: Communicator
+) -> Worker:
+    """Loads rank 0, with its end of the group, while the other ranks load; raises as `load_with_processes`."""
     try:
         processes.agree(engine_plan.num_blocks, ticket, communicator)
         (worker,) = load_workers(engine_plan, [communicator], tracer)
@@ -36,7 +62,7 @@ def load_with_processes(engine_plan: EnginePlan, processes: ProcessGroup, tracer
         if cause is error:
             raise
         raise cause from error
-    return ProcessRunner(worker, processes, tracer=tracer)
+    return worker
 
 
 class ProcessRunner:
@@ -104,18 +130,11 @@ class ProcessRunner:
             return
         self._processes.leave()
         # On the thread that launches, so that it comes after every step that was launched.
-        closing, end_s = self._thread.submit(worker.close), time.monotonic() + self._close_deadline_s
+        closing = self._thread.submit(worker.close)
         try:
-            closing.result(self._close_deadline_s)
-        except TimeoutError as late:
-            error = GroupBroken(
-                f"rank 0 has not left within {self._close_deadline_s:g} s: it, or who it waits for, hangs"
-            )
-            self._processes.end_group(error)  # aborts the communicator, which is what rank 0 may be waiting in
-            raise error from late
+            self._processes.close_after(closing, deadline_s=self._close_deadline_s)
         finally:
             self._thread.shutdown(wait=closing.done(), cancel_futures=True)
-            self._processes.close(deadline_s=max(0.0, end_s - time.monotonic()))
 
 
 class _PendingStep:
@@ -126,12 +145,8 @@ class _PendingStep:
     def result(self) -> StepResult:
         try:
             result = self._future.result().result()
-        except BaseException as error:
-            cause = self._processes.cause_of(error)
-            if cause is error:
-                self._processes.fail(error)
-                raise
-            raise cause from error
+        except BaseException as error:  # noqa: BLE001 - its cause is raised
+            self._processes.raise_cause(error)
         # A rank is gone: what rank 0 has computed since may be wrong.
         if self._processes.failure is not None:
             raise self._processes.failure
