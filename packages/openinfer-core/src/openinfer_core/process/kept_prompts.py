@@ -40,12 +40,15 @@ class Sending:
 
     known: KnownPrompt | None
     """What is sent first; None for a prompt that is neither like another nor kept."""
-    num_known: int
-    """Tokens of the prompt that the engine has."""
     cache_salt: str | None = None
 
+    @property
+    def num_known(self) -> int:
+        """Tokens of the prompt that the engine has."""
+        return 0 if self.known is None else self.known.num_tokens
 
-_WHOLE = Sending(None, 0)
+
+_WHOLE = Sending(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ class SentPrompts:
                 forgotten.append(each)
                 num_ids -= held.num_ids
                 num_kept -= 1
-        return Sending(KnownPrompt(place, alike, num_known, tuple(forgotten), prefixes), num_known, cache_salt)
+        return Sending(KnownPrompt(place, alike, num_known, tuple(forgotten), prefixes), cache_salt)
 
     def sent(self, sending: Sending, prompt: tuple[int, ...]) -> None:
         """It was sent so."""
