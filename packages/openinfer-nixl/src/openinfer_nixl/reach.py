@@ -2,15 +2,19 @@
 
 import socket
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from openinfer_core import InvalidRequest
 from openinfer_core.process.addresses import parse_address
 from openinfer_core.process.mutual_proof import read_token
-from openinfer_kv_offload import StoreError, TierConfigError
+from openinfer_kv_offload import StoreError, TierConfigError, parse_size
+from openinfer_kv_offload.setting_fields import convert, parse_fields
 
 _EXAMPLE = "0.0.0.0:7600,64GiB,token_file=token,peers=10.0.0.8:7600+10.0.0.9:7600"
 _MOST_PEERS = 64
+Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
 class Reach(Protocol):
@@ -44,17 +48,15 @@ def addresses_in(peers: str) -> tuple[tuple[str, int], ...]:
     return tuple(_address(text) for text in peers.split("+") if text)
 
 
-def parts_of(setting: str) -> tuple[str, str, list[str]]:
-    """Address, size and further fields of `HOST:PORT,SIZE[,NAME=VALUE...]`; raises `TierConfigError`."""
+def parse_reach(setting: str, kind: type[Fields]) -> Fields:
+    """What `HOST:PORT,SIZE,token_file=FILE[,NAME=VALUE...]` says; raises `TierConfigError`."""
     listen, *rest = setting.split(",")
     if not rest:
         raise TierConfigError(f"{setting!r} needs an address and a size; write for example {_EXAMPLE}")
-    return listen, rest[0], rest[1:]
-
-
-def require_token_file(setting: str, given: "dict[str, int | str]") -> None:
+    given = parse_fields({"listen": listen, "budget_bytes": parse_size(rest[0])}, rest[1:])
     if "token_file" not in given:
         raise TierConfigError(f"{setting!r} has no token_file; write for example {_EXAMPLE}")
+    return convert(given, kind)
 
 
 def read_tier_token(token_file: str) -> bytes:

@@ -4,16 +4,16 @@ import time
 from collections.abc import Callable
 
 from openinfer_kv_cache import KvLayout
-from openinfer_kv_offload import RemoteTier, RemoteTierOptions, parse_size
+from openinfer_kv_offload import RemoteTier, RemoteTierOptions
 from openinfer_kv_offload.format.record import HEADER_BYTES
-from openinfer_kv_offload.setting_fields import TierOpener, convert, parse_fields
+from openinfer_kv_offload.setting_fields import TierOpener
 from openinfer_kv_offload.transfer.memory import WrapMedium, as_it_is
 from openinfer_nixl.agent import Agent, NixlAgent
 from openinfer_nixl.arena import Arena
 from openinfer_nixl.directory import ArenaOffer, Directory
 from openinfer_nixl.messages import answers
 from openinfer_nixl.peers import Peer, PeerConnection
-from openinfer_nixl.reach import addresses_in, check_reach, listen_at, parts_of, read_tier_token, require_token_file
+from openinfer_nixl.reach import addresses_in, check_reach, listen_at, parse_reach, read_tier_token
 from openinfer_nixl.store import NixlStore
 
 OPENINFER_CONTRACT = 1
@@ -50,10 +50,7 @@ class NixlFields(RemoteTierOptions, frozen=True, kw_only=True):
 
 def parse(setting: str) -> NixlFields:
     """What a setting says; raises `TierConfigError`."""
-    listen, size, rest = parts_of(setting)
-    given = parse_fields({"listen": listen, "budget_bytes": parse_size(size)}, rest)
-    require_token_file(setting, given)
-    return convert(given, NixlFields)
+    return parse_reach(setting, NixlFields)
 
 
 def open_with(

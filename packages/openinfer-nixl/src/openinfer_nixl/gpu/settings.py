@@ -3,12 +3,12 @@
 import msgspec
 
 from openinfer_kv_cache import KvLayout
-from openinfer_kv_offload import TierConfigError, parse_size
-from openinfer_kv_offload.setting_fields import TierOpener, convert, parse_fields
+from openinfer_kv_offload import TierConfigError
+from openinfer_kv_offload.setting_fields import TierOpener
 from openinfer_kv_offload.transfer.memory import WrapMedium, as_it_is
 from openinfer_nixl.agent import NixlAgent, import_nixl
 from openinfer_nixl.gpu.tier import GpuTier, GpuTierOptions, MakeAgent
-from openinfer_nixl.reach import addresses_in, check_reach, listen_at, parts_of, read_tier_token, require_token_file
+from openinfer_nixl.reach import addresses_in, check_reach, listen_at, parse_reach, read_tier_token
 
 OPENINFER_CONTRACT = 1
 
@@ -45,10 +45,7 @@ class GpuFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def parse(setting: str) -> GpuFields:
     """What a setting says; raises `TierConfigError`."""
-    listen, size, rest = parts_of(setting)
-    given = parse_fields({"listen": listen, "budget_bytes": parse_size(size)}, rest)
-    require_token_file(setting, given)
-    return convert(given, GpuFields)
+    return parse_reach(setting, GpuFields)
 
 
 def open_with(
