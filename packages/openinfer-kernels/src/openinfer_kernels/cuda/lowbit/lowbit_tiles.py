@@ -21,7 +21,7 @@ from openinfer_kernels.errors import WeightValueError
 from openinfer_kernels.ops import Array, QuantisedWeight
 from openinfer_kernels.weights.bfloat16 import rounded_bits
 from openinfer_kernels.weights.code_values import E4M3_VALUES
-from openinfer_kernels.weights.gpu_kernels import TILE_ROWS, tile_layout, tiles_kernels
+from openinfer_kernels.weights.gpu_kernels import TILE_ROWS, TileLayout, tile_layout, tiles_kernels
 from openinfer_kernels.weights.quantised import Code, QuantisedPart, ScaleType, WeightFormat
 from openinfer_kernels.weights.scale_blocks import float32_scales, of_blocks
 
@@ -37,25 +37,23 @@ _MOST_E4M3_SCALE = 128
 """Kernels multiply scales of E4M3 by 2^120, which BF16 has room for."""
 
 
-class _Layout(NamedTuple):
-    """Of the tiles of a code."""
+class _Arrangement(NamedTuple):
+    """Of the codes in a tile."""
 
-    kernels: str
+    name: str
     """In the names of kernels."""
-    arrangement: str
     unit_bytes: int
     """Of codes that a thread arranges."""
-    code_bytes: int
-    scale_bytes: int
 
 
-_LAYOUTS = {
-    "fp8": _Layout("fp8", "fp8", 4, 4096, 4),
-    "int8": _Layout("int8", "bytes", 4, 4096, 4),
-    "int4": _Layout("int4", "nibbles", 8, 2048, 2),
-    "int4_min": _Layout("int4_min", "nibbles", 8, 2048, 2),
-    "fp4": _Layout("fp4", "nibbles", 8, 2048, 2),
-    "nvfp4": _Layout("nvfp4", "nibbles", 8, 2048, 2),
+_NIBBLES = _Arrangement("nibbles", 8)
+_ARRANGEMENTS = {
+    "fp8": _Arrangement("fp8", 4),
+    "int8": _Arrangement("bytes", 4),
+    "int4": _NIBBLES,
+    "int4_min": _NIBBLES,
+    "fp4": _NIBBLES,
+    "nvfp4": _NIBBLES,
 }
 """By the name of kernels, which `tiles_kernels` has."""
 
@@ -104,13 +102,10 @@ class LowbitTiles:
     def __init__(self, device: Device, memory: Memory) -> None:
         self._memory = memory
         self._arrangements = {
-            layout.arrangement: device.kernel(_STEM, f"arrange_tiles_{layout.arrangement}")
-            for layout in _LAYOUTS.values()
+            each: device.kernel(_STEM, f"arrange_tiles_{each.name}") for each in _ARRANGEMENTS.values()
         }
         self._scales = {bytes_: device.kernel(_STEM, f"arrange_scales_{8 * bytes_}") for bytes_ in (2, 4)}
-        self._dequantise = {
-            layout.kernels: device.kernel(_STEM, f"dequantise_tiles_{layout.kernels}") for layout in _LAYOUTS.values()
-        }
+        self._dequantise = {kernels: device.kernel(_STEM, f"dequantise_tiles_{kernels}") for kernels in _ARRANGEMENTS}
 
     def empty(self, weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> TiledWeight:
         """Tiles without anything in them; `fill_scales` and `place` write all that is read."""
@@ -134,11 +129,12 @@ class LowbitTiles:
 
     def place(self, weight: TiledWeight, *, first_row: int) -> "Place":
         """Puts the codes of a part into the tiles, whose rows begin at `first_row`."""
-        layout = _LAYOUTS[weight.kernels]
-        return Place(self._arrangements[layout.arrangement], weight, first_row, layout.unit_bytes)
+        arrangement = _ARRANGEMENTS[weight.kernels]
+        return Place(self._arrangements[arrangement], weight, first_row, arrangement.unit_bytes)
 
     def fill_scales(self, weight: TiledWeight, parts: tuple[QuantisedPart, ...]) -> None:
-        layout, block = _LAYOUTS[weight.kernels], (weight.block_rows, weight.block_columns)
+        block = weight.block_rows, weight.block_columns
+        layout = tile_layout(weight.format, block, (math.prod(weight.shape[:-1]), weight.shape[-1]))
         scales = np.concatenate([_stored_scales(part, block, layout) for part in parts])
         self._fill(weight, scales, offset=layout.code_bytes, rows=weight.scale_rows)
         if weight.factors is not None:
@@ -202,7 +198,7 @@ class Place:
             self._kernel(grid, (_THREADS, 1, 1), arguments)
 
 
-def _stored_scales(part: QuantisedPart, block: tuple[int, int], layout: _Layout) -> NDArray[Any]:
+def _stored_scales(part: QuantisedPart, block: tuple[int, int], layout: TileLayout) -> NDArray[Any]:
     """The scale of each block as tiles hold it: float32, or 16 bits as they are, those of E8M0 and E4M3 as BF16."""
     if layout.scale_bytes == 4:
         scales = float32_scales(part, block)
