@@ -1,15 +1,12 @@
 """`options` of a request: what each does, or why it changes nothing."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-import msgspec
-
-from openinfer_server import ANY, Neutral, RequestFields, Rule
+from openinfer_server import ANY, Int64, Neutral, RequestFields, Rule
 
 ONE_MODEL = Neutral(ANY, "the server's own options say how its one model is loaded")
 NO_MIROSTAT = Neutral(ANY, "it tunes mirostat, which is off")
-Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class Options(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

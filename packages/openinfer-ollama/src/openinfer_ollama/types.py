@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from openinfer_ollama.options import Int64, Options
-from openinfer_server import ANY, FunctionDefinition, Neutral, Refused, RequestFields, Rule
+from openinfer_ollama.options import Options
+from openinfer_server import ANY, FunctionDefinition, Int64, Neutral, Refused, RequestFields, Rule
 
 KEPT = "the model stays loaded as long as the server runs"
 TEXT_ONLY = "this server serves text only"

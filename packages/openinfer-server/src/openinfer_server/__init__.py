@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from openinfer_server.openai.types import AssistantTurn, FunctionCall, SystemTurn, ToolCall, ToolTurn, UserTurn
     from openinfer_server.options import EventLoop, ServerOptions
     from openinfer_server.plan_parts import frontend_parts
-    from openinfer_server.request.fields import RequestFields, check_rules
+    from openinfer_server.request.fields import Int64, RequestFields, check_rules
     from openinfer_server.request.generation_fields import GenerationFields
     from openinfer_server.request.rules import ANY, Label, Neutral, Refused, Rule
     from openinfer_server.request.structured_types import StructuredOutputs
@@ -59,6 +59,7 @@ __all__ = [
     "FunctionDefinition",
     "GenerationFields",
     "HttpRequest",
+    "Int64",
     "Label",
     "Level",
     "Neutral",
@@ -116,6 +117,7 @@ _MODULES = {
     "FunctionDefinition": "tools.types",
     "GenerationFields": "request.generation_fields",
     "HttpRequest": "http.request",
+    "Int64": "request.fields",
     "JSON_LINES": "http.writers",
     "Label": "request.rules",
     "Level": "http.access",
