@@ -269,7 +269,21 @@ def test_valkey_forgets_after_the_time_to_live_and_asks_for_its_password(tmp_pat
         give_up_s = time.monotonic() + 30
         while load(tier, chain(15, 1)):
             assert time.monotonic() < give_up_s, "the server kept a block over its time to live"
+        reader = open_tiers([f"valkey={server.url},1MiB,access=read,password_file={secret}"], LAYOUT)
+        assert not load(reader, chain(15, 1))  # of the layout, which stays, it may read what is saved from now on
+        reader.close()
         tier.close()
+
+
+@each_kind
+def test_a_writer_restores_the_layout_that_a_server_has_lost(kind, running):
+    writer = running[kind].tier("lost-layout")
+    running[kind].connect().delete(["lost-layout/layout"])
+    with pytest.raises(StoreError, match="is not there"):
+        running[kind].tier("lost-layout", access=StoreAccess.READ)
+    writer.refresh()
+    running[kind].tier("lost-layout", access=StoreAccess.READ).close()
+    writer.close()
 
 
 def test_a_server_that_is_not_there_is_refused_at_the_start():

@@ -49,6 +49,13 @@ class AsksForKeys(ObjectStore, Protocol):
     def has(self, key: str) -> bool: ...
 
 
+@runtime_checkable
+class KeepsKeys(ObjectStore, Protocol):
+    """A store that forgets what was put after a time, unless it is told to keep it."""
+
+    def put_lasting(self, key: str, content: memoryview | bytes) -> None: ...
+
+
 class ObjectMedium:
     """One object as a tier's medium; faults are injected around it."""
 

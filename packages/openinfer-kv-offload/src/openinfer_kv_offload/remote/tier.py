@@ -106,6 +106,7 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
             OSError: the server cannot be reached, or refuses.
         """
         self._next_refresh_s = self._clock() + self._options.refresh_s
+        self._objects.restore_layout()
         # Only what was known before may be forgotten: the list may lack a block that was put while it was made.
         with self._lock:
             before = self._index.digests()

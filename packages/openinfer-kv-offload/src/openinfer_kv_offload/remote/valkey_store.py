@@ -17,11 +17,12 @@ _GLOB = str.maketrans({each: f"\\{each}" for each in "*?[]\\^"})
 
 
 class ValkeyStore:
-    """Keys of one database of a server, which forgets them after `ttl_s` (None: never); `password` replaces the URL's.
+    """Keys of one database of a server; `password` replaces the URL's.
 
     Args:
         url: `valkey://`, `valkeys://` (TLS), `redis://`, `rediss://` or `unix://`, as valkey-py reads it.
         timeout_s: of connecting, and of each wait for the server.
+        ttl_s: after which the server forgets what was put, unless it was put to last; None: never.
 
     Raises:
         ValueError: the URL is of another kind.
@@ -46,6 +47,10 @@ class ValkeyStore:
     def put(self, key: str, content: memoryview | bytes) -> None:
         with _translated():
             self._client.set(key, content, px=self._ttl_ms)
+
+    def put_lasting(self, key: str, content: memoryview | bytes) -> None:
+        with _translated():
+            self._client.set(key, content)
 
     def get(self, key: str) -> bytes | None:
         with _translated():
