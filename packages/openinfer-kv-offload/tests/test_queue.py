@@ -1,6 +1,7 @@
 """Breaker, bounds and the fence around a tier's own code."""
 
 import logging
+import os
 import threading
 
 import pytest
@@ -55,6 +56,13 @@ def test_breaker_opens_after_failures_in_a_row_and_lets_one_trial_through():
     assert breaker.admit()
     breaker.succeeded()
     assert [breaker.admit(), breaker.admit()] == [True, True]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no process to processors")
+@pytest.mark.parametrize(("usable", "num_threads"), [(1, 2), (6, 3), (64, 8)])
+def test_a_tier_has_half_as_many_threads_as_its_process_may_use_processors(monkeypatch, usable, num_threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(usable)))
+    assert QueueOptions().num_threads == num_threads
 
 
 def test_a_tier_that_fails_is_left_alone_until_its_cooldown(make_queue):

@@ -19,6 +19,7 @@ from openinfer_engine.lora.adapter_folder import (
     module_key,
     read_adapter,
 )
+from openinfer_engine.lora.adapter_tensors import adapter_threads
 
 MODULES = {f"layers.{layer}.self_attn.{name}_proj": AdaptedModule(24, 16) for layer in range(2) for name in "qv"}
 PREFIX = "base_model.model.model.layers.0.self_attn"
@@ -184,6 +185,15 @@ def random_factors(modules: Mapping[str, AdaptedModule], *, rank: int, dtype: An
         for module, each in modules.items()
         for factor, shape in (("B", (each.rows, rank)), ("A", (rank, each.columns)))
     }
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no process to processors")
+@pytest.mark.parametrize(("usable", "num_threads"), [(1, 1), (3, 3), (64, 8)])
+def test_processors_that_a_process_is_kept_from_bring_no_threads(
+    monkeypatch: pytest.MonkeyPatch, usable: int, num_threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(usable)))
+    assert adapter_threads() == num_threads
 
 
 def test_what_is_given_is_what_the_file_has_however_many_threads_read_it(tmp_path: Path) -> None:

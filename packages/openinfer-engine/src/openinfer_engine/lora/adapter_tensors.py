@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from openinfer_core import InvalidCheckpoint
+from openinfer_core.process.processors import usable_processors
 from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES, TensorInfo
 from openinfer_kernels import HostArray
 
@@ -40,7 +41,7 @@ _INFINITE_BITS: Mapping[str, int] = {"<u2": 0x7F80, "<f2": 0x7C00, "<f4": 0x7F80
 
 def adapter_threads() -> int:
     """That work on one adapter at a time."""
-    return min(_MOST_THREADS, os.cpu_count() or 1)
+    return min(_MOST_THREADS, usable_processors())
 
 
 def hashed(data: bytes | memoryview) -> bytes:

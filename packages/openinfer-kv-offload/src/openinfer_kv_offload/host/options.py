@@ -1,15 +1,15 @@
 """What a user may choose of a `HostTier`."""
 
-import os
 from enum import StrEnum
 
 import msgspec
 
+from openinfer_core.process.processors import usable_processors
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.transfer.queue import QueueOptions
 
 # The default: so many keep a GPU's bus busy, and more take the interpreter from others.
-_NUM_THREADS = min(3, max(2, (os.cpu_count() or 1) // 2))
+_NUM_THREADS = min(3, max(2, usable_processors() // 2))
 
 
 class HostPolicy(StrEnum):

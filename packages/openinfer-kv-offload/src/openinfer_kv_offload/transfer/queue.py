@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import logging
-import os
 import queue
 import threading
 import time
@@ -12,6 +11,7 @@ from enum import IntEnum
 
 import msgspec
 
+from openinfer_core.process.processors import usable_processors
 from openinfer_kv_cache import TierCondition, TierFailure, TransferState
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer, TransferEnded
@@ -31,8 +31,8 @@ class QueueOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         TierConfigError: a field is out of range.
     """
 
-    num_threads: int = msgspec.field(default_factory=lambda: min(8, max(2, (os.cpu_count() or 1) // 2)))
-    """Threads of its own; by default half of the machine's processors, 2 to 8."""
+    num_threads: int = msgspec.field(default_factory=lambda: min(8, max(2, usable_processors() // 2)))
+    """Threads of its own; by default half of the processors that the process may use, 2 to 8."""
     max_queued: int = 256
     """Saves that wait; one more ends partial at once (`BUSY`)."""
     max_queued_loads: int = 16_384
