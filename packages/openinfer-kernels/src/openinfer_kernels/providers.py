@@ -10,6 +10,7 @@ It is used for the operators that a user names, never because it is installed. `
 has the conformance kit.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
@@ -130,7 +131,7 @@ def provide(own: Ops, chosen: Mapping[str, KernelProvider]) -> Ops:
     extra = ExtraOperators(own.extra)
     for operator, provider in chosen.items():
         if own.name == _CPU and operator in cpu_twins(provider):
-            extra[operator] = cpu_twins(provider)[operator]
+            extra[operator] = _naming_its_provider(cpu_twins(provider)[operator], operator, provider)
             continue
         if id(provider) not in bound:
             bound[id(provider)] = provider.bind(own)
@@ -140,7 +141,7 @@ def provide(own: Ops, chosen: Mapping[str, KernelProvider]) -> Ops:
         added = extra if operator in cpu_twins(provider) else operators
         if added is operators:
             _check_arguments(provider, operator, function)
-        added[operator] = function
+        added[operator] = _naming_its_provider(function, operator, provider)
     return cast("Ops", _ProvidedOps(own, operators, extra))
 
 
@@ -161,6 +162,21 @@ def _check_arguments(provider: KernelProvider, operator: str, function: Operator
             f"{type(provider).__name__}.bind returned {operator}{has}; the contract's is {operator}{wants}: {error}"
         )
         raise KernelProviderError(message) from error
+
+
+def _naming_its_provider(function: Operator, operator: str, provider: KernelProvider) -> Operator:
+    """The same function; what it raises in a step ends the engine, and its log shall say whose it was."""
+
+    @functools.wraps(function)
+    def named(*given: Any, **keywords: Any) -> Any:
+        try:
+            return function(*given, **keywords)
+        except Exception as error:
+            whose = f"{type(provider).__module__}.{type(provider).__qualname__}"
+            error.add_note(f"raised in {operator} of the kernel provider {whose}")
+            raise
+
+    return named
 
 
 def _without_annotations(parameters: Iterable[inspect.Parameter]) -> inspect.Signature:

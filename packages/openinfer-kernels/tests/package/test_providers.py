@@ -46,6 +46,13 @@ def test_provided_operator_stands_in_for_our_own_and_the_rest_stays():
     assert provide(own, {}) is own
 
 
+def test_what_an_operator_raises_says_whose_it_is():
+    ops = provide(CpuOps(), {"rms_norm": Doubled()})
+    with pytest.raises(ValueError, match="shape") as raised:
+        ops.rms_norm(np.ones((2, 4), np.float32), np.ones(3, np.float32), eps=0.0)
+    assert raised.value.__notes__ == [f"raised in rms_norm of the kernel provider {__name__}.Doubled"]
+
+
 def test_operator_that_was_not_bound_is_refused():
     with pytest.raises(KernelProviderError, match=r"Forgetful\.bind returned no linear"):
         provide(CpuOps(), {"linear": Forgetful()})
@@ -156,6 +163,12 @@ def test_kit_notices_a_wrong_norm(wrong: Callable[..., Any], message: str):
     own = CpuOps()
     with pytest.raises(ConformanceError, match=message):
         check_operator(lambda *given, **named: wrong(own, *given, **named), "rms_norm", own)
+
+
+def test_kit_says_what_an_operator_was_given_when_it_raised():
+    message = r"^swiglu, .*float32\[\d+, \d+\], limit=.*: it raised TypeError: .*limit"
+    with pytest.raises(ConformanceError, match=message):
+        check_operator(lambda gate_up: CpuOps().swiglu(gate_up), "swiglu", CpuOps())
 
 
 def test_kit_notices_a_residual_that_was_left_alone():

@@ -19,7 +19,7 @@ from openinfer_kernels.ops import AttentionBatch, Ops
 from openinfer_kernels.providers import PROVIDABLE, KernelProvider, Operator, cpu_twins, provide, why_not
 from openinfer_kernels.testing.case import Case
 from openinfer_kernels.testing.cases import CASES
-from openinfer_kernels.testing.errors import require
+from openinfer_kernels.testing.errors import ConformanceError, require
 from openinfer_kernels.testing.expert_cases import HostQuantised
 
 _FLOAT32_ERROR = 2e-5
@@ -107,7 +107,11 @@ def _check_case(call: Operator, twin: Operator, operator: str, case: Case, own: 
     where = f"{operator}, {case.name}"
     given = _uploaded(case, own)
     before = {key: _host(array, own) for key, array in _arrays(given)}
-    results = _leaves(_call(call, given))
+    try:
+        results = _leaves(_call(call, given))
+    except Exception as error:
+        message = f"{where}, {_described(_arguments(case))}: it raised {type(error).__name__}: {error}"
+        raise ConformanceError(message) from error
 
     truth = _with_arrays(_arguments(case), {key: array.copy() for key, array in before.items()})
     truth = _with_quantised(truth, CpuOps())
@@ -224,6 +228,18 @@ def _leaves(result: Any) -> list[Any]:
 def _call(call: Operator, arguments: Mapping[_Key, Any]) -> Any:
     positional = [value for key, value in arguments.items() if isinstance(key, int)]
     return call(*positional, **{key: value for key, value in arguments.items() if isinstance(key, str)})
+
+
+def _described(arguments: Mapping[_Key, Any]) -> str:
+    """What a call was given, by shape and dtype: the values say nothing."""
+
+    def described(value: Any) -> str:
+        return f"{value.dtype}{list(value.shape)}" if _is_array(value) else repr(value)
+
+    plain = {key: each for key, each in arguments.items() if _is_array(each) or not _fields(each)}
+    return ", ".join(
+        described(each) if isinstance(key, int) else f"{key}={described(each)}" for key, each in plain.items()
+    )
 
 
 def _is_array(value: Any) -> bool:
