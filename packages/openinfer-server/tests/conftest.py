@@ -7,9 +7,10 @@ import importlib
 import importlib.util
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 
 import openai
 import pytest
@@ -193,12 +194,13 @@ def call() -> Callable[..., tuple[int, dict[str, str], bytes]]:
         path: str,
         body: object = None,
         content_type: str | None = "application/json",
+        further_headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection(*server.address, timeout=20)
         with contextlib.closing(connection):
             data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
             headers = {} if content_type is None or body is None else {"content-type": content_type}
-            connection.request(method, path, body=data, headers=headers)
+            connection.request(method, path, body=data, headers={**headers, **further_headers})
             response = connection.getresponse()
             return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
 

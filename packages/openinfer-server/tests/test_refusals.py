@@ -213,6 +213,13 @@ def test_other_content_types_are_refused(post_error, content_type):
     assert (status, error["code"]) == (415, "unsupported_media_type")
 
 
+@pytest.mark.parametrize(("encoding", "expected"), [("gzip", 415), ("identity, br", 415), (" Identity ", 200)])
+def test_encoded_bodies_are_refused_by_name(shared, call, encoding, expected):
+    body = b'{"prompt": "a"}'
+    status, _, answer = call(shared, "POST", COMPLETIONS, body, further_headers={"content-encoding": encoding})
+    assert (status, b"without a content-encoding" in answer) == (expected, expected == 415)
+
+
 def test_content_type_may_have_parameters(shared, call):
     status, _, _ = call(shared, "POST", COMPLETIONS, b'{"prompt": "a"}', "application/json; charset=utf-8")
     assert status == 200

@@ -188,6 +188,10 @@ class HttpRequest:
         content_type = self.header(b"content-type") or b""
         if content_type.split(b";")[0].strip().lower() != JSON:
             raise ApiError(415, "the content-type must be application/json", code="unsupported_media_type")
+        encoding = self.header(b"content-encoding") or b""
+        if encoding.strip().lower() not in {b"", b"identity"}:
+            message = "the body must come as it is, without a content-encoding"
+            raise ApiError(415, message, code="unsupported_media_type")
 
     async def _read_body(self) -> bytes:
         limit = self.options.max_body_bytes
