@@ -4,6 +4,8 @@ import re
 from importlib.metadata import metadata
 from pathlib import Path
 
+import pytest
+
 SOURCE = Path(__file__).parent.parent / "README.md"
 
 
@@ -19,12 +21,15 @@ def read_readme() -> str:
 PROGRAMS = re.findall(r"```python\n(.*?)```", read_readme(), flags=re.DOTALL)
 
 
-def test_readme_program_prints_what_it_says(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [*zip(PROGRAMS, (["completed", "(2, 1.5)"], ["(0, 0)", "(0, 96)"]), strict=True)],
+)
+def test_readme_program_prints_what_it_says(capsys, tmp_path, monkeypatch, program, printed):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (program,) = PROGRAMS
     exec(compile(program, "README.md", "exec"), {})
     promised = re.findall(r"^print\(.*\)  # (.*)$", program, flags=re.MULTILINE)
-    assert capsys.readouterr().out.splitlines() == promised == ["completed", "(2, 1.5)"]
+    assert capsys.readouterr().out.splitlines() == promised == printed
 
 
 def test_readme_use_has_about_forty_lines():
