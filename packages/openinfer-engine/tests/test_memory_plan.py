@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from openinfer_core import Refused, find_plugin, read_config
 from openinfer_engine import EngineOptions, LocalGroup, resolve
+from openinfer_engine.backends import Backend
 from openinfer_engine.cpu.backend import CpuBackend
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.cuda.named_gpus import NAMED_GPUS, NamedGpuBackend
@@ -24,7 +25,7 @@ from openinfer_engine.options import DeviceKind, LoopHost
 from openinfer_engine.served_context import fit_context
 from openinfer_engine.testing.quantised_checkpoints import SCHEMES
 from openinfer_engine.weights.dummy import DummyWeights
-from openinfer_engine.weights.weight_bytes import rank_weights
+from openinfer_engine.weights.weight_bytes import RankWeights, rank_weights
 from openinfer_kernels import Array, WeightPart
 from openinfer_kernels.cpu import CpuOps
 
@@ -62,16 +63,23 @@ def test_weights_of_a_rank_are_counted_as_they_are_loaded(ranks: int, changes: M
         return ops.num_bytes
 
     of_rank_0, *_ = LocalGroup(ranks).run(load)
-    assert rank_weights(DEFINITION, config, size=ranks, itemsize_bytes=4).num_bytes == of_rank_0
+    assert (
+        rank_weights(DEFINITION, config, DEFINITION.tensors(config), size=ranks, itemsize_bytes=4).num_bytes
+        == of_rank_0
+    )
+
+
+def bytes_and_products(config: Any, backend: Backend) -> RankWeights:
+    return weights_of_rank(DEFINITION, config, DEFINITION.tensors(config), backend, ranks=1)
 
 
 def planned(gpu: str, quantization: Mapping[str, Any], **options: Any) -> tuple[float, str]:
     """Bytes of weights on one GPU, as a share of BF16's, and what is said of the kernels."""
     published = {**PUBLISHED, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
     backend = NamedGpuBackend(NAMED_GPUS[gpu], EngineOptions(device=DeviceKind.CUDA, **options))
-    plain = weights_of_rank(DEFINITION, DEFINITION.parse(published), backend, ranks=1)
+    plain = bytes_and_products(DEFINITION.parse(published), backend)
     config = DEFINITION.parse(published | {"quantization_config": quantization})
-    found = weights_of_rank(DEFINITION, config, backend, ranks=1)
+    found = bytes_and_products(config, backend)
     return found.num_bytes / plain.num_bytes, backend.weight_kernels(found.products).get("quantised weights", "")
 
 
@@ -106,7 +114,7 @@ def test_plan_counts_tiles_as_they_are_on_a_gpu() -> None:
     heads = plain.num_attention_heads + 2 * plain.num_key_value_heads, plain.num_attention_heads
     matrices = 256 * (plain.head_dim * sum(heads) + 3 * 512)
     backend = NamedGpuBackend(NAMED_GPUS["h200-141g"], EngineOptions(device=DeviceKind.CUDA))
-    of_bf16 = weights_of_rank(DEFINITION, plain, backend, ranks=1).num_bytes
+    of_bf16 = bytes_and_products(plain, backend).num_bytes
     assert (in_tiles - in_rows) * of_bf16 == pytest.approx(matrices / 32), "a byte in a checkpoint, two in a tile"
 
 
@@ -153,8 +161,8 @@ def test_a_loading_that_cannot_be_counted_is_said_and_taken_as_cut_evenly(caplog
 
     odd: Any = Odd()
     config = DEFINITION.parse(PUBLISHED)
-    whole = weights_of_rank(DEFINITION, config, CpuBackend(EngineOptions()), ranks=1).num_bytes
-    assert rank_weights(odd, config, size=2, itemsize_bytes=4).num_bytes == whole // 2
+    whole = bytes_and_products(config, CpuBackend(EngineOptions())).num_bytes
+    assert rank_weights(odd, config, DEFINITION.tensors(config), size=2, itemsize_bytes=4).num_bytes == whole // 2
     assert "calls the operator sample" in caplog.text
 
 

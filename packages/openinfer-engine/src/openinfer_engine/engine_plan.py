@@ -491,6 +491,7 @@ def resolve(
     weights = weights_of_rank(
         definition,
         config,
+        definition.tensors(config),
         backend,
         ranks=options.tensor_parallel_size,
         fp8_head=options.fp8_head,

@@ -1,7 +1,7 @@
 """What one rank takes of its device, and would take for other numbers of ranks; before anything is loaded."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ from openinfer_engine.kv_tables import TableChoice
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.served_context import fit_context
-from openinfer_engine.weights.stored_tensor import StoredTensor, spec_bytes
+from openinfer_engine.weights.stored_tensor import StoredTensor, TensorSpec, spec_bytes
 from openinfer_engine.weights.weight_bytes import RankWeights, rank_weights
 from openinfer_engine.worker.kv_cache_dtype import BYTES_PER_GIB, choose_kv_dtype
 from openinfer_engine.worker.state_slots import padded_slot_bytes
@@ -26,6 +26,7 @@ PLANNED_RANKS = (1, 2, 4, 8)
 def weights_of_rank(
     definition: ModelDefinition[Any],
     config: Any,
+    tensors: Mapping[str, TensorSpec],
     backend: Backend,
     *,
     ranks: int,
@@ -33,19 +34,20 @@ def weights_of_rank(
     data_parallel_size: int = 1,
 ) -> RankWeights:
     """What one rank's weights take of this device, and which of them have a kernel there."""
-    itemsize, specs = backend.dtype.itemsize_bytes, definition.tensors(config)
+    itemsize = backend.dtype.itemsize_bytes
     is_shared = ranks > 1 or data_parallel_size > 1
-    if is_shared or fp8_head or any(isinstance(spec, StoredTensor) for spec in specs.values()):
+    if is_shared or fp8_head or any(isinstance(spec, StoredTensor) for spec in tensors.values()):
         sizes = {"size": ranks, "itemsize_bytes": itemsize}
         return rank_weights(
             definition,
             config,
+            tensors,
             **sizes,
             way_of=backend.way_of_weight,
             fp8_head=fp8_head,
             data_parallel_size=data_parallel_size,
         )
-    num_bytes = sum(spec_bytes(spec, itemsize_bytes=itemsize) for spec in specs.values())
+    num_bytes = sum(spec_bytes(spec, itemsize_bytes=itemsize) for spec in tensors.values())
     return RankWeights(num_bytes, Counter())
 
 
@@ -156,10 +158,12 @@ def plan_ranks(
     drafter: ChosenDrafter | None = None,
 ) -> Sequence[RankLedger]:
     """One per number of ranks, for devices like this one."""
+    tensors = definition.tensors(config)  # of 70,000 it takes a second
     return [
         _ledger(
             definition,
             config,
+            tensors,
             options=options,
             backend=backend,
             limits=limits,
@@ -182,6 +186,7 @@ def possible_ranks(ledgers: Sequence[RankLedger]) -> str:
 def _ledger(
     definition: ModelDefinition[Any],
     config: Any,
+    tensors: Mapping[str, TensorSpec],
     *,
     options: EngineOptions,
     backend: Backend,
@@ -197,7 +202,7 @@ def _ledger(
         spec = definition.kv_spec(config, model_tag="plan", **dtypes, num_ranks=ranks, rank_index=0)
         spec = spec if drafter is None else drafter.extended(spec)
         layout = KvLayout.from_spec(tables.of(spec), block_size_tokens=options.block_size_tokens)
-        weights = weights_of_rank(definition, config, backend, ranks=ranks, fp8_head=options.fp8_head)
+        weights = weights_of_rank(definition, config, tensors, backend, ranks=ranks, fp8_head=options.fp8_head)
         weights_bytes = weights.num_bytes
         if drafter is not None:
             weights_bytes += drafter.weights_bytes(ranks, itemsize_bytes=backend.dtype.itemsize_bytes)

@@ -77,6 +77,7 @@ class RankWeights:
 def rank_weights(
     definition: ModelDefinition[Any],
     config: Any,
+    tensors: Mapping[str, TensorSpec],
     *,
     size: int,
     itemsize_bytes: int,
@@ -89,15 +90,15 @@ def rank_weights(
     Args:
         definition: of the family.
         config: of the model.
+        tensors: that the definition says the model has.
         size: ranks that share each layer.
         itemsize_bytes: of the compute dtype.
         way_of: how the device holds a quantised weight.
         fp8_head: with an output head that is quantised when it is loaded.
         data_parallel_size: ranks that share experts alone; then `size` is 1.
     """
-    specs = definition.tensors(config)
     counting = _CountingOps(itemsize_bytes, way_of, fp8_head)
-    weights, communicator = _Shapes(specs, size), cast("Communicator", _Rank0(size))
+    weights, communicator = _Shapes(tensors, size), cast("Communicator", _Rank0(size))
     if data_parallel_size > 1:
         communicator = DataParallelCommunicator(cast("Communicator", _Rank0(data_parallel_size)))
     try:
@@ -106,7 +107,7 @@ def rank_weights(
         )
     except _NotCounted as reason:
         logger.warning("%s: weights are counted as if they were cut evenly over %d ranks", reason, size)
-        num_bytes = sum(spec_bytes(spec, itemsize_bytes=itemsize_bytes) for spec in specs.values()) // size
+        num_bytes = sum(spec_bytes(spec, itemsize_bytes=itemsize_bytes) for spec in tensors.values()) // size
         return RankWeights(num_bytes, Counter())
     return RankWeights(counting.num_bytes, counting.products)
 
