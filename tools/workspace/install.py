@@ -241,7 +241,8 @@ def install(
         constraints.write_text("".join(bound(packages)), encoding="utf-8")
         if uv := shutil.which("uv"):
             locked = [] if lock is None else ["--constraint", str(lock), "--build-constraint", str(lock)]
-            how = ["--dry-run"] if dry_run else ["--quiet"]
+            # Compiled, as pip does it: a service that may not write here would compile all its imports at each start.
+            how = ["--dry-run"] if dry_run else ["--quiet", "--compile-bytecode"]
             call(uv, "pip", "install", "--python", python, *how, "--constraint", str(constraints), *locked, *wishes)
         else:
             with_pip([python, "-m", "pip", "install"], constraints, wishes, lock=lock, dry_run=dry_run)
