@@ -42,6 +42,7 @@ def write_wheel(folder: Path, name: str, version: str, lines: list[str]) -> Path
     stem = f"{name.replace('-', '_')}-{version}"
     wheel = folder / f"{stem}-py3-none-any.whl"
     files = {
+        f"{name.replace('-', '_')}.py": "",
         f"{stem}.dist-info/METADATA": "\n".join(
             ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *lines, ""]
         ),
@@ -196,6 +197,9 @@ def test_a_folder_of_wheels_installs_no_strangers_package(
         assert version == PROJECTS[name]["project"]["version"]
         assert url.startswith(wheels.as_uri())
     assert json.loads((into / "chosen-extras.json").read_text("utf-8")) == ["cuda13", "nccl13", "offload", "otel"]
+    # a service may have no right to write bytecode there when it starts
+    modules, compiled = ([*into.rglob(f"openinfer*{end}")] for end in (".py", ".pyc"))
+    assert len(compiled) == len(modules) > 0
 
 
 def locked(index: str) -> dict[str, str]:
