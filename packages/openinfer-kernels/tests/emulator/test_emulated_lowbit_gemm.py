@@ -18,6 +18,7 @@ import pytest
 
 from openinfer_kernels import WeightValueError
 from openinfer_kernels.weights.code_values import E2M1_VALUES, E4M3_VALUES
+from openinfer_kernels.weights.gpu_kernels import tiles_kernels
 from openinfer_kernels.weights.quantised import Code, QuantisedPart, ScaleType, WeightFormat
 
 CLUSTERS = {1: 6, 2: 3, 3: 2, 4: 1, 5: 1}
@@ -115,10 +116,15 @@ def make_library(tmp_path_factory: pytest.TempPathFactory, emulation: Any) -> Ca
             path.write_text(emulation.with_body(path.read_text("utf-8"), function, body), "utf-8")
         path = folder / "csrc/lowbit/lowbit_gemm.cuh"
         text = NAMED_BARRIER.sub(r"emulated::barriers[\1].sync(\2);", path.read_text("utf-8"))
-        for old, new in [(SHARED, "uint8_t* raw = emulated::shared_memory();"), *([mistake] if mistake else [])]:
+        assert text.count(SHARED) == 1
+        path.write_text(text.replace(SHARED, "uint8_t* raw = emulated::shared_memory();"), "utf-8")
+        if mistake:
+            old, new = mistake
+            headers = [folder / "csrc/lowbit" / name for name in ("lowbit_gemm.cuh", "lowbit_tiles.cuh")]
+            (path,) = [each for each in headers if old in each.read_text("utf-8")]
+            text = path.read_text("utf-8")
             assert text.count(old) == 1, old
-            text = text.replace(old, new)
-        path.write_text(text, "utf-8")
+            path.write_text(text.replace(old, new), "utf-8")
         return ctypes.CDLL(str(emulation.build(folder, "lowbit", source_of(names))))
 
     return make
@@ -184,13 +190,14 @@ class Matrix(NamedTuple):
 def in_tiles(codes: np.ndarray, code: str) -> np.ndarray:
     """`[tiles, chunks, bytes]` of codes `[rows, columns]`, one a byte; zeros where there are none."""
     rows, columns = codes.shape
-    bits = 8 if code == "fp8" else 4
+    bits = 8 if code in ("fp8", "int8") else 4
     tiles = np.zeros((-(-rows // 64) * 2, -(-columns // 128), 32 * 128 * bits // 8), np.uint8)
     r, c = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
     tile, row, step = r // 64 * 2 + r // 8 % 2, r // 16 % 4 * 8 + r % 8, c % 128 // 16
     thread, half = row * 4 + c % 8 // 2, c // 8 % 2
     if bits == 8:
-        at = step // 4 * 2048 + thread * 16 + step % 4 * 4 + np.array([1, 3, 0, 2])[c % 2 + 2 * half]
+        order = np.array([1, 3, 0, 2] if code == "fp8" else [0, 1, 2, 3])
+        at = step // 4 * 2048 + thread * 16 + step % 4 * 4 + order[c % 2 + 2 * half]
         tiles[tile, c // 128, at] = codes
     else:
         at = (thread * 4 + step // 2) * 4 + step % 2 + 2 * (c % 2)
@@ -252,6 +259,26 @@ def int4_matrix(modules: Any, rows: int, columns: int, *, group: int, minimums: 
     return Matrix(tiled(modules, made, (rows, columns), whole, (1, group)), values)
 
 
+def int8_matrix(modules: Any, rows: int, columns: int, *, zero_points: bool = False) -> Matrix:
+    """Scales for each row and 128 columns that are BF16 numbers, as compressed-tensors has them."""
+    rng, chunks = np.random.default_rng(rows), -(-columns // 128)
+    codes = rng.integers(0, 256, (rows, columns), dtype=np.uint8)
+    codes[:, :256] = np.arange(256)  # every code
+    scales = (rng.uniform(1e-4, 1e-3, (rows, chunks, 1)).astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+    zeros = rng.integers(100, 160, (rows, chunks, 1)) if zero_points else np.full((rows, chunks, 1), 128)
+    tiles = in_tiles(codes, "int8")
+    stored = (scales, zeros.astype(np.float16)) if zero_points else (scales,)
+    ends = [of_tiles(each, len(tiles)).reshape(*tiles.shape[:2], -1).view(np.uint8) for each in stored]
+    made = WeightFormat(
+        code=Code.INT8, group_rows=1, group_columns=128, scales=ScaleType.BF16, zero_points=zero_points
+    )
+    spread, less = (np.repeat(each.reshape(rows, -1), 128, axis=1)[:, :columns] for each in (scales, zeros))
+    values = (codes.astype(np.float64) - less) * spread
+    whole = np.concatenate([tiles, *ends], axis=2)
+    zeros_at = 4096 + 128 if zero_points else 0
+    return Matrix(tiled(modules, made, (rows, columns), whole, (1, 128), zeros=zeros_at), values)
+
+
 def fp4_matrix(modules: Any, rows: int, columns: int) -> Matrix:
     """E2M1 with a power of two for each 32 columns, which tiles hold in BF16."""
     rng, chunks = np.random.default_rng(rows), -(-columns // 128)
@@ -289,7 +316,13 @@ def nvfp4_matrix(modules: Any, rows: int, columns: int) -> Matrix:
 def tiled(
     modules: Any, made: WeightFormat, shape: tuple[int, int], tiles: np.ndarray, block: tuple[int, int], **more: Any
 ) -> Any:
-    is_fp8, is_fp4 = made.code is Code.E4M3, made.code is Code.E2M1
+    is_int4 = made.code is Code.INT4
+    given = {
+        "kernels": tiles_kernels(made),
+        "scale_rows": 1 if made.code is Code.E4M3 else 32,
+        "zeros": 2048 + 64 * 128 // block[1] if is_int4 else 0,
+        "float16_scales": is_int4,
+    }
     return modules.tiles.TiledWeight(
         format=made,
         shape=shape,
@@ -297,12 +330,8 @@ def tiled(
         scales=tiles,
         block_rows=block[0],
         block_columns=block[1],
-        kernels="fp8" if is_fp8 else "nvfp4" if more else "fp4" if is_fp4 else "int4_min" if made.minimums else "int4",
         groups=128 // block[1],
-        scale_rows=1 if is_fp8 else 32,
-        zeros=0 if is_fp8 or is_fp4 else 2048 + 64 * 128 // block[1],
-        float16_scales=not (is_fp8 or is_fp4),
-        **more,
+        **(given | more),
     )
 
 
@@ -391,6 +420,66 @@ def test_groups_within_a_tile_have_scales_of_their_own(modules, library, on_devi
     for partition in gemm.partitions_of(num_tokens, matrix.tiled):
         for scaling in gemm.scalings_of(matrix.tiled, partition.size) if partition.size.tokens in SIZES else ():
             check(gemm, modules, matrix, x, gates=False, partition=partition, scaling=scaling)
+
+
+WEIGHTS_SIZES = (8, 64, 128, 256)
+"""Tokens of a tile of kernels that scale weights."""
+
+
+@pytest.fixture(scope="module")
+def int8_library(make_library: Callable[..., ctypes.CDLL]) -> ctypes.CDLL:
+    weights = [f"lowbit_gemm_int8_store_weights_{tokens}" for tokens in WEIGHTS_SIZES]
+    return make_library([*weights, "lowbit_gemm_int8_store_sums_8", "lowbit_gemm_int8_store_sums_64"])
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("num_tokens", [3, 60, 100, 200])
+def test_every_code_of_int8_is_multiplied(modules, int8_library, on_device, num_tokens, zero_points):
+    """Where 128 is subtracted in BF16, of more tokens than 64 if scales are BF16 numbers, else in float32."""
+    matrix = int8_matrix(modules, 192, 352, zero_points=zero_points)
+    gemm = gemm_of(modules, int8_library, "int8")
+    x = on_device(np.random.default_rng(num_tokens).standard_normal((num_tokens, 352)))
+    for partition in gemm.partitions_of(num_tokens, matrix.tiled):
+        scalings = gemm.scalings_of(matrix.tiled, partition.size) if partition.size.tokens in WEIGHTS_SIZES else ()
+        for scaling in scalings:
+            check(gemm, modules, matrix, x, gates=False, partition=partition, scaling=scaling)
+    if num_tokens == 100:
+        in_bf16, in_any = (product_of(gemm, modules, told(matrix, each), x) for each in (ScaleType.BF16, ScaleType.F32))
+        assert (in_bf16 == in_any).all()
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("(halves & 0x00800080u) ^ 0x43804380u", "0x43804380u"),
+        ("0x4140 + 0x0202 * pair", "0x4140"),
+        (" && !(Format::kHighOfMiddle && p.scales.zeros != 0)", ""),
+    ],
+    ids=["codes from 128 on", "bytes of the pair before", "zero points left out"],
+)
+def test_mistakes_with_int8_are_noticed(modules, make_library, on_device, mistake):
+    gemm = gemm_of(modules, make_library(["lowbit_gemm_int8_store_weights_128"], mistake), "int8")
+    matrix = int8_matrix(modules, 192, 352, zero_points=mistake[1] == "")
+    x = on_device(np.random.default_rng(5).standard_normal((100, 352)))
+    (partition, *_) = [each for each in gemm.partitions_of(100, matrix.tiled) if each.size.tokens == 128]
+    with pytest.raises(AssertionError):
+        check(gemm, modules, matrix, x, gates=False, partition=partition)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 60, 100, 200])
+def test_mxfp4_is_scaled_in_one_product(modules, fp4_library, on_device, num_tokens):
+    matrix = fp4_matrix(modules, 192, 352)
+    gemm = gemm_of(modules, fp4_library, "fp4")
+    x = on_device(np.random.default_rng(num_tokens).standard_normal((num_tokens, 352)))
+    found = [each for each in gemm.partitions_of(num_tokens, matrix.tiled) if each.size.tokens in WEIGHTS_SIZES]
+    assert found
+    for partition in found:
+        check(gemm, modules, matrix, x, gates=False, partition=partition, scaling=modules.scaling.WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def fp4_library(make_library: Callable[..., ctypes.CDLL]) -> ctypes.CDLL:
+    return make_library([f"lowbit_gemm_fp4_store_weights_{tokens}" for tokens in WEIGHTS_SIZES])
 
 
 NVFP4_SIZES = {8: ("e4m3groups", "weights"), 16: ("e4m3groups", "weights"), 64: ("weights",), 256: ("weights",)}

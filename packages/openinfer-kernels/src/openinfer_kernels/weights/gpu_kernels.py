@@ -83,8 +83,9 @@ def tiles_hold(weight_format: WeightFormat, block: tuple[int, int], shape: tuple
         return False
     if weight_format.code.bits == 8:  # their scales are float32 there, which holds every type
         return True
-    in_16_bits = weight_format.scales in (ScaleType.BF16, ScaleType.F16, ScaleType.E8M0)
-    return in_16_bits and not weight_format.global_scale
+    powers_alone = weight_format.code is Code.E2M1
+    in_16_bits = (ScaleType.E8M0,) if powers_alone else (ScaleType.BF16, ScaleType.F16, ScaleType.E8M0)
+    return weight_format.scales in in_16_bits and not weight_format.global_scale
 
 
 def expert_tiles_hold(weight_format: WeightFormat, block: tuple[int, int], shape: tuple[int, ...]) -> bool:

@@ -578,7 +578,7 @@ struct Consumer {
   // With many tokens weights are scaled, by scales that are BF16 numbers in fewer instructions.
   __device__ __forceinline__ void multiply_scaled(float (&d)[S::kSums], int num_chunks) {
     if constexpr (Format::kHasHighWeights) {
-      if (p.scales.bf16_numbers && p.scales.groups == 1) {
+      if (p.scales.bf16_numbers && p.scales.groups == 1 && !(Format::kHighOfMiddle && p.scales.zeros != 0)) {
         multiply_boxes<true>(d, num_chunks);
         return;
       }

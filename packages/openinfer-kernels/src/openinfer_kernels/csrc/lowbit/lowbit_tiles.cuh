@@ -76,7 +76,8 @@ struct HighScale {
 //     Zero                                 what is subtracted of a code; kNoZeros where none is stored
 //     codes(piece, step, zero, pairs)      columns 16 `step` + {2 t, 2 t + 1} and + {2 t + 8, 2 t + 9}, exact
 //     weights(.., scale, pairs)            the same times a scale, rounded once
-//     high_weights(.., scale, pairs)       the same of a scale that is one BF16 number, where kHasHighWeights
+//     high_weights(.., scale, pairs)       the same of a scale that is one BF16 number, where kHasHighWeights; with
+//                                          kHighOfMiddle only where no zero points are stored
 struct None {};
 
 // E4M3, four codes of a word as bytes 2, 0, 3, 1. Exponent and fraction are shifted into those of a BF16, which makes a
@@ -85,6 +86,7 @@ struct Fp8 {
   static constexpr int kPieces = 2;
   static constexpr int kStepsOfGroup = 2;
   static constexpr bool kHasZeros = false, kFloat32Scales = true, kHasHighWeights = true, kHasFactors = false;
+  static constexpr bool kHighOfMiddle = false;
   using Zero = None;
   using Factor = FoldedScale;
 
@@ -120,6 +122,7 @@ struct Int4 {
   static constexpr int kPieces = 1;
   static constexpr int kStepsOfGroup = 2;
   static constexpr bool kHasZeros = true, kFloat32Scales = false, kHasHighWeights = true, kHasFactors = false;
+  static constexpr bool kHighOfMiddle = false;
   using Zero = uint32_t;
   using Factor = Scale;
   static constexpr uint16_t kNoZeros = 0x4308;  // 128 + 8
@@ -166,12 +169,14 @@ struct Int4Min {
   }
 };
 
-// Codes 0 to 255 less a zero point, in float32: 0x4B000000 | n is 2^23 + n. BF16 holds the difference exactly where the
-// zero point is 128. Tiles hold the zero point, in float16.
+// Codes 0 to 255 less a zero point, in float32: 0x4B000000 | n is 2^23 + n. Tiles hold the zero point, in float16. Where it
+// is 128 BF16 holds the difference, and fewer instructions make it: 0x4300 | n is 128 + n for the lower seven bits, from
+// which 256 is subtracted, or 128 where the highest bit is set.
 struct Int8 {
   static constexpr int kPieces = 2;
   static constexpr int kStepsOfGroup = 2;
-  static constexpr bool kHasZeros = true, kFloat32Scales = true, kHasHighWeights = false, kHasFactors = false;
+  static constexpr bool kHasZeros = true, kFloat32Scales = true, kHasHighWeights = true, kHasFactors = false;
+  static constexpr bool kHighOfMiddle = true;
   using Zero = float;
   using Factor = float;
   static constexpr uint16_t kNoZeros = 0x5800;  // 128
@@ -183,8 +188,24 @@ struct Int8 {
     return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7540 + byte)) - zero;
   }
 
-  static __device__ __forceinline__ void codes(const uint4& piece, int step, Zero zero, uint32_t (&pairs)[2]) {
-    weights(piece, step, zero, 1, pairs);
+  // Of bytes 2 `pair` and the next, whose zero point is 128.
+  static __device__ __forceinline__ uint32_t two(uint32_t word, int pair) {
+    const uint32_t halves = __byte_perm(word, 0, 0x4140 + 0x0202 * pair);
+    const uint32_t less = (halves & 0x00800080u) ^ 0x43804380u;
+    return bits_of(__hsub2(pair_of(and_or(halves, 0x007F007Fu, 0x43004300u)), pair_of(less)));
+  }
+
+  // Sums are scaled only where no zero points are stored.
+  static __device__ __forceinline__ void codes(const uint4& piece, int step, Zero, uint32_t (&pairs)[2]) {
+    const uint32_t word = component(piece, step);
+    pairs[0] = two(word, 0), pairs[1] = two(word, 1);
+  }
+
+  static __device__ __forceinline__ void high_weights(const uint4& piece, int step, Zero zero, Factor scale,
+                                                      uint32_t (&pairs)[2]) {
+    codes(piece, step, zero, pairs);
+    const HighScale high(scale);
+    pairs[0] = high.times(pairs[0]), pairs[1] = high.times(pairs[1]);
   }
 
   static __device__ __forceinline__ void weights(const uint4& piece, int step, Zero zero, Factor scale,
@@ -197,13 +218,18 @@ struct Int8 {
   }
 };
 
-// E2M1: sign and size of a nibble are shifted into those of a BF16, 2^126 too small.
+// A power of two, times 2^126: what a shifted code of Fp4 lacks. It is less than 4: lowbit_tiles.py.
+struct PowerScale : HighScale {
+  __device__ __forceinline__ explicit PowerScale(float scale) : HighScale(scale * 0x1p126f) {}
+};
+
+// E2M1 with powers of two as scales: sign and size of a nibble are shifted into those of a BF16, 2^126 too small.
 struct Fp4 {
   static constexpr int kPieces = 1;
   static constexpr int kStepsOfGroup = 2;
   static constexpr bool kHasZeros = false, kFloat32Scales = false, kHasHighWeights = false, kHasFactors = false;
   using Zero = None;
-  using Factor = Scale;
+  using Factor = PowerScale;
 
   static __device__ __forceinline__ uint32_t shifted(uint32_t signs, uint32_t sizes) {
     return and_or(signs, 0x80008000u, sizes & 0x01C001C0u);
@@ -219,10 +245,11 @@ struct Fp4 {
     pairs[1] = two(word << 8, word << 2);
   }
 
-  static __device__ __forceinline__ void weights(const uint4& piece, int step, Zero zero, const Factor& scale,
+  static __device__ __forceinline__ void weights(const uint4& piece, int step, Zero, const HighScale& scale,
                                                  uint32_t (&pairs)[2]) {
-    codes(piece, step, zero, pairs);
-    pairs[0] = scale.times(pairs[0]), pairs[1] = scale.times(pairs[1]);
+    const uint32_t word = component(piece, step / 2) >> step % 2 * 8;
+    pairs[0] = scale.times(shifted(word << 12, word << 6));
+    pairs[1] = scale.times(shifted(word << 8, word << 2));
   }
 };
 
@@ -236,11 +263,9 @@ struct Nvfp4 {
   using Zero = None;
   using Factor = HighScale;
 
-  static __device__ __forceinline__ void weights(const uint4& piece, int step, Zero, const Factor& scale,
+  static __device__ __forceinline__ void weights(const uint4& piece, int step, Zero zero, const Factor& scale,
                                                  uint32_t (&pairs)[2]) {
-    const uint32_t word = component(piece, step / 2) >> step % 2 * 8;
-    pairs[0] = scale.times(Fp4::shifted(word << 12, word << 6));
-    pairs[1] = scale.times(Fp4::shifted(word << 8, word << 2));
+    Fp4::weights(piece, step, zero, scale, pairs);
   }
 };
 

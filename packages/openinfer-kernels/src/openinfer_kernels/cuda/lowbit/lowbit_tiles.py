@@ -33,8 +33,8 @@ _MIDDLE_OF_INT4 = np.float32(8)
 _SCALES_OF_NVFP4 = 2.0**64
 """Tiles hold scales times this: what else a shifted code of E2M1 is too small by, a row's factor has."""
 _FACTORS_OF_NVFP4 = 2.0**62
-_MOST_E4M3_SCALE = 128
-"""Kernels multiply scales of E4M3 by 2^120, which BF16 has room for."""
+_MOST_SCALES = {Code.E4M3: 128, Code.E2M1: 4}
+"""Kernels multiply scales of E4M3 by 2^120, and those of E2M1 by 2^126, which BF16 has room for."""
 
 
 class _Arrangement(NamedTuple):
@@ -203,13 +203,16 @@ def _stored_scales(part: QuantisedPart, block: tuple[int, int], layout: TileLayo
     if layout.scale_bytes == 4:
         scales = float32_scales(part, block)
         if part.format.code is Code.E4M3:
-            _require_moderate(scales, part.name)
+            _require_moderate(scales, part)
         return scales
     if part.format.scales is ScaleType.E4M3:
         scales = E4M3_VALUES[of_blocks(part, part.scales, block)]
         return _upper_halves(scales * np.float32(_SCALES_OF_NVFP4))
     if part.format.scales is ScaleType.E8M0:
-        return _upper_halves(float32_scales(part, block))
+        scales = float32_scales(part, block)
+        if part.format.code is Code.E2M1:
+            _require_moderate(scales, part)
+        return _upper_halves(scales)
     return of_blocks(part, part.scales, block).view(np.uint16)
 
 
@@ -218,12 +221,12 @@ def _factors(part: QuantisedPart) -> NDArray[np.float32]:
     return np.full(part.shape[0], part.global_scale * _FACTORS_OF_NVFP4, np.float32)
 
 
-def _require_moderate(scales: NDArray[np.float32], name: str) -> None:
-    largest = np.abs(scales).max(initial=0)
-    if not largest < _MOST_E4M3_SCALE:
-        named = f"{name}: " if name else ""
+def _require_moderate(scales: NDArray[np.float32], part: QuantisedPart) -> None:
+    largest, code = np.abs(scales).max(initial=0), part.format.code
+    if not largest < _MOST_SCALES[code]:
+        named = f"{part.name}: " if part.name else ""
         raise WeightValueError(
-            f"{named}a scale of E4M3 is {largest:g} in size; kernels take less than {_MOST_E4M3_SCALE}"
+            f"{named}a scale of {code.name} is {largest:g} in size; kernels take less than {_MOST_SCALES[code]}"
         )
 
 
