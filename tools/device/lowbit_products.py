@@ -96,6 +96,7 @@ STEPS = {
     "fp8": CASES[0],
     "fp8_bf16": BF16_SCALES,
     "int4": CASES[4],
+    "int8": described(Code.INT8, 1, None, ScaleType.BF16),
     "mxfp4": CASES[13],
     "q4_1": CASES[14],
     "q4_0": CASES[15],

@@ -9,6 +9,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
@@ -38,7 +39,11 @@ KERNELS = [
     for epilogue in ("store", "swiglu")
     for tokens, scalings in SIZES.items()
     for scaling in scalings
-] + [f"lowbit_gemm_int4_{epilogue}_e4m3groups_{tokens}" for epilogue in ("store", "swiglu") for tokens in (8, 16)]
+] + [
+    f"lowbit_gemm_int4_{epilogue}_{scaling}"
+    for epilogue in ("store", "swiglu")
+    for scaling in ("e4m3groups_8", "e4m3groups_16", "woven_128")
+]
 BODIES = {
     ("lowbit/lowbit_tiles.cuh", "uint32_t and_or("): "return (a & b) | c;",
     ("lowbit/lowbit_gemm.cuh", "void load_bulk("): "memcpy(target, from, bytes); hopper::complete(barrier, bytes);",
@@ -390,7 +395,8 @@ def test_every_partition_is_right_and_the_same_twice(modules, library, on_device
     x = on_device(np.random.default_rng(num_tokens).standard_normal((num_tokens, shape[1])))
     found = [each for each in gemm.partitions_of(num_tokens, matrix.tiled) if each.size.tokens in SIZES]
     for partition in found:
-        for scaling in SIZES[partition.size.tokens]:
+        woven = ("woven",) if code == "int4" and partition.size.tokens == 128 else ()
+        for scaling in (*SIZES[partition.size.tokens], *woven):
             check(gemm, modules, matrix, x, gates=gates, partition=partition, scaling=modules.scaling(scaling))
     ways = {(each.splits > 1, each.multicast_ctas > 1, each.whole_tiles > 0) for each in found}
     if num_tokens > 256:
@@ -565,6 +571,33 @@ def test_scales_that_are_bf16_numbers_take_fewer_products_and_give_the_same_bits
     assert (in_bf16 != in_any).any()
 
 
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("weights<false>(a[next][0], factors, next, 0)", "weights<false>(a[next][0], factors, box, 0)"),
+        ("weights<false>(a[next][step], factors, next, step)", "weights<false>(a[next][step], factors, next, 1)"),
+        ("          factors = Factors<Format>(from, p.scales, 0);\n", ""),
+    ],
+    ids=["columns of the same box", "the same columns each time", "scales of the chunk before"],
+)
+def test_mistakes_in_what_is_dequantised_while_products_run_are_noticed(modules, make_library, on_device, mistake):
+    gemm = gemm_of(modules, make_library(["lowbit_gemm_int4_store_woven_128"], mistake), "int4")
+    matrix = int4_matrix(modules, 192, 352, group=128)
+    x = on_device(np.random.default_rng(5).standard_normal((100, 352)))
+    (partition, *_) = [each for each in gemm.partitions_of(100, matrix.tiled) if each.size.tokens == 128]
+    with pytest.raises(AssertionError):
+        check(gemm, modules, matrix, x, gates=False, partition=partition, scaling=modules.scaling.WOVEN)
+
+
+def test_products_with_float16_scales_are_woven_and_others_are_not(modules, library):
+    gemm = gemm_of(modules, library, "int4")
+    (size,) = [each for each in modules.gemm.SIZES if each.tokens == 128]
+    matrix = int4_matrix(modules, 192, 352, group=128)
+    assert gemm.scalings_of(matrix.tiled, size) == [modules.scaling.WOVEN, modules.scaling.WEIGHTS]
+    for other in (told(matrix, ScaleType.BF16), int4_matrix(modules, 192, 352, group=64)):
+        assert gemm.scalings_of(other.tiled, size) == [modules.scaling.WEIGHTS]
+
+
 @pytest.mark.parametrize(("scale", "is_refused"), [(127.9, False), (-128, True), (np.inf, True), (np.nan, True)])
 def test_scales_of_e4m3_that_leave_no_room_for_its_exponent_are_refused(modules, scale, is_refused):
     memory = MagicMock()
@@ -577,6 +610,16 @@ def test_scales_of_e4m3_that_leave_no_room_for_its_exponent_are_refused(modules,
     else:
         tiles.fill_scales(made, (part,))
         assert (memory.upload.call_args.args[0] == scales).all()
+
+
+def test_scales_of_e2m1_that_leave_no_room_for_its_exponent_are_refused(modules):
+    tiles, made = modules.tiles.LowbitTiles(MagicMock(), MagicMock()), fp4_matrix(modules, 64, 128).tiled
+    for exponent, is_refused in ((128, False), (129, True), (255, True)):  # 2, 4, not a number
+        scales = np.full((64, 4), 120, np.uint8)
+        scales[3, 1] = exponent
+        part = QuantisedPart(format=made.format, codes=np.zeros((64, 64), np.uint8), scales=scales, name="down")
+        with pytest.raises(WeightValueError, match=r"down: a scale of E2M1 is .* less than 4") if is_refused else nullcontext():
+            tiles.fill_scales(made, (part,))
 
 
 @pytest.mark.parametrize("what", ["scales of the rows after", "zero points one higher", "codes of the chunk after"])

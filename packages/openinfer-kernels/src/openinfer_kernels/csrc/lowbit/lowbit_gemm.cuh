@@ -21,6 +21,7 @@
 // Scaling::kE4m3       the same with products of E4M3, activations as two such numbers each: e4m3_products.cuh
 // Scaling::kE4m3Groups the same, and the sums of each 32 columns scaled: for groups of 32 and of 64
 // Scaling::kWeights    weights are scaled and rounded to BF16 before they are multiplied
+// Scaling::kWoven      the same of one group to a tile: a part of the next box is dequantised after each product
 //
 // With kPlanned there are several matrices, each with the tokens that a plan of experts gives it: a block takes one tile of
 // some matrix after the other. Rows of X are in the plan's order.
@@ -41,7 +42,7 @@ using namespace hopper;
 
 namespace lowbit {
 
-enum class Scaling { kSums, kE4m3, kE4m3Groups, kWeights };
+enum class Scaling { kSums, kE4m3, kE4m3Groups, kWeights, kWoven };
 
 // Sums of a token's activations that are kept for a chunk, where these are split into two numbers of E4M3; else 0.
 template <Scaling kScaling>
@@ -614,6 +615,52 @@ struct Consumer {
     release_x(before);
   }
 
+  // While 16 columns of a box are multiplied, the same of the next box are dequantised.
+  __device__ __forceinline__ void multiply_woven(float (&d)[S::kSums], int num_chunks) {
+    static_assert(S::kXSlots > kBoxesOfTile);
+    static_assert(S::kBoxes == 1 && S::kChunks == 1);
+    barrier_wait(&s.barriers().w_full[w_slot.at], w_slot.phase);
+    Rows<Format> from = rows(w_slot.at, 0);
+    Factors<Format> factors(from, p.scales, 0);
+    uint32_t a[kBoxesOfTile][kStepsOfBox][4];
+    const Pieces<Format> first(from, 0);
+#pragma unroll
+    for (int step = 0; step < kStepsOfBox; step++) first.template weights<false>(a[0][step], factors, 0, step);
+    int before = 0;
+    for (int chunk = 0; chunk < num_chunks; chunk++) {
+#pragma unroll
+      for (int box = 0; box < kBoxesOfTile; box++) {
+        const int next = (box + 1) % kBoxesOfTile;
+        if (next == 0) {
+          release_w(w_slot.at);
+          w_slot.advance(s.w_slots);
+          if (chunk + 1 < num_chunks) barrier_wait(&s.barriers().w_full[w_slot.at], w_slot.phase);
+          from = rows(w_slot.at, 0);  // after the last chunk, of what is stale
+          factors = Factors<Format>(from, p.scales, 0);
+        }
+        const Pieces<Format> pieces(from, next);
+        barrier_wait(&s.barriers().x_full[x_slot.at], x_slot.phase);
+        const uint64_t x = tile_descriptor(s.x(x_slot.at));
+        wgmma_fence();
+        wgmma_of_registers<kTokens>(d, a[box][0], x, chunk + box);
+        wgmma_commit();
+        wgmma_wait<1>();  // of the box before, whose fragments are no longer read
+        if (chunk + box > 0) release_x(before);
+        pieces.template weights<false>(a[next][0], factors, next, 0);
+#pragma unroll
+        for (int step = 1; step < kStepsOfBox; step++) {
+          wgmma_of_registers<kTokens>(d, a[box][step], x + step * 2, 1);
+          pieces.template weights<false>(a[next][step], factors, next, step);
+        }
+        wgmma_commit();
+        before = x_slot.at;
+        x_slot.advance(S::kXSlots);
+      }
+    }
+    wgmma_wait<0>();
+    release_x(before);
+  }
+
   __device__ __forceinline__ int feature(int row_tile, int of_warpgroup, int of_thread, int half) const {
     const int pair = row_tile * S::kRowWarpgroups + of_warpgroup, in_warp = of_thread / 32 * 16 + of_thread % 32 / 4;
     if constexpr (kEpilogue == kSwiglu) return pair / 2 * 64 + pair % 2 * 8 + in_warp;
@@ -782,6 +829,8 @@ struct Consumer {
         multiply_codes(d, piece.num_chunks);
       else if constexpr (kScaling == Scaling::kE4m3Groups)
         multiply_grouped_codes(d, piece.num_chunks);
+      else if constexpr (kScaling == Scaling::kWoven)
+        multiply_woven(d, piece.num_chunks);
       else if constexpr (S::kBoxes == 1)
         multiply_scaled(d, piece.num_chunks);
       else

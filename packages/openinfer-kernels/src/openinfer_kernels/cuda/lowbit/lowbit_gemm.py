@@ -35,6 +35,8 @@ _WEIGHTS_ALONE = ("int4_min", "nvfp4")
 """Kernels that never scale sums of 128 columns: a minimum is no multiple of a scale, and these of NVFP4 have eight."""
 _E4M3_TOKENS = (8, 16)
 """Of kernels that multiply codes as E4M3."""
+_WOVEN = ("int4", 128)
+"""Kernels and tokens of the tile where it was found to be quicker, for scales that are no BF16 numbers."""
 E4M3_THREADS = 128
 """More than in others: four warps split activations."""
 
@@ -48,8 +50,10 @@ class Scaling(StrEnum):
     """The same in E4M3, with activations as two such numbers each."""
     E4M3_GROUPS = "e4m3groups"
     """The same, and the sums of 32 columns are scaled."""
+    WOVEN = "woven"
+    """Weights that were scaled and rounded to BF16, some of the next columns after each product."""
     WEIGHTS = "weights"
-    """Weights that were scaled and rounded to BF16."""
+    """The same, all of the next columns between products."""
 
 
 class Problem(ctypes.Structure):
@@ -158,6 +162,8 @@ class LowbitGemm:
         # Codes after the last column are whatever was in memory: as E4M3 they may be NaN, which times zero is NaN.
         if weight.format.code is Code.E4M3 and weight.shape[1] % TILE_COLUMNS:
             usable = usable[1:]
+        if weight.groups == 1 and not weight.scales_are_bf16:
+            usable = (*usable, Scaling.WOVEN)
         return [scaling for scaling in (*usable, Scaling.WEIGHTS) if _has(weight.kernels, scaling, size)]
 
     def partitions_of(self, num_tokens: int, weight: TiledWeight) -> Sequence[Partition]:
@@ -198,5 +204,7 @@ def _has(kernels: str, scaling: Scaling, size: Size) -> bool:
             return size.tokens in _E4M3_TOKENS and kernels in dispatch.MOST_E4M3_TOKENS
         case Scaling.E4M3_GROUPS:
             return size.tokens in _E4M3_TOKENS and kernels in dispatch.MOST_E4M3_GROUPS_TOKENS
+        case Scaling.WOVEN:
+            return (kernels, size.tokens) == _WOVEN
         case Scaling.WEIGHTS:
             return True
