@@ -264,7 +264,7 @@ def main() -> int:
         if not arguments.out:
             return
         report = msgspec.to_builtins(provenance(commit=arguments.commit)) | {
-            "command": "python3 tools/device/formats_gate.py",
+            "command": f"python3 tools/device/formats_gate.py --formats {' '.join(arguments.formats)}",
             "set_up": {
                 "layers": arguments.layers,
                 "prompts": arguments.prompts,

@@ -145,10 +145,12 @@ def modules(emulation: Any) -> Iterator[SimpleNamespace]:
     """Those of the product, over arrays of NumPy."""
 
     class TensorMaps:
-        """`CUtensorMap` of `cuda.hpp`: address, columns, rows, rows of a box."""
+        """`CUtensorMap` of `cuda.hpp`: address, columns, rows, rows of a box; or all that is said of four axes."""
 
         def of(self, tensor: Any) -> Any:
             assert tensor.box[0] == 64
+            if len(tensor.sizes) == 4:
+                return emulation.tensor_map((tensor.address, *tensor.sizes, *tensor.strides_bytes, *tensor.box))
             return emulation.tensor_map((tensor.address, *tensor.sizes, tensor.box[1]))
 
     before = set(sys.modules)
@@ -426,6 +428,40 @@ def test_groups_within_a_tile_have_scales_of_their_own(modules, library, on_devi
     for partition in gemm.partitions_of(num_tokens, matrix.tiled):
         for scaling in gemm.scalings_of(matrix.tiled, partition.size) if partition.size.tokens in SIZES else ():
             check(gemm, modules, matrix, x, gates=False, partition=partition, scaling=scaling)
+
+
+@pytest.mark.parametrize("columns", [320, 640])
+@pytest.mark.parametrize("num_tokens", [1, 7, 11, 60])
+@pytest.mark.parametrize("code", ["fp8", "int4"])
+def test_slots_of_activations_are_copied_at_once(modules, library, on_device, code, num_tokens, columns):
+    """Where columns are whole boxes: also with a chunk of one box, and slots that end in the columns of another split."""
+    matrix = fp8_matrix(modules, 192, columns) if code == "fp8" else int4_matrix(modules, 192, columns, group=128)
+    gemm = gemm_of(modules, library, code)
+    x = on_device(np.random.default_rng(num_tokens).standard_normal((num_tokens, columns)))
+    for partition in gemm.partitions_of(num_tokens, matrix.tiled):
+        box, is_whole = modules.gemm.box_of_tokens(x, partition.size)
+        assert is_whole
+        assert box.box == (64, partition.size.tokens, partition.size.boxes, 1)
+        for scaling in gemm.scalings_of(matrix.tiled, partition.size):
+            if scaling in SIZES.get(partition.size.tokens, ()):
+                check(gemm, modules, matrix, x, gates=False, partition=partition, scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("int box = piece.first_chunk * kBoxesOfTile;", "int box = 0;"),
+        ("        box += S::kBoxes;\n", ""),
+    ],
+    ids=["columns of the first split", "the same columns each time"],
+)
+def test_mistakes_in_slots_that_are_copied_at_once_are_noticed(modules, make_library, on_device, mistake):
+    gemm = gemm_of(modules, make_library(["lowbit_gemm_int4_store_sums_8"], mistake), "int4")
+    matrix = int4_matrix(modules, 192, 640, group=128)
+    x = on_device(np.random.default_rng(5).standard_normal((5, 640)))
+    (partition, *_) = [each for each in gemm.partitions_of(5, matrix.tiled) if each.splits == 2 and not each.whole_tiles]
+    with pytest.raises(AssertionError):
+        check(gemm, modules, matrix, x, gates=False, partition=partition, scaling=modules.scaling.SUMS)
 
 
 WEIGHTS_SIZES = (8, 64, 128, 256)

@@ -70,6 +70,7 @@ struct Problem {
   int64_t matrix_bytes;
   float limit;                  // of their gates
   int weights_first;            // whether the plan is older than the kernel ahead
+  int whole_slots;              // whether the map of X has boxes of a slot, (64 columns, tokens, boxes, 1)
 };
 
 struct ProblemWithFactors : Problem {
@@ -265,8 +266,32 @@ struct Producer {
     }
   }
 
+  // A copy for each slot: with one for each of its boxes this thread's instructions took longer than the products. What
+  // lies after the columns of a split is copied as well, and not multiplied.
+  __device__ __forceinline__ void load_slots_of_x(const CUtensorMap& map, uint64_t policy) const {
+    Slot slot;
+    for (int index = 0; index < work.pieces; index++) {
+      const Piece piece = work.piece(index);
+      int box = piece.first_chunk * kBoxesOfTile;
+      for (int left = piece.num_chunks * kBoxesOfTile; left > 0; left -= S::kBoxes, slot.advance(S::kXSlots)) {
+        uint64_t* full = &s.barriers().x_full[slot.at];
+        barrier_wait(&s.barriers().x_empty[slot.at], slot.phase ^ 1);
+        barrier_expect(full, S::kXBytes);
+        load_box(s.x(slot.at), &map, full, 0, piece.tile.first_token, box, 0, policy);
+        box += S::kBoxes;
+      }
+    }
+  }
+
   __device__ void load_x(const CUtensorMap& map) const {
     const uint64_t policy = work.token_tiles == 1 ? evict_last_policy() : evict_normal_policy();
+    if constexpr (S::kBoxes > 1) {
+      if (p.whole_slots) {
+        wait_for_previous_kernel();
+        load_slots_of_x(map, policy);
+        return;
+      }
+    }
     const int share = kTokens / work.multicast_ctas;
     const uint16_t targets = (1 << work.multicast_ctas) - 1;
     wait_for_previous_kernel();

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
-from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
+from openinfer_kernels.cuda.common.tensor_maps import TensorMaps
 from openinfer_kernels.cuda.gemm import dispatch
 from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, Plan
-from openinfer_kernels.cuda.lowbit.lowbit_gemm import BOX_COLUMNS, E4M3_THREADS, Problem, Scaling
+from openinfer_kernels.cuda.lowbit.lowbit_gemm import E4M3_THREADS, Problem, Scaling, box_of_tokens
 from openinfer_kernels.cuda.lowbit.lowbit_partition import SIZES
 from openinfer_kernels.cuda.lowbit.lowbit_tiles import TiledWeight
 from openinfer_kernels.ops import Array
@@ -16,7 +16,6 @@ from openinfer_kernels.weights.gpu_kernels import TILE_COLUMNS
 from openinfer_kernels.weights.quantised import Code
 
 _STEM = "lowbit_experts_"
-_BF16_BYTES = 2
 _SUMS: Mapping[int, Sequence[Scaling]] = {8: (Scaling.E4M3, Scaling.SUMS), 32: (Scaling.SUMS,)}
 """By tokens of a tile, where the sums of 128 columns may be scaled: the first may be refused."""
 _GROUPS: Mapping[int, Sequence[Scaling]] = {8: (Scaling.E4M3_GROUPS, Scaling.WEIGHTS), 32: (Scaling.WEIGHTS,)}
@@ -76,11 +75,12 @@ class LowbitExperts:
             limit: of the gate.
             scaling: one of `scalings_of`; None: the fastest.
         """
-        _, rows, k = weight.shape
+        rows = weight.shape[1]
         size = _SIZES[plan.tile_tokens]
         if scaling is None:
             scaling = _fastest(self.scalings_of(weight, plan.tile_tokens), weight, plan)
         tile_rows, (_, chunks, tile_bytes) = rows // 32, weight.codes.shape
+        x_box, has_whole_slots = box_of_tokens(x, size)
         row_tiles = -(-tile_rows // (2 * size.warpgroups))
         problem = Problem(
             tiles=address(weight.codes),
@@ -105,12 +105,12 @@ class LowbitExperts:
             matrix_bytes=tile_rows * chunks * tile_bytes,
             limit=limit,
             weights_first=int(weights_first),
+            whole_slots=int(has_whole_slots),
         )
-        x_map = self._maps.of(TensorBox(address(x), (k, len(x)), (k * _BF16_BYTES,), (BOX_COLUMNS, size.tokens)))
         threads = size.threads + (E4M3_THREADS if scaling in (Scaling.E4M3, Scaling.E4M3_GROUPS) else 0)
         blocks = min(size.blocks * self._device.num_multiprocessors, len(plan.tiles) * row_tiles)
         kernel = self._kernels[weight.kernels, epilogue, scaling, size.tokens]
-        kernel((blocks, 1, 1), (threads, 1, 1), [x_map, problem], overlap=True, cluster=1)
+        kernel((blocks, 1, 1), (threads, 1, 1), [self._maps.of(x_box), problem], overlap=True, cluster=1)
 
     def scalings_of(self, weight: TiledWeight, tile_tokens: int) -> Sequence[Scaling]:
         """Those that a kernel has for a weight."""

@@ -69,6 +69,7 @@ class Problem(ctypes.Structure):
         ("matrix_bytes", ctypes.c_int64),
         ("limit", ctypes.c_float),
         ("weights_first", ctypes.c_int),
+        ("whole_slots", ctypes.c_int),
     )
 
 
@@ -124,7 +125,7 @@ class LowbitGemm:
         halves of multiples of 64 rows. `scaling` is one of `scalings_of`; None: the fastest. `partition` is one of
         `partitions_of`; None: that of least cost.
         """
-        num_tokens, k = x.shape
+        num_tokens = len(x)
         chosen = self.partition_of(num_tokens, weight) if partition is None else partition
         size = chosen.size
         scaling = _fastest(num_tokens, weight, self.scalings_of(weight, size)) if scaling is None else scaling
@@ -148,9 +149,8 @@ class LowbitGemm:
         )
         if isinstance(problem, ProblemWithFactors):
             problem.factors = address(weight.factors)
-        # The map ends at the last token and column, and the copy engine fills up with zeros.
-        box = (BOX_COLUMNS, size.tokens // chosen.multicast_ctas)
-        x_map = self._maps.of(TensorBox(address(x), (k, num_tokens), (k * _BF16_BYTES,), box))
+        x_box, problem.whole_slots = box_of_tokens(x, size, chosen.multicast_ctas)
+        x_map = self._maps.of(x_box)
         kernel = self._kernels[weight.kernels, epilogue, scaling, size.tokens]
         cluster = max(chosen.splits, chosen.multicast_ctas)
         threads = size.threads + (E4M3_THREADS if scaling in (Scaling.E4M3, Scaling.E4M3_GROUPS) else 0)
@@ -186,6 +186,21 @@ class LowbitGemm:
         if key not in self._clusters:
             self._clusters[key] = self._some[size.tokens].most_clusters(blocks, threads=size.threads)
         return self._clusters[key]
+
+
+def box_of_tokens(x: Array, size: Size, multicast_ctas: int = 1) -> tuple[TensorBox, bool]:
+    """What a copy of activations brings, and whether it is a whole slot: that wants columns in whole boxes.
+
+    The map ends at the last token and column, and the copy engine fills up with zeros.
+    """
+    num_tokens, k = x.shape
+    row_bytes = k * _BF16_BYTES
+    if size.boxes > 1 and k % BOX_COLUMNS == 0:
+        sizes = (BOX_COLUMNS, num_tokens, k // BOX_COLUMNS, 1)
+        strides = (row_bytes, BOX_COLUMNS * _BF16_BYTES, num_tokens * row_bytes)
+        return TensorBox(address(x), sizes, strides, (BOX_COLUMNS, size.tokens, size.boxes, 1)), True
+    box = (BOX_COLUMNS, size.tokens // multicast_ctas)
+    return TensorBox(address(x), (k, num_tokens), (row_bytes,), box), False
 
 
 def _fastest(num_tokens: int, weight: TiledWeight, scalings: Sequence[Scaling]) -> Scaling:

@@ -45,6 +45,11 @@ class Size(NamedTuple):
     def threads(self) -> int:
         return 128 * max(2, self.warpgroups) + (128 if self.tokens >= 64 else 64)
 
+    @property
+    def boxes(self) -> int:
+        """Of 64 columns, in a slot of activations: `kBoxes`."""
+        return 1 if self.tokens > 64 else 4 if self.warpgroups == 1 else 2
+
 
 SIZES = (
     Size(8, 1, 2, 113, 5, most_leftover_splits=2, chunks_for_fifth_split=2),
