@@ -271,14 +271,13 @@ def int8_matrix(modules: Any, rows: int, columns: int, *, zero_points: bool = Fa
     rng, chunks = np.random.default_rng(rows), -(-columns // 128)
     codes = rng.integers(0, 256, (rows, columns), dtype=np.uint8)
     codes[:, :256] = np.arange(256)  # every code
-    scales = (rng.uniform(1e-4, 1e-3, (rows, chunks, 1)).astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+    bits = rng.uniform(1e-4, 1e-3, (rows, chunks, 1)).astype(np.float32).view(np.uint32) & 0xFFFF0000
+    scales = bits.view(np.float32)
     zeros = rng.integers(100, 160, (rows, chunks, 1)) if zero_points else np.full((rows, chunks, 1), 128)
     tiles = in_tiles(codes, "int8")
     stored = (scales, zeros.astype(np.float16)) if zero_points else (scales,)
     ends = [of_tiles(each, len(tiles)).reshape(*tiles.shape[:2], -1).view(np.uint8) for each in stored]
-    made = WeightFormat(
-        code=Code.INT8, group_rows=1, group_columns=128, scales=ScaleType.BF16, zero_points=zero_points
-    )
+    made = WeightFormat(code=Code.INT8, group_rows=1, group_columns=128, scales=ScaleType.BF16, zero_points=zero_points)
     spread, less = (np.repeat(each.reshape(rows, -1), 128, axis=1)[:, :columns] for each in (scales, zeros))
     values = (codes.astype(np.float64) - less) * spread
     whole = np.concatenate([tiles, *ends], axis=2)
@@ -434,7 +433,7 @@ def test_groups_within_a_tile_have_scales_of_their_own(modules, library, on_devi
 @pytest.mark.parametrize("num_tokens", [1, 7, 11, 60])
 @pytest.mark.parametrize("code", ["fp8", "int4"])
 def test_slots_of_activations_are_copied_at_once(modules, library, on_device, code, num_tokens, columns):
-    """Where columns are whole boxes: also with a chunk of one box, and slots that end in the columns of another split."""
+    """Where columns are whole boxes: with a chunk of one box, too, and slots that end in columns of another split."""
     matrix = fp8_matrix(modules, 192, columns) if code == "fp8" else int4_matrix(modules, 192, columns, group=128)
     gemm = gemm_of(modules, library, code)
     x = on_device(np.random.default_rng(num_tokens).standard_normal((num_tokens, columns)))
@@ -459,7 +458,8 @@ def test_mistakes_in_slots_that_are_copied_at_once_are_noticed(modules, make_lib
     gemm = gemm_of(modules, make_library(["lowbit_gemm_int4_store_sums_8"], mistake), "int4")
     matrix = int4_matrix(modules, 192, 640, group=128)
     x = on_device(np.random.default_rng(5).standard_normal((5, 640)))
-    (partition, *_) = [each for each in gemm.partitions_of(5, matrix.tiled) if each.splits == 2 and not each.whole_tiles]
+    found = gemm.partitions_of(5, matrix.tiled)
+    (partition, *_) = [each for each in found if each.splits == 2 and not each.whole_tiles]
     with pytest.raises(AssertionError):
         check(gemm, modules, matrix, x, gates=False, partition=partition, scaling=modules.scaling.SUMS)
 
@@ -650,11 +650,12 @@ def test_scales_of_e4m3_that_leave_no_room_for_its_exponent_are_refused(modules,
 
 def test_scales_of_e2m1_that_leave_no_room_for_its_exponent_are_refused(modules):
     tiles, made = modules.tiles.LowbitTiles(MagicMock(), MagicMock()), fp4_matrix(modules, 64, 128).tiled
-    for exponent, is_refused in ((128, False), (129, True), (255, True)):  # 2, 4, not a number
+    refused = pytest.raises(WeightValueError, match=r"down: a scale of E2M1 is .* less than 4")
+    for exponent, outcome in ((128, nullcontext()), (129, refused), (255, refused)):  # 2, 4, not a number
         scales = np.full((64, 4), 120, np.uint8)
         scales[3, 1] = exponent
         part = QuantisedPart(format=made.format, codes=np.zeros((64, 64), np.uint8), scales=scales, name="down")
-        with pytest.raises(WeightValueError, match=r"down: a scale of E2M1 is .* less than 4") if is_refused else nullcontext():
+        with outcome:
             tiles.fill_scales(made, (part,))
 
 
