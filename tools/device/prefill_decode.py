@@ -1,14 +1,17 @@
-"""Prefill and decode apart on two GPUs: an engine on each and a tier that both read, against one engine of both GPUs.
+"""Prefill and decode apart on two GPUs: an engine on each and a tier that both read, against other uses of both GPUs.
 
     python3 tools/device/prefill_decode.py chats MODEL OUT.json --tier disk      tokens of chats, and what decode loads
     python3 tools/device/prefill_decode.py load MODEL OUT.json --tier disk       times under a mixed load
+    python3 tools/device/prefill_decode.py load MODEL OUT.json --engines replicas
+    python3 tools/device/prefill_decode.py killed MODEL OUT.json --tier nixl-gpu       prefill killed under load
     python3 tools/device/prefill_decode.py handover MODEL OUT.json --tier nixl-gpu     times of one long prompt alone
 
 MODEL needs a config.json alone: weights are random. Chats of five turns are compared with an engine alone, in
 arithmetic whose results do not depend on the batch. The load is long prompts with short answers among short prompts
 with long ones, which arrive at random, the same for both ways; without HTTP. Tiers: `disk` (a folder in memory, which
-prefill writes and decode reads), `nixl` (host memory of both engines), `nixl-gpu` (memory of both GPUs), or none (one
-engine of two ranks, for `load`). A handover is what a prompt takes longer on two engines than on one: the time until
+prefill writes and decode reads), `nixl` (host memory of both engines), `nixl-gpu` (memory of both GPUs). Instead of a
+pair, `load` takes one engine of two ranks, or two replicas, of which the one with fewer requests is asked. `killed`
+ends the prefill engine's process in the middle of such requests, and compares with an engine alone. A handover is what a prompt takes longer on two engines than on one: the time until
 prefill has answered, less what it takes to its first token without a handover, and decode's time to its first token.
 """
 
@@ -18,6 +21,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -31,6 +35,7 @@ import msgspec
 import numpy as np
 
 from openinfer_core import (
+    EngineClosed,
     EngineHandle,
     Failed,
     Finished,
@@ -50,6 +55,7 @@ from openinfer_engine.launch import launch
 BLOCK_TOKENS = 16
 CHATS, TURNS, USER_TOKENS, SAID_TOKENS = 3, 5, 300, 48
 PROMPTS = 7
+KILLED_REQUESTS, KILLED_PROMPT, KILLED_SAID, KILLED_EVERY_S = 32, 2000, 32, 0.04
 HANDOVER = {"do_remote_decode": True}
 
 
@@ -88,6 +94,14 @@ class Client:
         return await done
 
     async def _listen(self) -> None:
+        try:
+            await self._listen_to_events()
+        except EngineClosed as closed:
+            for _, done in self._asked.values():
+                if not done.done():
+                    done.set_exception(closed)
+
+    async def _listen_to_events(self) -> None:
         async for events in self.handle.events():
             now_s = time.perf_counter()
             for event in events:
@@ -122,12 +136,29 @@ class Pair:
         return await self.decode.ask(prompt, max_tokens=max_tokens, transfer=left)
 
 
+class Replicas:
+    """Engines, of which the one with the fewest requests is asked."""
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self.clients = clients
+        self._open = [0] * len(clients)
+
+    async def ask(self, prompt: Sequence[int], *, max_tokens: int) -> Said:
+        chosen = self._open.index(min(self._open))
+        self._open[chosen] += 1
+        try:
+            return await self.clients[chosen].ask(prompt, max_tokens=max_tokens)
+        finally:
+            self._open[chosen] -= 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("chats", "load", "handover"))
+    parser.add_argument("what", choices=("chats", "load", "killed", "handover"))
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tier", choices=("disk", "nixl", "nixl-gpu", "none"), default="disk")
+    parser.add_argument("--tier", choices=("disk", "nixl", "nixl-gpu"), default="disk")
+    parser.add_argument("--engines", choices=("pair", "tensor-parallel", "replicas"), default="pair", help="of `load`")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--gpus", nargs=2, default=["0", "1"])
     parser.add_argument("--seconds", type=float, default=12.0)
@@ -138,7 +169,7 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="further options of the engines, as JSON")
     given = parser.parse_args()
     with tier_folder() as folder:
-        found = {"chats": chats, "load": load, "handover": handover}[given.what](given, folder)
+        found = {"chats": chats, "load": load, "killed": killed, "handover": handover}[given.what](given, folder)
     set_up = {name: value for name, value in vars(given).items() if name not in ("model", "out")}
     report = {**msgspec.to_builtins(provenance(commit=os.environ.get("COMMIT"))), "model": given.model.name}
     given.out.write_text(json.dumps({**report, "set_up": set_up, **found}, indent=2) + "\n")
@@ -232,6 +263,62 @@ async def run_chats(engines: Sequence[EngineHandle]) -> dict[str, Any]:
     return found
 
 
+# --- a prefill engine that is killed --------------------------------------------------------------------------
+
+
+def killed(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    shared = {"batch_invariant": True, "num_blocks": 6144, "max_num_seqs": 32, "max_model_tokens": 4096}
+    shared |= {"gpu_memory_fraction": 0.45}
+    engines = start_pair(given, folder, kv_handover_timeout_ms=20_000, **shared)
+    engines.append(start(given, given.gpus[0], **shared))
+    return asyncio.run(run_killed(engines))
+
+
+async def run_killed(engines: Sequence[EngineHandle]) -> dict[str, Any]:
+    """Requests come at even times; when half of them have been sent, prefill is killed."""
+    prefill, decode, alone = map(Client, engines)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, alone.handle.info.num_token_ids, KILLED_PROMPT).tolist() for _ in range(KILLED_REQUESTS)]
+    await Pair(prefill, decode).ask(prompts[0][::-1], max_tokens=2)  # opens what peers open of each other
+    counted = {"prefill_answered": 0, "prefill_failed": 0}
+    took_s: list[float] = []
+
+    async def one(number: int) -> Said:
+        """As a proxy: what prefill does not answer, decode is asked alone."""
+        await asyncio.sleep(number * KILLED_EVERY_S)
+        begin_s, left = time.perf_counter(), None
+        try:
+            left = (await prefill.ask(prompts[number], max_tokens=1, transfer=HANDOVER)).transfer
+            counted["prefill_answered"] += 1
+        except (RuntimeError, EngineClosed):
+            counted["prefill_failed"] += 1
+        said = await decode.ask(prompts[number], max_tokens=KILLED_SAID, transfer=left)
+        took_s.append(time.perf_counter() - begin_s)
+        return said
+
+    tasks = [asyncio.create_task(one(number)) for number in range(KILLED_REQUESTS)]
+    await asyncio.sleep(KILLED_REQUESTS * KILLED_EVERY_S / 2)
+    pid: int = getattr(prefill.handle, "pid")  # noqa: B009 - of an engine in a process of its own
+    os.kill(pid, signal.SIGKILL)
+    said = await asyncio.gather(*tasks)
+    expected = [await alone.ask(prompt, max_tokens=KILLED_SAID) for prompt in prompts]
+    sealed = (KILLED_PROMPT - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    found = {
+        "requests": KILLED_REQUESTS,
+        **counted,
+        "equal": sum(a.token_ids == b.token_ids for a, b in zip(said, expected, strict=True)),
+        "loaded_whole": sum(each.cached_tokens == sealed for each in said),
+        "loaded_in_part": sum(0 < each.cached_tokens < sealed for each in said),
+        "computed": sum(each.cached_tokens == 0 for each in said),
+        "longest_s": round(max(took_s), 3),
+        # It goes on with what it has saved itself.
+        "found_again": (await decode.ask(prompts[-1], max_tokens=2)).cached_tokens,
+    }
+    for client in (prefill, decode, alone):
+        await client.close()
+    return found
+
+
 # --- one prompt ---------------------------------------------------------------------------------------------
 
 
@@ -277,14 +364,16 @@ async def run_handover(engines: Sequence[EngineHandle], given: argparse.Namespac
 
 
 def load(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    if given.tier == "none":
+    if given.engines == "tensor-parallel":
         return asyncio.run(run_load([start(given, ",".join(given.gpus), tensor_parallel_size=2)], given))
+    if given.engines == "replicas":
+        return asyncio.run(run_load([start(given, gpu) for gpu in given.gpus], given))
     return asyncio.run(run_load(start_pair(given, folder, kv_handover_timeout_ms=5000), given))
 
 
 async def run_load(engines: Sequence[EngineHandle], given: argparse.Namespace) -> dict[str, Any]:
     clients = [Client(each) for each in engines]
-    asked: Client | Pair = clients[0] if len(clients) == 1 else Pair(clients[0], clients[1])
+    asked = Pair(clients[0], clients[1]) if given.engines == "pair" else Replicas(clients)
     kinds, rng = {"long": given.long, "short": given.short}, np.random.default_rng(7)
     num_ids = clients[0].handle.info.num_token_ids
 
