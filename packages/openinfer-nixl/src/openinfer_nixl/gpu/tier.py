@@ -276,13 +276,13 @@ class GpuTier(QueuedTier[Held, BlockBook]):
             ConnectionError: as an agent's `read`.
         """
         opened, size_bytes = self._open, self.layout.block_bytes
+        local = opened.memory.address + landing
         pieces: list[Piece] = []
-        for place, block in enumerate(leased):
-            local = opened.memory.address + landing + place * size_bytes
-            if pieces and pieces[-1].remote + pieces[-1].num_bytes == block.address:
-                pieces[-1] = pieces[-1]._replace(num_bytes=pieces[-1].num_bytes + size_bytes)
-            else:
-                pieces.append(Piece(block.address, local, size_bytes))
+        begin = 0
+        for end in range(1, len(leased) + 1):
+            if end == len(leased) or leased[end].address != leased[end - 1].address + size_bytes:
+                pieces.append(Piece(leased[begin].address, local + begin * size_bytes, (end - begin) * size_bytes))
+                begin = end
         opened.agent.read(peer, pieces, timeout_s=self._options.timeout_s)
 
     @contextlib.contextmanager
