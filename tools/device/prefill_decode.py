@@ -267,7 +267,7 @@ async def run_chats(engines: Sequence[EngineHandle]) -> dict[str, Any]:
 
 
 def killed(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    shared = {"batch_invariant": True, "num_blocks": 6144, "max_num_seqs": 32, "max_model_tokens": 4096}
+    shared = {"batch_invariant": True, "num_blocks": 3072, "max_num_seqs": 32, "max_model_tokens": 4096}
     shared |= {"gpu_memory_fraction": 0.45}
     engines = start_pair(given, folder, kv_handover_timeout_ms=20_000, **shared)
     engines.append(start(given, given.gpus[0], **shared))
