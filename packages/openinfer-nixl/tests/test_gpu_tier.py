@@ -23,6 +23,7 @@ from openinfer_nixl import open_nixl_gpu
 from openinfer_nixl.agent import Piece
 from openinfer_nixl.gpu.index import BlockBook
 from openinfer_nixl.gpu.messages import PROTOCOL, Count, Counted, Lease, Leased, LeasedBlock, questions
+from openinfer_nixl.gpu.peers import BlockPeer
 from openinfer_nixl.gpu.settings import open_with, parse
 from openinfer_nixl.gpu.tier import GpuTier
 from openinfer_nixl.messages import Described, Frames, GiveBack, GivenBack
@@ -164,8 +165,22 @@ def test_leased_blocks_stay_where_they_are(pair: Pair) -> None:
     assert load(two, digests) == 2
     assert states == [TransferState.PARTIAL], "there was no place: both were leased"
     pair.wire.before_copy = lambda _: None
+    two.look_up(chain(2, 1))  # what is told by a connection is told in order: its answer comes after the lease's end
     assert save(one, others) is TransferState.COMPLETED, "a lease was not given back"
     one.check_integrity()
+
+
+def test_the_answer_to_a_lease_that_is_given_back_is_taken_for_no_other(pair: Pair) -> None:
+    one, peer = pair.open(0, budget_bytes=4 * BLOCK_BYTES), BlockPeer(pair.connect(to=0))
+    digests = chain(0, 4)
+    assert save(one, digests) is TransferState.COMPLETED
+    for count in (1, 2, 3, 4):
+        with peer.leased(digests[:count]) as told:
+            assert told is not None
+            assert len(told.answer.blocks) == count
+        assert peer.count(digests[:count]) == count
+    assert save(one, chain(1, 4)) is TransferState.COMPLETED, "a lease was not given back"
+    peer.close()
 
 
 def test_a_lease_is_void_after_its_time() -> None:

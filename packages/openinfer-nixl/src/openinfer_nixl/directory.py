@@ -144,6 +144,8 @@ class Directory:
         leases: set[int] = set()
         try:
             with connection, self._known(connection):
+                # Two answers may follow each other: the second is not to wait until the first is acknowledged.
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 mutual_proof.admit(connection, token=self._token, protocol=self._protocol, judge=self._judge)
                 frames = Frames(connection)
                 frames.send(Described(self._description))

@@ -45,6 +45,7 @@ class _Link:
         self.connection = connection
         self.frames = frames
         self.name = name
+        self.num_unread = 0  # answers that nobody waits for
 
 
 class Told(NamedTuple, Generic[Answers]):
@@ -101,10 +102,25 @@ class PeerConnection(Generic[Answers]):
                 return None
             try:
                 link.frames.send(question)
+                while link.num_unread:
+                    link.frames.receive()
+                    link.num_unread -= 1
                 return Told(link.name, self._answers.decode(link.frames.receive()))
             except (OSError, ContractViolation, msgspec.MsgspecError) as error:
                 self._lose(error)
                 return None
+
+    def tell(self, question: msgspec.Struct) -> None:
+        """As `ask`, and does not wait for the answer: the next `ask` reads it, and drops it."""
+        with self._lock:
+            link = self._link
+            if link is None:
+                return
+            try:
+                link.frames.send(question)
+                link.num_unread += 1
+            except OSError as error:
+                self._lose(error)
 
     def close(self) -> None:
         with self._lock:

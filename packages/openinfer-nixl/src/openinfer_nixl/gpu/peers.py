@@ -32,4 +32,4 @@ class BlockPeer:
             # More than was asked for cannot be: what it says is not believed.
             yield Told(told.peer, told.answer) if 0 < len(told.answer.blocks) <= len(digests) else None
         finally:
-            self._connection.ask(GiveBack(told.answer.lease_id))
+            self._connection.tell(GiveBack(told.answer.lease_id))

@@ -49,8 +49,8 @@ from openinfer_nixl.peers import PeerConnection
 logger = logging.getLogger("openinfer.kv_offload")
 
 NAME = "nixl-gpu"
-_MOST_BATCH_BLOCKS, _BATCH_BYTES = 128, 80 << 20
-"""Of blocks that one lease and one transfer move."""
+_MOST_BATCH_BLOCKS, _BATCH_BYTES = 128, 160 << 20
+"""Of blocks that one lease and one READ move: what an engine asks for in one transfer, which else would be cut once more."""
 
 
 class GpuTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
