@@ -8,11 +8,12 @@
 
 MODEL needs a config.json alone: weights are random. Chats of five turns are compared with an engine alone, in
 arithmetic whose results do not depend on the batch. The load is long prompts with short answers among short prompts
-with long ones, which arrive at random, the same for both ways; without HTTP. Tiers: `disk` (a folder in memory, which
+with long ones, which arrive at random, the same for all ways; without HTTP. Tiers: `disk` (a folder in memory, which
 prefill writes and decode reads), `nixl` (host memory of both engines), `nixl-gpu` (memory of both GPUs). Instead of a
 pair, `load` takes one engine of two ranks, or two replicas, of which the one with fewer requests is asked. `killed`
-ends the prefill engine's process in the middle of such requests, and compares with an engine alone. A handover is what a prompt takes longer on two engines than on one: the time until
-prefill has answered, less what it takes to its first token without a handover, and decode's time to its first token.
+ends the prefill engine's process in the middle of such requests, and compares with an engine alone. A handover is what
+a prompt takes longer on two engines than on one: the time until prefill has answered, less what it takes to its first
+token without a handover, and decode's time to its first token.
 """
 
 import argparse

@@ -50,7 +50,7 @@ logger = logging.getLogger("openinfer.kv_offload")
 
 NAME = "nixl-gpu"
 _MOST_BATCH_BLOCKS, _BATCH_BYTES = 128, 160 << 20
-"""Of blocks that one lease and one READ move: what an engine asks for in one transfer, which else would be cut once more."""
+"""Of blocks that one lease and one READ move: as many as an engine asks for at a time, which else are cut again."""
 
 
 class GpuTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
