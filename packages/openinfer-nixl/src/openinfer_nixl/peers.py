@@ -45,7 +45,7 @@ class _Link:
         self.connection = connection
         self.frames = frames
         self.name = name
-        self.num_unread = 0  # answers that nobody waits for
+        self.num_unread = 0  # answers that are not waited for
 
 
 class Told(NamedTuple, Generic[Answers]):
