@@ -7,9 +7,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from dspark_bigrams import make_bigram_folder
 
+from openinfer_core import EngineStats
+from openinfer_core.control import Sleep, UpdateWeights, Wake
 from openinfer_core.errors import Refused
 from openinfer_engine import EngineOptions, build_loop, resolve
 from openinfer_engine.options import DeviceKind
@@ -51,6 +54,60 @@ def check_drafter(speculative: str, *, capture: bool) -> None:
 @pytest.mark.parametrize("capture", [True, False])
 def test_a_trained_drafter_is_right_as_often_as_on_a_cpu(capture: bool) -> None:
     check_drafter(f"eagle3,k=3,adaptive=false,model={FIXTURES / 'drafter'}", capture=capture)
+
+
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("name", ["eagle3", "ngram", "dspark"])
+def test_a_drafter_that_slept_is_right_as_often_as_before(name: str, capture: bool, tmp_path: Path) -> None:
+    """Sleeps that keep the weights and that read them again, and an update."""
+    folders = {"eagle3": FIXTURES / "drafter", "dspark": tmp_path}
+    if name == "dspark":
+        make_bigram_folder(tmp_path)
+    of_folder = f",model={folders[name]}" if name in folders else ""
+    asked = random_requests(24, vocab_size=128, max_prompt_tokens=60)
+    given = EngineOptions(
+        device=DeviceKind.CUDA,
+        cuda_graph=capture,
+        speculative=f"{name},k=3,adaptive=false{of_folder}",
+        enable_sleep=True,
+        weights_root=str(FIXTURES),
+        **SIZES,
+    )
+    try:
+        made = build_loop(resolve(Qwen3Definition(), FIXTURES / "model", given))
+    except Refused as reason:
+        pytest.skip(str(reason))
+    commands = (
+        (Sleep(), Wake()),
+        (Sleep(keeps_weights=False), Wake()),
+        (UpdateWeights(path="model"),),
+        (Sleep(), Wake()),
+    )
+    with closing(made) as loop:
+        before = run_at_once(loop, asked)
+        counted = counts = loop.stats()
+        for several in commands:
+            for command in several:
+                loop.control(command)
+            assert run_at_once(loop, asked) == before
+            found = loop.stats()
+            shares = [
+                after.spec_decode_num_accepted_tokens / after.spec_decode_num_draft_tokens
+                for after in (counts, _difference(found, counted))
+            ]
+            counted = found
+            assert shares[0] > 0.05
+            assert abs(shares[1] - shares[0]) < 0.1 * shares[0]
+        assert loop.stats().drafter_faults == 0
+
+
+def _difference(after: EngineStats, before: EngineStats) -> EngineStats:
+    """Of what drafts came to between the two."""
+    return msgspec.structs.replace(
+        after,
+        spec_decode_num_accepted_tokens=after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens,
+        spec_decode_num_draft_tokens=after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens,
+    )
 
 
 @pytest.mark.parametrize("capture", [True, False])

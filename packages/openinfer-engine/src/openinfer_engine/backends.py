@@ -110,6 +110,14 @@ class Backend(Protocol):
         """Within it, arrays that the calling thread makes are weights; the engine reads all of them within."""
         ...
 
+    def drafter_memory(self) -> AbstractContextManager[None]:
+        """Within it, arrays that the calling thread makes are a drafter's: after a sleep as they are at its end.
+
+        Raises:
+            Refused: they cannot be kept for that.
+        """
+        ...
+
     def adapters_memory(self) -> AbstractContextManager[None]:
         """Within it, arrays that the calling thread makes are adapter slots: like KV they are zero after a sleep."""
         ...

@@ -41,7 +41,6 @@ from openinfer_engine.kv_tiers.choice import (
     require_snapshots,
 )
 from openinfer_engine.kv_transfer.checks import require_whole_prefixes
-from openinfer_engine.lifecycle.choice import check_sleep
 from openinfer_engine.lora.choice import adapter_bytes, check_adapters
 from openinfer_engine.low_bit import check_low_bit, described_low_bit
 from openinfer_engine.memory_plan import (
@@ -452,7 +451,6 @@ def resolve(
     timeline.mark("config")
     tiers = choose_tiers(options)
     tag = _model_tag(model_dir, options)
-    check_sleep(options)
     adapters = check_adapters(definition, config, options)
     backend = backend or open_backend(options, rank=rank, placement=placement)
     timeline.mark("device", device_bytes=backend.used_bytes())

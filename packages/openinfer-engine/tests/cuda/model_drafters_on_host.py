@@ -4,6 +4,7 @@ What the drafter drafts of each length of each request is held against what the 
 drafts are replaced by scripted ones, so that rows have any number of accepted drafts.
 """
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -133,6 +134,49 @@ class CopyingRunner:
 
 
 @dataclass
+class SleepingMemory:
+    """In the place of `MappedMemory`: KV and recurrent states hold nothing of use after a sleep."""
+
+    arrays: Sequence[Array] = ()
+
+    def of_kv(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def scratch_pool(self) -> None:
+        return None
+
+    def drop_weights(self) -> None:
+        pass
+
+    def check_weights(self) -> None:
+        pass
+
+    def give_back(self) -> None:
+        for array in self.arrays:
+            array.fill(np.nan)
+
+    def take_back(self) -> None:
+        for array in self.arrays:
+            array.fill(0)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Awake:
+    """A runner that outlasts its steps."""
+
+    worker: CudaWorker
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        return self.worker.launch(plan)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
 class Done:
     """A step that was waited for."""
 
@@ -245,8 +289,14 @@ class DrafterBench(on_host.Bench):
         return asked
 
     def worker(
-        self, *, cuda: bool, capture: bool, outputs: Mapping[int, Sequence[int]], record: Record
-    ) -> ThreadRunner | CopyingRunner:
+        self,
+        *,
+        cuda: bool,
+        capture: bool,
+        outputs: Mapping[int, Sequence[int]],
+        record: Record,
+        memory: SleepingMemory | None = None,
+    ) -> ThreadRunner | CopyingRunner | Awake:
         asked, solo = self.asked(), SoloCommunicator()
         needed = asked.requirements(1)
         if cuda and self.name == "draft-model":
@@ -300,11 +350,19 @@ class DrafterBench(on_host.Bench):
             "drafter": shared,
             "first_span_block": on_host.NUM_BLOCKS,
         }
-        if capture:
+        if capture and memory is None:
             given["shows_late"] = True
         if not cuda:
             return ThreadRunner([CpuWorker(model, **given)])
-        worker = CudaWorker(TappedModel(model) if needed.taps else on_host.padded(model), **given)
+        self.served = TappedModel(model) if needed.taps else on_host.padded(model)
+        if memory is not None:
+            states = given["states"]
+            memory.arrays = [pool.blocks, *([] if states is None else states.tensors.values())]
+            given["sleeping_memory"] = memory
+        worker = CudaWorker(self.served, **given)
+        if memory is not None:
+            worker.warm_up(capture=capture, mark=lambda _: None)
+            return Awake(worker)
         runner = ThreadRunner([worker])
         if not capture:
             return runner
@@ -362,6 +420,31 @@ def check_replayed(bench: DrafterBench) -> None:
     compare(of_gpu, of_cpu.drafts, at_least=30)
 
 
+def check_sleep(bench: DrafterBench, *, capture: bool) -> None:
+    """A drafter that stays drafts the same after sleeps that keep the model, and after those that read it again."""
+    requests = drafted_requests(on_host.NUM_TOKEN_IDS, count=6)
+    plain, _ = on_host.serve(bench.cpu(), requests, seed=1)
+    outputs = {request_id: answer.token_ids for request_id, answer in plain.items()}
+    drafts = on_host.Drafts(DraftKind.RANDOM, MAX_DRAFTS, outputs)
+    (right,) = served(bench, requests, ((False, False),))
+    runner = bench.worker(
+        cuda=True, capture=capture, outputs=outputs, record=(record := Record()), memory=SleepingMemory()
+    )
+    assert isinstance(runner, Awake)
+    for is_dropped in (False, True, False):
+        record.drafts.clear()
+        found, steps = on_host.serve(runner, requests, seed=5, drafts=drafts)
+        assert (found, bench.faults.count) == (plain, 0)
+        assert steps.num_accepted > 20, steps.num_accepted
+        compare(record, right.drafts, at_least=30)
+        if is_dropped:
+            runner.worker.drop_model()
+        runner.worker.give_back()
+        runner.worker.take_back()
+        if is_dropped:
+            runner.worker.put_model(bench.served, None)
+
+
 def served(
     bench: DrafterBench,
     requests: list[Any],
@@ -409,4 +492,6 @@ if __name__ == "__main__":
         assert selects == (on_host.LastTokenPaddedModel.num_selected > 0), on_host.LastTokenPaddedModel.num_selected
         check_quiet(made_bench)
         check_replayed(made_bench)
+        check_sleep(made_bench, capture=True)
+        check_sleep(made_bench, capture=False)
     sys.stdout.write("equal\n")

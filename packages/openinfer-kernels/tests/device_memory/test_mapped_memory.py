@@ -153,6 +153,29 @@ def test_weights_are_kept_as_they_are_at_the_last_time(cupy: Cupy, mapped: Any, 
     assert memory.read(weights.ptr, 3) == b"new"
 
 
+def test_a_drafter_is_after_each_sleep_what_it_was_when_it_was_made(
+    cupy: Cupy, mapped: Any, memory: FakePhysicalMemory
+) -> None:
+    (weights,) = load(cupy, mapped, (3 * MIB,))
+    with mapped.of_drafter():
+        drafter = cupy.array(5 * MIB)
+        memory.write(drafter.ptr + 7, b"made")
+    for keeps_weights in (True, False, True):
+        memory.write(drafter.ptr + 7, b"used")
+        if keeps_weights:
+            mapped.keep_weights()
+        else:
+            mapped.drop_weights()
+        mapped.give_back()
+        assert memory.used_bytes == 0
+        mapped.take_back()
+        assert memory.read(drafter.ptr + 7, 4) == b"made"
+        if not keeps_weights:
+            assert load(cupy, mapped, (3 * MIB,))[0].ptr == weights.ptr
+    mapped.close()
+    assert (memory.used_bytes, memory.reserved_bytes) == (0, 0)
+
+
 def test_dropped_weights_are_not_brought_back(cupy: Cupy, mapped: Any, memory: FakePhysicalMemory) -> None:
     (weights,) = load(cupy, mapped, (MIB,))
     memory.write(weights.ptr, b"old")

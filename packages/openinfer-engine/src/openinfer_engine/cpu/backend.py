@@ -99,6 +99,9 @@ class CpuBackend:
     def weights_memory(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def drafter_memory(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def adapters_memory(self) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -175,6 +175,10 @@ class CpuWorker:
     def pool_memory(self) -> HostPool:
         return HostPool(self._kv_pool.blocks, None if self._states is None else self._states.memory)
 
+    @property
+    def keeps_drafter(self) -> bool:
+        return False
+
     def drop_model(self) -> None:
         self._model = NoModel()
         self._drafts = self._observer = None

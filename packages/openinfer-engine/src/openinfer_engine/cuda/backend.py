@@ -1,7 +1,7 @@
 """The CUDA backend: one GPU of one rank, its memory ledger, and ranks whose decode steps are captured."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Self
 
 from openinfer_core import Refused
@@ -97,6 +97,16 @@ class CudaBackend(PlannedGpu):
 
     def weights_memory(self) -> AbstractContextManager[None]:
         return nullcontext() if self._sleeping_memory is None else self._sleeping_memory.of_weights()
+
+    @contextmanager
+    def drafter_memory(self) -> Generator[None]:
+        try:
+            with nullcontext() if self._sleeping_memory is None else self._sleeping_memory.of_drafter():
+                yield
+        except MemoryError as error:
+            raise Refused(
+                f"--enable-sleep: the drafter cannot be kept asleep: {error}; leave one of them out"
+            ) from error
 
     def adapters_memory(self) -> AbstractContextManager[None]:
         return nullcontext() if self._sleeping_memory is None else self._sleeping_memory.of_kv()

@@ -61,7 +61,7 @@ class DraftedSteps:
         late: LateSteps | None,
         score_prompts: ScorePrompts,
     ) -> None:
-        self._model = model
+        self.model = model
         self._mixed = mixed
         self._slots = slots
         self._drafts = slots.drafts
@@ -233,7 +233,7 @@ class DraftedSteps:
     def _queue_accept(self, arrays: SpanArrays, inputs: MixedInputs, hidden: Array, changes: bool) -> Array:  # noqa: FBT001 - as `Accept`
         """Samples the rows of a captured step at all its positions."""
         spans, count = arrays.spans, len(arrays.chosen)
-        logits = self._model.logits(self._ops.embedding(arrays.tokens, hidden))
+        logits = self.model.logits(self._ops.embedding(arrays.tokens, hidden))
         for position in range(arrays.positions):
             sampled = self._drafts.open_position(spans, arrays.chosen, position, inputs)
             token_ids = self._sampler.sample(logits[position * count :][:count], sampled, changes=changes)
@@ -303,7 +303,7 @@ class DraftedSteps:
                 of_positions.append(later)
             places = [firsts[having] + np.int32(position + i) for i, having in enumerate(of_positions)]
             (tokens,) = staging.upload(np.concatenate(places))
-            logits = self._model.logits(self._ops.embedding(tokens, hidden))
+            logits = self.model.logits(self._ops.embedding(tokens, hidden))
             begin = 0
             for having in of_positions:
                 yield position, having, logits[begin : begin + len(having)]

@@ -84,6 +84,9 @@ class NamedGpuBackend(PlannedGpu):
     def weights_memory(self) -> AbstractContextManager[None]:
         raise self._absent()
 
+    def drafter_memory(self) -> AbstractContextManager[None]:
+        raise self._absent()
+
     def adapters_memory(self) -> AbstractContextManager[None]:
         raise self._absent()
 

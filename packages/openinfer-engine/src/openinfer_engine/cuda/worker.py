@@ -109,11 +109,11 @@ class CudaWorker:
         self._model = model
         self._states = states
         self._sleeping_memory = sleeping_memory  # of weights, KV and graphs; None where none of them can change
-        self._replayed = (
-            ReplayedStates.of(model, states.tensors, max_num_seqs=limits.max_num_seqs, max_drafts=drafter.max_drafts)
-            if states is not None and drafter is not None
-            else None
-        )
+        self._replayed: ReplayedStates | None = None
+        if states is not None and drafter is not None:
+            most = {"max_num_seqs": limits.max_num_seqs, "max_drafts": drafter.max_drafts}
+            with self._void_memory():
+                self._replayed = ReplayedStates.of(model, states.tensors, **most)
         self._memory = memory = BatchMemory(
             block_tokens=limits.block_size_tokens,
             num_tables=limits.num_tables,
@@ -197,12 +197,17 @@ class CudaWorker:
         """Those of a model that does not replay them."""
         if states is None or self._replayed is not None:
             return None
-        return DraftedStates(
-            states,
-            mixed=self._mixed,
-            max_num_seqs=self._limits.max_num_seqs,
-            synchronize=self._stream.synchronize,
-        )
+        with self._void_memory():
+            return DraftedStates(
+                states,
+                mixed=self._mixed,
+                max_num_seqs=self._limits.max_num_seqs,
+                synchronize=self._stream.synchronize,
+            )
+
+    def _void_memory(self) -> contextlib.AbstractContextManager[None]:
+        """For what is void between two steps: a sleep gives it back."""
+        return contextlib.nullcontext() if self._sleeping_memory is None else self._sleeping_memory.of_kv()
 
     # --- start ------------------------------------------------------------------------------------------
 
@@ -356,18 +361,28 @@ class CudaWorker:
 
     # --- weights that change ----------------------------------------------------------------------------
 
+    @property
+    def keeps_drafter(self) -> bool:
+        return True
+
     def drop_model(self) -> None:
         memory = self._changing_memory()
         self._stream.synchronize()
-        self._model = self._mixed.model = NoModel()
+        self._set_model(NoModel())
         memory.drop_weights()
 
     def put_model(self, model: Model, drafter: SharedDrafter | None) -> None:
-        """Its weights lie where those before were, so that graphs stay as they are."""
+        """Its weights lie where those before were, so that graphs, and what a drafter has of them, stay as they are."""
         if drafter is not None:
-            raise ContractViolation("weights of a GPU change without a drafter alone")
+            raise ContractViolation("the drafter of a GPU stays when its model changes")
         self._changing_memory().check_weights()
+        self._set_model(model)
+
+    def _set_model(self, model: Model) -> None:
         self._model = self._mixed.model = model
+        for each in (self._drafted, self._observer):
+            if each is not None:
+                each.model = model
 
     def keep_weights(self) -> None:
         try:

@@ -37,12 +37,17 @@ from openinfer_engine.worker.runner import PendingStep, Worker
 class HoldsModel(Protocol):
     """A `Worker` whose model can be taken out between two steps."""
 
+    @property
+    def keeps_drafter(self) -> bool:
+        """Whether it goes on with its drafter when it gets another model: graphs hold what that drafter has made."""
+        ...
+
     def drop_model(self) -> None:
-        """Lets go of the model and of the drafter; no step before `put_model`."""
+        """Lets go of the model, and of a drafter that it does not keep; no step before `put_model`."""
         ...
 
     def put_model(self, model: Model, drafter: SharedDrafter | None) -> None:
-        """Steps use these from now on; sequences begin anew."""
+        """Steps use these from now on; sequences begin anew. No drafter where it `keeps_drafter`."""
         ...
 
     def keep_weights(self) -> None:

@@ -138,6 +138,8 @@ def _make_worker(engine_plan: EnginePlan, loaded: _Loaded, communicator: Communi
         progress = LoadProgress(engine_plan.weights_bytes, stream=io.StringIO())
         with progress, nullcontext() if arena is None else arena.loading_again():
             model = _read_model(engine_plan, checkpoint, communicator, ops, progress, arena=arena)
+        if worker.keeps_drafter:
+            return model, None
         # A drafter is told by being made anew: what it has read of the model, or keeps of sequences, is void.
         return model, _make_drafter(engine_plan, model, ops, communicator, folder or engine_plan.model_dir)
 
@@ -165,7 +167,7 @@ def _make_drafter(
         drafter_dir=None if asked is None else asked.drafter_dir,
         requirements=None if asked is None else asked.requirements(communicator.size),
     )
-    with _drafter_weights(engine_plan, context) as weights, ops.loading():
+    with engine_plan.backend.drafter_memory(), _drafter_weights(engine_plan, context) as weights, ops.loading():
         return engine_plan.drafter.make(replace(context, weights=weights))
 
 

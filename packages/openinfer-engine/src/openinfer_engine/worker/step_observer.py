@@ -30,7 +30,7 @@ class StepObserver:
                 f"the drafter asks for the input of layers {', '.join(map(str, taps))}, and {type(model).__name__} "
                 "hands none over (forward_tapped)"
             )
-        self._model = model
+        self.model = model
         self._drafter = drafter
         self._taps = taps
 
@@ -59,7 +59,7 @@ class StepObserver:
     def selects_last_tokens(self) -> bool:
         """Whether the drafter reads taps alone, and the model has those without hidden states that nothing reads."""
         kind = LastTokenTappedModel if self._taps else LastTokenModel
-        return not self._drafter.requirements.reads_hidden and isinstance(self._model, kind)
+        return not self._drafter.requirements.reads_hidden and isinstance(self.model, kind)
 
     def forward_last_tokens(
         self, slots: Array, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, last: LogitsIndices
@@ -67,12 +67,12 @@ class StepObserver:
         """As `forward`, `[n, h]` for the tokens of `last` alone; where `selects_last_tokens`."""
         taps: tuple[Array, ...] = ()
         if self._taps:
-            tapped = cast("LastTokenTappedModel", self._model)
+            tapped = cast("LastTokenTappedModel", self.model)
             hidden, taps = tapped.forward_tapped_last_tokens(
                 token_ids, batch=batch, kv_cache=kv_cache, taps=self._taps, last=last
             )
         else:
-            model = cast("LastTokenModel", self._model)
+            model = cast("LastTokenModel", self.model)
             hidden = model.forward_last_tokens(token_ids, batch=batch, kv_cache=kv_cache, last=last)
         self._drafter.observe(
             ObservedStep(token_ids=token_ids, hidden=token_ids[:0], taps=taps, slots=slots, batch=batch)
@@ -84,6 +84,6 @@ class StepObserver:
     ) -> tuple[Array, tuple[Array, ...]]:
         """As `Model.forward`, and what the drafter asked for, which it is yet to be shown."""
         if not self._taps:
-            return self._model.forward(token_ids, batch=batch, kv_cache=kv_cache), ()
-        model = cast("TappedModel", self._model)
+            return self.model.forward(token_ids, batch=batch, kv_cache=kv_cache), ()
+        model = cast("TappedModel", self.model)
         return model.forward_tapped(token_ids, batch=batch, kv_cache=kv_cache, taps=self._taps)

@@ -1,4 +1,4 @@
-"""`MappedMemory`: weights, KV and the scratch of graphs at addresses that stay while an engine sleeps.
+"""`MappedMemory`: weights, a drafter, KV and the scratch of graphs at addresses that stay while an engine sleeps.
 
 Captured graphs hold addresses, so these must not change. Each purpose has a range of addresses of its own, reserved
 once; the memory that backs it is given back and taken again (`openinfer_kernels.device_memory`). The driver's calls for
@@ -95,11 +95,13 @@ class MappedMemory:
         self._device = device
         memory = DriverMemory(device) if memory is None else memory
         reserved_bytes = _RESERVED * device.memory_bytes
-        self._weights, self._kv, self._scratch = (MappedRange(memory, reserved_bytes) for _ in range(3))
+        ranges = (MappedRange(memory, reserved_bytes) for _ in range(4))
+        self._weights, self._drafter, self._kv, self._scratch = ranges
         self._repeated = RepeatedArena(Arena(self._weights))
+        self._drafter_arena = Arena(self._drafter)
         self._kv_arena = Arena(self._kv)
         self._scratch_arena = Arena(self._scratch)
-        self._copy = HostCopy(device)
+        self._copy, self._drafter_copy = HostCopy(device), HostCopy(device)
         self._is_kept = False
 
     # --- what arrays are made in ------------------------------------------------------------------------
@@ -107,6 +109,18 @@ class MappedMemory:
     def of_weights(self) -> AbstractContextManager[None]:
         """Within it the calling thread's arrays are weights; what `temporaries` makes is none."""
         return _allocating(_allocator(self._repeated))
+
+    @contextmanager
+    def of_drafter(self) -> Generator[None]:
+        """Within it the calling thread's arrays are a drafter's: `take_back` makes them what they are at its end.
+
+        Raises:
+            MemoryError: the host has no room for a copy of them.
+        """
+        with _allocating(_allocator(self._drafter_arena)):
+            yield
+        self._device.synchronize()
+        self._drafter_copy.save(self._drafter.begin, self._drafter_arena.used_bytes)
 
     def of_kv(self) -> AbstractContextManager[None]:
         """Within it the calling thread's arrays are KV or recurrent states: zero after each `take_back`."""
@@ -147,7 +161,7 @@ class MappedMemory:
         cupy.get_default_memory_pool().free_all_blocks()
 
     def take_back(self) -> None:
-        """Takes all of it again: kept weights are there, other ones are void, the rest is zero.
+        """Takes all of it again: kept weights and the drafter's are there, other ones are void, the rest is zero.
 
         Raises:
             OutOfDeviceMemoryError: other processes hold what is needed; nothing was taken.
@@ -158,6 +172,9 @@ class MappedMemory:
             self._weights.map_again()
             if self._is_kept:
                 self._copy.begin_restore(self._weights.begin)
+            self._drafter.map_again()
+            if self._drafter.size_bytes:
+                self._drafter_copy.begin_restore(self._drafter.begin)
             for each in (self._kv, self._scratch):
                 each.map_again()
         except BaseException:
@@ -178,10 +195,11 @@ class MappedMemory:
         for each in self._ranges:
             each.close()
         self._copy.close()
+        self._drafter_copy.close()
 
     @property
     def _ranges(self) -> tuple[MappedRange, ...]:
-        return self._weights, self._kv, self._scratch
+        return self._weights, self._drafter, self._kv, self._scratch
 
 
 def temporaries() -> AbstractContextManager[None]:
