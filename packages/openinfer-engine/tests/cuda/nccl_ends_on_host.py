@@ -1,5 +1,6 @@
 """How a group over NCCL ends, with a stand-in for the library: the script that `test_nccl_ends.py` runs."""
 
+import os
 import sys
 import threading
 import weakref
@@ -16,6 +17,8 @@ sys.modules["cuda.pathfinder"] = pathfinder
 
 from openinfer_engine.cuda.worker import CudaWorker  # noqa: E402 - after the stand-ins
 from openinfer_engine.distributed import nccl_communicator  # noqa: E402
+from openinfer_kernels import DeviceUnavailableError  # noqa: E402
+from openinfer_kernels.cuda.comm import nccl  # noqa: E402
 from openinfer_kernels.cuda.comm.nccl import NcclGroup  # noqa: E402
 from openinfer_kernels.cuda.common.graphs import Stream  # noqa: E402
 
@@ -37,6 +40,25 @@ def calls_within_a_group_that_raise_end_it() -> None:
     assert called == ["start", "end"] * 2, called
 
 
+def arrays_are_registered_by_all_ranks_or_by_none() -> None:
+    """NCCL reads its settings once a process: it cannot be told later what other ranks, which are new, are told."""
+    loaded = SimpleNamespace(cache_info=lambda: SimpleNamespace(currsize=1))
+    with patch.dict(os.environ), patch.object(nccl, "library", loaded):
+        for name in ("NCCL_GRAPH_REGISTER", "NCCL_LOCAL_REGISTER"):
+            os.environ.pop(name, None)
+        try:
+            nccl.register_no_buffers()
+        except DeviceUnavailableError as refused:
+            assert "a process of its own" in str(refused)  # noqa: PT017 - a script
+        else:
+            raise AssertionError("the library registers already")
+        loaded.cache_info = lambda: SimpleNamespace(currsize=0)
+        nccl.register_no_buffers()
+        assert os.environ["NCCL_GRAPH_REGISTER"] == os.environ["NCCL_LOCAL_REGISTER"] == "0"
+        loaded.cache_info = lambda: SimpleNamespace(currsize=1)
+        nccl.register_no_buffers()
+
+
 class SlowGroup:
     """A group that is formed when it may be, and notes its end."""
 
@@ -51,12 +73,12 @@ class SlowGroup:
 
 
 def a_group_that_is_broken_while_it_is_formed_is_ended_before_close_returns() -> None:
-    nccl: Any = nccl_communicator
-    nccl.NcclGroup, nccl.RankArrays, nccl.ExactSums = SlowGroup, lambda _: None, lambda *_, **__: None
-    nccl.open_expert_rows = lambda *_, **__: None
+    module: Any = nccl_communicator
+    module.NcclGroup, module.RankArrays, module.ExactSums = SlowGroup, lambda _: None, lambda *_, **__: None
+    module.open_expert_rows = lambda *_, **__: None
     device: Any = SimpleNamespace(use=lambda: None)
-    with patch.object(nccl.NcclCommunicator, "_warm_up", lambda *_: None):
-        made = nccl.NcclCommunicator(b"", rank=0, size=2, device=device, nodes=(0, 0), are_threads=True)
+    with patch.object(module.NcclCommunicator, "_warm_up", lambda *_: None):
+        made = module.NcclCommunicator(b"", rank=0, size=2, device=device, nodes=(0, 0), are_threads=True)
         made.abort(RuntimeError("another rank has failed"))
         threading.Timer(0.2, SlowGroup.may_be_formed.set).start()
         made.close()
@@ -108,6 +130,7 @@ def graphs_are_freed_also_where_a_traceback_has_them() -> None:
 
 if __name__ == "__main__":
     calls_within_a_group_that_raise_end_it()
+    arrays_are_registered_by_all_ranks_or_by_none()
     a_group_that_is_broken_while_it_is_formed_is_ended_before_close_returns()
     a_worker_whose_device_has_failed_frees_its_graphs_and_leaves_the_group()
     graphs_are_freed_also_where_a_traceback_has_them()

@@ -82,11 +82,20 @@ def use_interface(name: str) -> None:
 
 
 def register_no_buffers() -> None:
-    """Has NCCL keep nothing of the arrays that it is given; before `library` is first called.
+    """Has NCCL keep nothing of the arrays that it is given.
 
     Otherwise it registers those of captured collectives with the other ranks, and an engine that sleeps takes the
     memory away beneath them. So what the environment says of it does not count.
+
+    Raises:
+        DeviceUnavailableError: `library` was called before this: NCCL has read its settings, once for the process.
     """
+    is_loaded = library.cache_info().currsize > 0
+    if is_loaded and any(os.environ.get(name) != value for name, value in _NO_REGISTRATION.items()):
+        raise DeviceUnavailableError(
+            "NCCL registers arrays in this process, which has had several ranks on GPUs without --enable-sleep: start "
+            "the engine that sleeps in a process of its own, or first"
+        )
     os.environ.update(_NO_REGISTRATION)
 
 
