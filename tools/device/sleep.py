@@ -1,7 +1,7 @@
 """Sleep, wake and weight updates of one engine on a GPU: memory asleep, times, and whether its tokens stay the same.
 
-    python3 tools/device/sleep.py MODEL [--off] [--load-format FORMAT] [--ranks N] [--times 3] [--asleep S ...]
-        [--size 1x1024 ...] [--repeats 2] [--commit NAME] [--json FILE]
+    python3 tools/device/sleep.py MODEL [--off] [--load-format FORMAT] [--speculative SPEC] [--ranks N] [--times 3]
+        [--asleep S ...] [--size 1x1024 ...] [--repeats 2] [--commit NAME] [--json FILE]
 
 MODEL is a folder with a `config.json`, and, with the format safetensors, weights (`checkpoint.py` writes random ones).
 `--off` starts the engine without --enable-sleep and times its steps alone, to see what the option costs. Memory is that
@@ -90,6 +90,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--off", action="store_true")
     parser.add_argument("--load-format", type=LoadFormat, default=LoadFormat.SAFETENSORS)
+    parser.add_argument("--speculative", default="off")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--asleep", type=float, nargs="+", default=[0.0])
@@ -103,6 +104,7 @@ def main() -> int:
         device=DeviceKind.CUDA,
         load_format=arguments.load_format,
         tensor_parallel_size=arguments.ranks,
+        speculative=arguments.speculative,
         enable_sleep=not arguments.off,
         weights_root=str(arguments.model.resolve().parent),
         prefix_cache=False,
@@ -130,6 +132,7 @@ def main() -> int:
         set_up = {
             "model": str(arguments.model.name),
             "enable_sleep": options.enable_sleep,
+            "speculative": options.speculative,
             "ranks": arguments.ranks,
             "ledger": plan.memory_bytes,
         }

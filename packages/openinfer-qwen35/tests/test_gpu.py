@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from openinfer_core import GenerateRequest, read_config
+from openinfer_core.control import Sleep, Wake
 from openinfer_core.errors import Refused
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.model import ModelDefinition
@@ -219,6 +220,21 @@ def test_answers_with_drafts_are_those_without(model_dir: Path, capture: bool) -
         check_drafts(definition_of(model_dir), model_dir, seeds=[int(capture), 2], **options)
     except Refused as reason:
         pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_answers_with_drafts_after_a_sleep_are_those_before(model_dir: Path, capture: bool) -> None:
+    """What drafted tokens change states by is given back asleep, too."""
+    options = {"speculative": "ngram,k=3,n_min=1", "enable_sleep": True, "batch_invariant": True, "cuda_graph": capture}
+    asked = make_requests()
+    with closing(make_loop(model_dir, **options)) as loop:
+        before = tokens_of(run_at_once(loop, asked))
+        for keeps_weights in (True, False, True):
+            loop.control(Sleep(keeps_weights=keeps_weights))
+            loop.control(Wake())
+            assert tokens_of(run_at_once(loop, asked)) == before
+        assert loop.stats().spec_decode_num_draft_tokens > 0
+        assert loop.stats().drafter_faults == 0
 
 
 ADAPTER_RANKS = {"eight": 8, "sixteen": 16}
