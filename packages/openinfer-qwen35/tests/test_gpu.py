@@ -225,7 +225,8 @@ def test_answers_with_drafts_are_those_without(model_dir: Path, capture: bool) -
 @pytest.mark.parametrize("capture", [True, False])
 def test_answers_with_drafts_after_a_sleep_are_those_before(model_dir: Path, capture: bool) -> None:
     """What drafted tokens change states by is given back asleep, too."""
-    options = {"speculative": "ngram,k=3,n_min=1", "enable_sleep": True, "batch_invariant": True, "cuda_graph": capture}
+    options = {"enable_sleep": True, "batch_invariant": True, "cuda_graph": capture}
+    options |= {"speculative": "ngram,k=3,n_min=1,adaptive=false"}
     asked = make_requests()
     with closing(make_loop(model_dir, **options)) as loop:
         before = tokens_of(run_at_once(loop, asked))

@@ -85,7 +85,8 @@ def register_no_buffers() -> None:
     """Has NCCL keep nothing of the arrays that it is given.
 
     Otherwise it registers those of captured collectives with the other ranks, and an engine that sleeps takes the
-    memory away beneath them. So what the environment says of it does not count.
+    memory away beneath them. So what the environment says of it does not count. All ranks do or none does: where rings
+    are connected, one that registers waits for the others to say so, too (`ncclTransportRingConnect`), for ever.
 
     Raises:
         DeviceUnavailableError: `library` was called before this: NCCL has read its settings, once for the process.
