@@ -5,7 +5,6 @@
 MODEL needs the config.json of a DeepSeek over latents alone: weights are random, the same for both. Ways take turns
 (tensor, data, tensor), each an engine in a process of its own. Tokens of KV are those that all ranks hold;
 log-probabilities are of the same prompts. Last, how choices spread over experts, in a model of fewer layers on one GPU.
-Data-parallel ranks are refused on GPUs so far (`engine/data_parallel/choice.py`): that has to go first.
 """
 
 import argparse
@@ -39,9 +38,9 @@ from openinfer_core import (
 from openinfer_core.plugins import MODELS
 from openinfer_core.process.host import EngineLoop
 from openinfer_core.provenance import provenance
-from openinfer_engine import build_loop, resolve
-from openinfer_engine.data_parallel.launch import build_data_parallel_loop
+from openinfer_engine import resolve
 from openinfer_engine.engine_spec import EngineSpec
+from openinfer_engine.launch import build_engine_loop
 from openinfer_engine.worker.process_group import start_workers
 
 WAYS = ("tensor", "data", "spread")
@@ -99,13 +98,8 @@ def one_way(given: argparse.Namespace) -> None:
     asked |= {f"{given.way}_parallel_size": given.ranks, **given.options}
     options = msgspec.convert(asked, family.options_type)
     begin_s = time.perf_counter()
-    if given.way == "data":
-        plan = resolve(family.definition, given.model, options)
-        loop: Any = build_data_parallel_loop(plan)
-    else:
-        processes = start_workers(EngineSpec.of(family.definition, given.model, options), options)
-        plan = resolve(family.definition, given.model, options)
-        loop = build_loop(plan, processes)
+    processes = start_workers(EngineSpec.of(family.definition, given.model, options), options)
+    loop = build_engine_loop(resolve(family.definition, given.model, options), processes)
     found: dict[str, Any] = {"start_s": round(time.perf_counter() - begin_s, 2), "rows": []}
     found["kv_tokens"] = loop.info.num_blocks * loop.info.block_size_tokens
     found["memory_bytes"] = dict(loop.info.memory_bytes)

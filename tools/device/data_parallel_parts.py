@@ -318,9 +318,9 @@ def on_two_ends(rows: int, make: Callable[..., Callable[[int], Callable[[], Any]
 def exchanged(ops: Any, rows: int) -> Callable[[int], Callable[[], Any]]:
     from openinfer_kernels.cuda.comm.expert_rows import ExpertRows
 
-    ends = [ExpertRows(ops.device, rank=rank, size=2, gpus=()) for rank in range(2)]
+    ends = [ExpertRows(ops.device, rank=rank, size=2) for rank in range(2)]
     for each in ends:
-        each.connect([end.addresses for end in ends])
+        each.connect_addresses([end.addresses for end in ends])
     rng = np.random.default_rng(rows)
     chosen = [np.argsort(rng.random((rows, EXPERTS)), axis=1)[:, :CHOSEN].astype(np.int32) for _ in ends]
 

@@ -226,7 +226,10 @@ def test_v3_s_router_and_quantised_experts_give_the_tokens_of_one_rank(name: str
         ),
         ({"speculative": "ngram"}, "--data-parallel-size and --speculative exclude each other"),
         ({"step_trace": "steps"}, "--data-parallel-size and --step-trace exclude each other"),
-        ({"device": DeviceKind.CUDA}, "have run on GPUs, where .* so they are refused"),
+        (
+            {"device": DeviceKind.CUDA, "kv_tier": ["host=64MiB"]},
+            "--data-parallel-size and --kv-tier with --rank-host process exclude each other",
+        ),
         ({"enable_sleep": True}, "--data-parallel-size and --enable-sleep exclude each other"),
         ({"data_parallel_size": 3}, "3 ranks cannot share experts equally: n_routed_experts is"),
     ],

@@ -1,11 +1,12 @@
 """Data-parallel ranks on GPUs: the answers of one GPU, in graphs that all ranks replay and without graphs.
 
-Random weights, the attention of the published sizes. Each test runs with a GPU for each rank, and with ranks that share
-one (`engine/testing/ranks_of_one_gpu.py`). The former is skipped, with the reason, where there are not two GPUs, and
-while `data_parallel/choice.py` refuses GPUs: without that refusal it is what has to pass for it to go.
+Random weights, the attention of the published sizes. Each test runs with a GPU for each rank, where there are two, and
+with ranks that share one (`engine/testing/ranks_of_one_gpu.py`).
 """
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -16,14 +17,17 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from openinfer_core import GenerateRequest, Refused, RequestId, SamplingParams
+from openinfer_core import GenerateRequest, RequestId, SamplingParams
+from openinfer_core.process.host import EngineLoop
 from openinfer_deepseek.family import DeepseekV2
 from openinfer_deepseek.model import DeepseekModel
-from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
-from openinfer_engine.data_parallel.launch import build_data_parallel_loop
+from openinfer_engine import EngineOptions, GroupBroken, StepLoop, build_loop, resolve
 from openinfer_engine.data_parallel.loop import DataParallelLoop
+from openinfer_engine.engine_spec import EngineSpec
+from openinfer_engine.launch import build_engine_loop
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.testing import Answer, prompt_differences, random_requests, random_weights, run_at_once
+from openinfer_engine.worker.process_group import start_workers
 
 pytestmark = pytest.mark.gpu
 CONFIG = {
@@ -84,12 +88,9 @@ def options(**given: Any) -> EngineOptions:
 
 
 def apart(model_dir: Path, **given: Any) -> DataParallelLoop:
-    asked = options(data_parallel_size=2, **given)
-    try:
-        engine_plan = resolve(DeepseekV2().definition, model_dir, asked)
-    except Refused as reason:
-        pytest.skip(str(reason))
-    return build_data_parallel_loop(engine_plan)
+    loop = build_engine_loop(resolve(DeepseekV2().definition, model_dir, options(data_parallel_size=2, **given)))
+    assert isinstance(loop, DataParallelLoop)
+    return loop
 
 
 def together(model_dir: Path, ranks: int) -> StepLoop:
@@ -228,29 +229,48 @@ def test_a_prefix_is_found_on_its_rank(model_dir: Path) -> None:
     assert different <= 1
 
 
-def test_tiers_of_each_rank(model_dir: Path) -> None:
-    """Prompts that left the pool come back from the tier of the rank that had them, and say the same."""
-    loop = apart(model_dir, kv_tier=["host=64MiB"], kv_load_timeout_ms=60_000)
-    with closing(loop):
-        first = run_at_once(loop, long_prompts(0, count=4, num_tokens=200))
-        run_at_once(loop, long_prompts(20, count=12, num_tokens=900, prompt=1))  # more than the pools hold
-        again = run_at_once(loop, long_prompts(10, count=4, num_tokens=200))
-        assert [each.stats().tier_tokens for each in loop.loops] == [384, 384]
-    assert [each.cached_tokens for each in again.values()] == [192] * 4
-    assert num_different({10 + each: tokens for each, tokens in tokens_of(first).items()}, tokens_of(again)) <= 1
+def run_to_the_end(loop: EngineLoop) -> None:
+    while loop.busy:
+        loop.step()
 
 
 class Broken(Exception):
     """Of one rank."""
 
 
+def two_of_which_one_ends_early() -> list[GenerateRequest]:
+    """One for each rank: the first rank has no rows while the other one goes on."""
+    return [
+        GenerateRequest(
+            request_id=RequestId(index),
+            prompt_token_ids=tuple(range(1 + index, 30 + index)),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        )
+        for index, max_tokens in enumerate((2, 400))
+    ]
+
+
 def test_a_rank_that_fails_ends_all_with_its_reason(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise Broken("out of luck")
 
-    asked = uneven(1, max_tokens=4)
     loop = apart(model_dir, cuda_graph=False)
     with closing(loop):
         monkeypatch.setattr(DeepseekModel, "join_step", fail)
         with pytest.raises(Broken, match="out of luck"):
-            run_at_once(loop, asked)
+            run_at_once(loop, two_of_which_one_ends_early())
+
+
+def test_a_rank_that_is_killed_in_a_step_ends_the_engine_with_its_reason(model_dir: Path) -> None:
+    asked = options(data_parallel_size=2)
+    processes = start_workers(EngineSpec.of(DeepseekV2().definition, model_dir, asked), asked)
+    assert processes is not None
+    loop = build_engine_loop(resolve(DeepseekV2().definition, model_dir, asked), processes)
+    with closing(loop):
+        for each in two_of_which_one_ends_early():
+            loop.submit(each)
+        for _ in range(5):
+            loop.step()
+        os.kill(processes.process_ids[0], signal.SIGKILL)
+        with pytest.raises(GroupBroken, match="rank 1 has died: its process ended with signal 9"):
+            run_to_the_end(loop)

@@ -55,8 +55,8 @@ class Backend(Protocol):
         """
         ...
 
-    def thread_group(self, others: "Sequence[Backend]") -> Sequence[Communicator]:
-        """A group of ranks that are threads of this process, each on the device of its backend; this one's is first."""
+    def thread_group(self, size: int) -> Sequence[Communicator]:
+        """A group of ranks that are threads of this process, which share its device; on GPUs there are none."""
         ...
 
     def check_layout(self, layout: KvLayout) -> None:

@@ -111,7 +111,7 @@ def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOpt
 def build_engine_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -> EngineLoop:
     """Puts an engine together: one step loop, or one for each data-parallel rank. Raises as `build_loop`."""
     if engine_plan.options.data_parallel_size > 1:
-        return build_data_parallel_loop(engine_plan, processes)
+        return build_data_parallel_loop(engine_plan, processes or _start_processes(engine_plan))
     return build_loop(engine_plan, processes)
 
 

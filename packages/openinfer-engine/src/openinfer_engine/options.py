@@ -201,7 +201,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Ranks that share each layer."""
     data_parallel_size: int = 1
     """Ranks with whole attention, sequences, KV pool and tiers of their own, that share the experts of a mixture
-    (DeepSeek, Kimi); on a CPU so far. --max-num-seqs, --max-step-tokens, --num-blocks and --kv-tier are then of each.
+    (DeepSeek, Kimi). --max-num-seqs, --max-step-tokens, --num-blocks and --kv-tier are then of each.
     See docs/reference/parallel.md."""
     rank_host: str | None = None
     """Where ranks other than the first run, NAME or NAME=SETTING: thread (of the engine's process, on a CPU), or a name
@@ -254,10 +254,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def num_rank_processes(self) -> int:
         """Ranks that have a process of their own."""
-        is_hosted = self.rank_host not in (None, THREAD_RANKS)
-        if is_hosted or (self.device is DeviceKind.CUDA and self.data_parallel_size == 1):
-            return self.num_ranks - 1
-        return 0
+        are_threads = self.rank_host == THREAD_RANKS or (self.rank_host is None and self.device is not DeviceKind.CUDA)
+        return 0 if are_threads else self.num_ranks - 1
 
     def __post_init__(self) -> None:
         self._check_kinds()

@@ -78,7 +78,7 @@ def a_group_that_is_broken_while_it_is_formed_is_ended_before_close_returns() ->
     module.open_expert_rows = lambda *_, **__: None
     device: Any = SimpleNamespace(use=lambda: None)
     with patch.object(module.NcclCommunicator, "_warm_up", lambda *_: None):
-        made = module.NcclCommunicator(b"", rank=0, size=2, device=device, nodes=(0, 0), are_threads=True)
+        made = module.NcclCommunicator(b"", rank=0, size=2, device=device, nodes=(0, 0), deals_experts=True)
         made.abort(RuntimeError("another rank has failed"))
         threading.Timer(0.2, SlowGroup.may_be_formed.set).start()
         made.close()

@@ -1,18 +1,12 @@
 """The end of data-parallel ranks: each is closed where its device is the current one, whatever has failed before."""
 
 import threading
-from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from openinfer_core.scheduling import StepPlan
-from openinfer_engine.data_parallel import launch
 from openinfer_engine.data_parallel.runner import StepRound, ThreadRank
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
-from openinfer_engine.options import DeviceKind
-from openinfer_engine.tracing.trace import NoTrace
 
 RANKS = 2
 
@@ -43,23 +37,3 @@ def test_a_rank_is_closed_in_its_own_thread() -> None:
     assert [worker.used for worker in workers] == [[thread] for thread in entered]
     assert len({*entered}) == RANKS
     assert threading.current_thread() not in entered
-
-
-def test_a_rank_that_had_loaded_is_closed_where_another_could_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered, loaded = [threading.Event() for _ in range(RANKS)], FakeWorker()
-
-    def load_workers(_: Any, communicators: Any, *__: Any, **___: Any) -> list[Any]:
-        if communicators[0].data_parallel_rank:
-            raise MemoryError("no room for the pool")
-        return [loaded]
-
-    monkeypatch.setattr(launch, "load_workers", load_workers)
-    plans: Any = [
-        SimpleNamespace(options=SimpleNamespace(device=DeviceKind.CUDA), backend=SimpleNamespace(enter_thread=each.set))
-        for each in entered
-    ]
-    communicators = [DataParallelCommunicator(each) for each in LocalGroup(RANKS).communicators]
-    with pytest.raises(MemoryError, match="no room"):
-        vars(launch)["_load"](plans, communicators, NoTrace())
-    assert len(loaded.used) == 1
-    assert entered[0].is_set()

@@ -1,5 +1,6 @@
 """Steps of data-parallel ranks that are processes: what goes over the link, and what is wrong on it."""
 
+import threading
 from typing import Any
 
 import msgspec
@@ -103,7 +104,14 @@ class Worker:
 def test_a_rank_launches_or_joins_and_answers_in_order_until_a_result_raises() -> None:
     worker, said, failed = Worker(), list[Any](), list[BaseException]()
     communicator = DataParallelCommunicator(LocalGroup(2).communicators[0])
-    rank: Any = DataParallelWorker(worker, communicator, answer=said.append, fail=failed.append)  # type: ignore[arg-type]
+    entered: list[str] = []
+    rank: Any = DataParallelWorker(
+        worker,  # type: ignore[arg-type]
+        communicator,
+        answer=said.append,
+        fail=failed.append,
+        enter_thread=lambda: entered.append(threading.current_thread().name),
+    )
     for order in (
         RunShared.of(plan(1), (3, 1), is_decode=False),
         RunShared.of(None, (0, 1), is_decode=True),
@@ -113,5 +121,6 @@ def test_a_rank_launches_or_joins_and_answers_in_order_until_a_result_raises() -
         assert list(communicator.counts) == order.counts
     rank.close()
     assert worker.did == ["launch 1", "join", "launch 3", "close"]
+    assert entered == ["openinfer-results"]
     assert [each.step for each in said] == [1]
     assert [str(each) for each in failed] == ["no room"]

@@ -24,9 +24,9 @@ def ends(cuda, request, monkeypatch):
 
     monkeypatch.setattr(expert_rows, "MOST_PLACES", 40)
     size = request.param
-    made = [ExpertRows(cuda.device, rank=rank, size=size, gpus=()) for rank in range(size)]
+    made = [ExpertRows(cuda.device, rank=rank, size=size) for rank in range(size)]
     for each in made:
-        each.connect([end.addresses for end in made])
+        each.connect_addresses([end.addresses for end in made])
     yield made
     cuda.device.synchronize()
     for each in made:

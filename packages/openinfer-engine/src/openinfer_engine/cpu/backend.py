@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from openinfer_core import Refused
-from openinfer_engine.backends import Backend
 from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits, make_states
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.local_group import LocalGroup
@@ -54,8 +53,8 @@ class CpuBackend:
     def join_group(self, ticket: bytes, *, rank: int, size: int) -> Communicator:
         return SocketCommunicator.join(ticket, rank=rank, size=size)
 
-    def thread_group(self, others: Sequence[Backend]) -> Sequence[Communicator]:
-        return LocalGroup(1 + len(others)).communicators
+    def thread_group(self, size: int) -> Sequence[Communicator]:
+        return LocalGroup(size).communicators
 
     def check_layout(self, layout: KvLayout) -> None:
         del layout

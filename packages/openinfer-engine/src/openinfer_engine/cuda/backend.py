@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Self
 
 from openinfer_core import Refused
-from openinfer_engine.backends import Backend
+from openinfer_core.errors import ContractViolation
 from openinfer_engine.cpu.worker import WorkerLimits, make_states
 from openinfer_engine.cuda.planned_gpu import PlannedGpu
 from openinfer_engine.cuda.step_buckets import adapted_token_buckets
@@ -72,16 +72,13 @@ class CudaBackend(PlannedGpu):
         nodes = self._placement.nodes
         if self._placement.spans_nodes and not self._placement.places[rank].address:
             raise Refused(f"--rank-host: it does not say by which address the other nodes reach rank {rank}")
-        return NcclCommunicator(ticket, rank=rank, size=size, device=self._device, nodes=nodes)
+        deals_experts = self._options.data_parallel_size > 1
+        return NcclCommunicator(
+            ticket, rank=rank, size=size, device=self._device, nodes=nodes, deals_experts=deals_experts
+        )
 
-    def thread_group(self, others: Sequence[Backend]) -> Sequence[Communicator]:
-        backends = (self, *(each for each in others if isinstance(each, CudaBackend)))
-        ticket, size = unique_id(), 1 + len(others)
-        return [each.join_thread_group(ticket, rank=rank, size=size) for rank, each in enumerate(backends)]
-
-    def join_thread_group(self, ticket: bytes, *, rank: int, size: int) -> NcclCommunicator:
-        nodes = self._placement.nodes
-        return NcclCommunicator(ticket, rank=rank, size=size, device=self._device, nodes=nodes, are_threads=True)
+    def thread_group(self, size: int) -> Sequence[Communicator]:
+        raise ContractViolation(f"{size} ranks on GPUs are processes")
 
     @property
     def collectives(self) -> str:
@@ -167,15 +164,15 @@ def _check_ranks(options: EngineOptions, *, rank: int, placement: Placement) -> 
     Refused: this machine cannot run those ranks that the placement has here.
     DeviceUnavailableError: NCCL is not installed, or there is no GPU at all.
     """
-    size, are_threads = options.num_ranks, options.data_parallel_size > 1
-    if options.rank_host == THREAD_RANKS and not are_threads:
+    # Threads would share the driver's lock: a call that waits for the devices holds up the launch which they wait for.
+    if options.rank_host == THREAD_RANKS:
         raise Refused("--rank-host thread: on GPUs each rank needs a process of its own; leave the option out")
     count, gpus = gpu_count(), placement.gpus_of_node(rank)
     if count <= max(gpus):
-        name = "data_parallel_size" if are_threads else "tensor_parallel_size"
+        name = "data_parallel_size" if options.data_parallel_size > 1 else "tensor_parallel_size"
         raise Refused(
-            f"{name} is {size}, of which {len(gpus)} ranks are on this machine and take GPUs {gpus}, and it has "
-            f"{count} GPUs that the process can see (CUDA_VISIBLE_DEVICES): each rank needs one"
+            f"{name} is {options.num_ranks}, of which {len(gpus)} ranks are on this machine and take GPUs {gpus}, and "
+            f"it has {count} GPUs that the process can see (CUDA_VISIBLE_DEVICES): each rank needs one"
         )
     address = placement.places[rank].address
     if placement.spans_nodes and address:  # in a plan there is none

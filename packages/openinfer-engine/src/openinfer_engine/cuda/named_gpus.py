@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from openinfer_core import InvalidRequest, Refused
-from openinfer_engine.backends import Backend
 from openinfer_engine.cuda.planned_gpu import PlannedGpu
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.lifecycle.device_tensors import ForeignMemory
@@ -75,7 +74,7 @@ class NamedGpuBackend(PlannedGpu):
     def join_group(self, ticket: bytes, *, rank: int, size: int) -> Communicator:
         raise self._absent()
 
-    def thread_group(self, others: Sequence[Backend]) -> Sequence[Communicator]:
+    def thread_group(self, size: int) -> Sequence[Communicator]:
         raise self._absent()
 
     def make_ops(self) -> Ops:

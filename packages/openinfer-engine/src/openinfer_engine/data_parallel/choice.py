@@ -4,7 +4,7 @@ from typing import Any
 
 from openinfer_core import Refused
 from openinfer_engine.model import ModelDefinition
-from openinfer_engine.options import DeviceKind, EngineOptions
+from openinfer_engine.options import EngineOptions
 
 
 def check_data_parallel(definition: ModelDefinition[Any], config: Any, options: EngineOptions) -> None:
@@ -12,15 +12,10 @@ def check_data_parallel(definition: ModelDefinition[Any], config: Any, options: 
     if options.data_parallel_size == 1:
         return
     definition.check_data_parallel(config, options.data_parallel_size)
-    if options.device is not DeviceKind.CPU:
-        raise Refused(
-            "data_parallel_size: data-parallel ranks have run on GPUs, where a process ended with a fault after them "
-            "that is not explained, and tokens/s were fewer than with tensor parallelism, so they are refused; on GPUs "
-            "experts are dealt out by --tensor-parallel-size"
-        )
+    is_elsewhere = options.num_rank_processes > 0
     excluded = {
         "--tensor-parallel-size": options.tensor_parallel_size > 1,
-        f"--kv-tier with --rank-host {options.rank_host}": bool(options.kv_tier) and bool(options.num_rank_processes),
+        f"--kv-tier with --rank-host {options.rank_host or 'process'}": bool(options.kv_tier) and is_elsewhere,
         "--kv-events": options.kv_events is not None,
         "--kv-transfer": options.kv_transfer is not None,
         "--speculative": options.speculation is not None,

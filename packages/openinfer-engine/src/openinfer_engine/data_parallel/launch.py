@@ -1,14 +1,12 @@
 """Loading data-parallel ranks, threads or processes, each with a scheduler, a pool and tiers of its own.
 
-On GPUs each rank has one, and a backend and a plan for it; all use the smallest pool. On a CPU they have one plan.
+On GPUs they are processes; all use the smallest pool.
 """
 
 import contextlib
-import io
 import logging
 import secrets
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -19,15 +17,13 @@ from openinfer_engine.data_parallel.processes import load_ranks
 from openinfer_engine.data_parallel.routing import RankRouter
 from openinfer_engine.data_parallel.runner import PlanRunner, SharedRank, StepRound, ThreadRank
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
-from openinfer_engine.engine_plan import EnginePlan, resolve
+from openinfer_engine.engine_plan import EnginePlan
 from openinfer_engine.kv_tiers import OpenTiers, PoolTierPort, open_port, require_tiered
 from openinfer_engine.loop import StepLoop
-from openinfer_engine.options import DeviceKind
 from openinfer_engine.tracing.trace import NoTrace, Tracer, open_trace
 from openinfer_engine.weights.loading import load_workers
 from openinfer_engine.worker.process_group import ProcessGroup
 from openinfer_engine.worker.process_runner import agreed_plan
-from openinfer_engine.worker.runner import Worker, raise_first
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -48,24 +44,21 @@ def build_data_parallel_loop(engine_plan: EnginePlan, processes: ProcessGroup | 
     """
     options, num_ranks = engine_plan.options, engine_plan.options.data_parallel_size
     with contextlib.ExitStack() as undo:
-        if processes is None:
-            plans = _plans_of_ranks(engine_plan)
-        else:
+        if processes is not None:
             undo.callback(processes.close)
-            plans = [agreed_plan(engine_plan, processes)] * num_ranks
-        engine_plan = plans[0]
+            engine_plan = agreed_plan(engine_plan, processes)
         if engine_plan.clipped_context is not None:
             logger.warning("%s", engine_plan.clipped_context)
         tracer = NoTrace() if options.trace is None else open_trace(Path(options.trace))
         if processes is None:
-            ranks = _load_threads(plans, tracer, undo)
+            ranks = _load_threads(engine_plan, tracer, undo)
         else:
             ranks = load_ranks(engine_plan, processes, tracer)
             undo.callback(ranks[0].close)
         step_round = StepRound(ranks, processes)
         loops: list[StepLoop] = []
-        for rank, (plan, runner) in enumerate(zip(plans, step_round.runners, strict=True)):
-            loops.append(_make_loop(plan, runner, rank=rank, tracer=tracer))
+        for rank, runner in enumerate(step_round.runners):
+            loops.append(_make_loop(engine_plan, runner, rank=rank, tracer=tracer))
             undo.callback(loops[-1].close)
         undo.pop_all()
     engine_plan.mark("ranks")
@@ -79,66 +72,17 @@ def build_data_parallel_loop(engine_plan: EnginePlan, processes: ProcessGroup | 
     return DataParallelLoop(loops, step_round=step_round, router=router)
 
 
-def _load_threads(plans: Sequence[EnginePlan], tracer: Tracer, undo: contextlib.ExitStack) -> Sequence[SharedRank]:
-    first, *others = (plan.backend for plan in plans)
-    ends = first.thread_group(others)
+def _load_threads(engine_plan: EnginePlan, tracer: Tracer, undo: contextlib.ExitStack) -> Sequence[SharedRank]:
+    """The ranks of this process, which warm up together."""
+    ends = engine_plan.backend.thread_group(engine_plan.options.data_parallel_size)
     communicators = [DataParallelCommunicator(each, ends) for each in ends]
     for each in communicators:
         undo.callback(each.close)
-    workers = _load(plans, communicators, tracer)
+    workers = load_workers(engine_plan, communicators, tracer)
     for worker in workers:
         undo.callback(worker.close)
-    parts = zip(workers, communicators, (plan.backend.enter_thread for plan in plans), strict=True)
-    return [ThreadRank(index, *each) for index, each in enumerate(parts)]
-
-
-def _plans_of_ranks(engine_plan: EnginePlan) -> Sequence[EnginePlan]:
-    """One for each rank; on a CPU, where all are on one device, the same."""
-    options, num_ranks = engine_plan.options, engine_plan.options.data_parallel_size
-    if options.device is not DeviceKind.CUDA:
-        return [engine_plan] * num_ranks
-
-    def plan_of(rank: int) -> EnginePlan:
-        return resolve(engine_plan.definition, engine_plan.model_dir, options, rank=rank)
-
-    # In threads of their own: to open a GPU makes it that of the thread.
-    with ThreadPoolExecutor(num_ranks - 1) as threads:
-        plans = [engine_plan, *threads.map(plan_of, range(1, num_ranks))]
-    smallest = min(plan.num_blocks for plan in plans)
-    return [plan.with_num_blocks(smallest) for plan in plans]
-
-
-def _load(
-    plans: Sequence[EnginePlan], communicators: Sequence[DataParallelCommunicator], tracer: Tracer
-) -> Sequence[Worker]:
-    """The workers of all ranks, which warm up together."""
-    if plans[0].options.device is not DeviceKind.CUDA:
-        return load_workers(plans[0], communicators, tracer)
-
-    def load(plan: EnginePlan, communicator: DataParallelCommunicator) -> Worker:
-        progress = None if communicator.data_parallel_rank == 0 else io.StringIO()
-        try:
-            (worker,) = load_workers(plan, [communicator], tracer, stream=progress)
-        except BaseException as error:
-            communicator.abort(error)  # the others wait for this rank
-            raise
-        return worker
-
-    def end(plan: EnginePlan, worker: Worker) -> None:
-        plan.backend.enter_thread()
-        worker.close()
-
-    with ThreadPoolExecutor(len(plans)) as threads:
-        loading = [threads.submit(load, *each) for each in zip(plans, communicators, strict=True)]
-        try:
-            raise_first(loading)
-        except BaseException:
-            # Of those that had loaded: their graphs, for which the end of the group waits, go with them.
-            for plan, each in zip(plans, loading, strict=True):
-                if each.exception() is None:
-                    threads.submit(end, plan, each.result()).result()
-            raise
-        return [each.result() for each in loading]
+    parts = zip(workers, communicators, strict=True)
+    return [ThreadRank(index, *each, engine_plan.backend.enter_thread) for index, each in enumerate(parts)]
 
 
 def _held_blocks(engine_plan: EnginePlan) -> int:

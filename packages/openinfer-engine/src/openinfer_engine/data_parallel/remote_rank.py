@@ -69,8 +69,9 @@ class DataParallelWorker:
     Args:
         worker: the rank's own, closed with it.
         communicator: that worker's.
-        answer: takes what goes to the engine, in a thread of its own.
+        answer: takes what goes to the engine, in the thread that waits for results.
         fail: takes what a step has raised when its result was due.
+        enter_thread: what that thread calls first, which makes the rank's device its own.
     """
 
     def __init__(
@@ -80,10 +81,11 @@ class DataParallelWorker:
         *,
         answer: Callable[[FromRank], None],
         fail: Callable[[BaseException], None],
+        enter_thread: Callable[[], None],
     ) -> None:
         self._steps = SharedSteps(worker, communicator)
         self._worker = worker
-        self._answer, self._fail = answer, fail
+        self._answer, self._fail, self._enter_thread = answer, fail, enter_thread
         self._launched: queue.SimpleQueue[tuple[int, PendingStep] | None] = queue.SimpleQueue()
         self._answering = threading.Thread(target=self._answer_all, name="openinfer-results", daemon=True)
         self._answering.start()
@@ -113,10 +115,10 @@ class DataParallelWorker:
         self._worker.close()
 
     def _answer_all(self) -> None:
-        while (launched := self._launched.get()) is not None:
-            step, pending = launched
-            try:
+        try:
+            self._enter_thread()
+            while (launched := self._launched.get()) is not None:
+                step, pending = launched
                 self._answer(StepDone.of(step, pending.result()))
-            except BaseException as error:  # noqa: BLE001 - the thread that takes orders raises it
-                self._fail(error)
-                return
+        except BaseException as error:  # noqa: BLE001 - the thread that takes orders raises it
+            self._fail(error)

@@ -54,8 +54,7 @@ class NcclCommunicator:
         size: of the group.
         device: of this rank.
         nodes: of each rank.
-        are_threads: whether the ranks are of one process, which cannot map its own memory once more: their sums are all
-            NCCL's, and they reach each other's memory by address.
+        deals_experts: whether ranks bring rows to each other's experts, and so add up no rows of their own.
     """
 
     def __init__(
@@ -66,11 +65,11 @@ class NcclCommunicator:
         size: int,
         device: Device,
         nodes: Sequence[int],
-        are_threads: bool = False,
+        deals_experts: bool = False,
     ) -> None:
         self._nodes = tuple(nodes)
-        self._are_threads = are_threads
-        self._maps_memory = not are_threads and len(set(self._nodes)) == 1  # nor that of another machine
+        self._deals_experts = deals_experts
+        self._maps_memory = len(set(self._nodes)) == 1
         self._rank = rank
         self._size = size
         self._device = device
@@ -185,8 +184,11 @@ class NcclCommunicator:
             arrays = RankArrays(self._device)  # here, as the thread that makes a communicator may have another device
             self._warm_up(group)
             sizes = {"rank": self._rank, "size": self._size}
-            one_shot = open_one_shot(group, self._device, **sizes) if self._maps_memory else None
-            expert_rows = open_expert_rows(group, self._device, **sizes) if self._are_threads else None
+            one_shot, expert_rows = None, None
+            if self._maps_memory and self._deals_experts:
+                expert_rows = open_expert_rows(group, self._device, **sizes)
+            elif self._maps_memory:
+                one_shot = open_one_shot(group, self._device, **sizes)
         except Exception as error:  # a thread that waits for this one must hear of it, whatever it is
             logger.exception("rank %d cannot join", self._rank)
             self._break(GroupBroken(f"rank {self._rank} cannot join: {type(error).__name__}: {error}"))

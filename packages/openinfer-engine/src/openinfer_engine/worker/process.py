@@ -162,7 +162,8 @@ def _load(orders: "Orders", answers: "Answers", *, model_dir: Path | None) -> "t
             enter_thread=engine_plan.backend.enter_thread,
         )
     if shared is not None:
-        worker = DataParallelWorker(worker, shared, answer=answers.send, fail=orders.fail)
+        enter_thread = engine_plan.backend.enter_thread
+        worker = DataParallelWorker(worker, shared, answer=answers.send, fail=orders.fail, enter_thread=enter_thread)
     answers.send(WorkerReady())
     return worker, share
 

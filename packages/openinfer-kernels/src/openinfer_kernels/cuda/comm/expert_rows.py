@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from openinfer_kernels.cuda.comm.peer_buffers import HANDLE_BYTES as BUFFER_HANDLE_BYTES
 from openinfer_kernels.cuda.comm.peer_buffers import PeerBuffers
 from openinfer_kernels.cuda.common.arrays import VECTOR_BYTES, fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
@@ -13,6 +14,7 @@ from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, ExpertChoice
 
+HANDLE_BYTES = 2 * BUFFER_HANDLE_BYTES
 _THREADS = 256
 _MOST_CHOSEN = 32
 # Of a launch, whose blocks are on the device at once: none waits for a place while others wait for what it sends.
@@ -35,26 +37,36 @@ class ExpertRows:
         device: this rank's, which is the current one.
         rank: this rank.
         size: ranks, at most `MAX_RANKS`.
-        gpus: of all ranks, which are threads of this process.
-
-    Raises:
-        CudaCallError: one of these GPUs cannot reach this one's memory.
     """
 
-    def __init__(self, device: Device, *, rank: int, size: int, gpus: Sequence[int]) -> None:
+    def __init__(self, device: Device, *, rank: int, size: int) -> None:
         self._size = size
         self._dispatch = device.kernel("expert_rows", "dispatch_expert_rows")
         self._combine = device.kernel("expert_rows", "combine_expert_rows")
-        self._rows = PeerBuffers(device, rank=rank, size=size, slot_bytes=_ROWS_BYTES, gpus=gpus)
-        self._sums = PeerBuffers(device, rank=rank, size=size, slot_bytes=_SUMS_BYTES, gpus=gpus)
+        self._rows = PeerBuffers(rank=rank, size=size, slot_bytes=_ROWS_BYTES)
+        self._sums = PeerBuffers(rank=rank, size=size, slot_bytes=_SUMS_BYTES)
+
+    @property
+    def handle(self) -> bytes:
+        """What the other ranks open this rank's memory by; `HANDLE_BYTES` long."""
+        return self._rows.handle + self._sums.handle
+
+    def connect(self, handles: Sequence[bytes]) -> None:
+        """Opens the memory of all ranks, in order; no rank may send before all have connected.
+
+        Raises:
+            CudaCallError: this GPU cannot reach the memory of another rank's.
+        """
+        self._rows.connect([each[:BUFFER_HANDLE_BYTES] for each in handles])
+        self._sums.connect([each[BUFFER_HANDLE_BYTES:] for each in handles])
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Where this rank's memory begins."""
+        """Where this rank's memory begins, for ranks of the same process."""
         return self._rows.address, self._sums.address
 
-    def connect(self, addresses: Sequence[tuple[int, int]]) -> None:
-        """Takes the memory of all ranks, in order; no rank may send before all have connected."""
+    def connect_addresses(self, addresses: Sequence[tuple[int, int]]) -> None:
+        """As `connect`, where all ranks are in one process and on one GPU."""
         self._rows.connect_addresses([rows for rows, _ in addresses])
         self._sums.connect_addresses([sums for _, sums in addresses])
 

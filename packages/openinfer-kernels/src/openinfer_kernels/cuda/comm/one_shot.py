@@ -30,7 +30,7 @@ class OneShot:
             for dtype in (bfloat16, np.float32)
         }
         self._most_bytes = most_bytes
-        self._buffers = PeerBuffers(device, rank=rank, size=size, slot_bytes=most_bytes)
+        self._buffers = PeerBuffers(rank=rank, size=size, slot_bytes=most_bytes)
 
     @property
     def handle(self) -> bytes:

@@ -1,8 +1,7 @@
 """Memory of a rank that the other ranks of its machine write into: `csrc/comm/peers.cuh` says how.
 
 Each rank makes its end, tells the others where it is, and connects to theirs, over NVLink or PCIe, without multicast:
-ranks of other processes by CUDA's inter-process memory handles, those of the same one by address. Of the latter no
-other memory is opened to the others' GPUs: each allocation and release of theirs would concern all of them.
+ranks of other processes by CUDA's inter-process memory handles, those of the same one, on one GPU, by address.
 """
 
 import ctypes
@@ -12,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from openinfer_kernels.cuda.common.arrays import VECTOR_BYTES, address
-from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import check
 from openinfer_kernels.cuda.common.libraries import cupy, driver
-from openinfer_kernels.cuda.common.mapped_memory import DriverMemory
 from openinfer_kernels.errors import CudaCallError
 from openinfer_kernels.ops import Array
 
@@ -49,17 +46,13 @@ class PeerBuffers:
         rank: this rank.
         size: ranks, at most `MAX_RANKS`.
         slot_bytes: what each rank may send to each other one in a turn.
-        gpus: of the other ranks where they are threads of this process.
-
-    Raises:
-        CudaCallError: one of these GPUs cannot reach this one's memory.
     """
 
-    def __init__(self, device: Device, *, rank: int, size: int, slot_bytes: int, gpus: Sequence[int] = ()) -> None:
+    def __init__(self, *, rank: int, size: int, slot_bytes: int) -> None:
         self._rank = rank
         buffer_bytes = _NUM_BUFFERS * size * slot_bytes
-        self._memory: _Allocation = _MappedAllocation(device, gpus, buffer_bytes) if gpus else _Allocation(buffer_bytes)
-        self._own = self._memory.address
+        # What other processes open has to be the beginning of an allocation, which CuPy's pool may not hand out.
+        self._own: int = cupy.cuda.runtime.malloc(buffer_bytes)
         self._opened: list[int] = []
         self._state: Array = cupy.zeros(_STATE_BYTES, np.uint8)
         # In host memory, where `abort` can write while kernels that wait for another rank read it.
@@ -115,37 +108,6 @@ class PeerBuffers:
         for pointer in self._opened:
             cupy.cuda.runtime.ipcCloseMemHandle(pointer)
         self._opened.clear()
-        self._memory.free()
-
-
-class _Allocation:
-    """Of the current device; CuPy's pool may not hand out the beginning of one."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.address: int = cupy.cuda.runtime.malloc(nbytes)
-
-    def free(self) -> None:
-        if self.address:
-            cupy.cuda.runtime.free(self.address)
-            self.address = 0
-
-
-class _MappedAllocation(_Allocation):
-    """Which other GPUs of this process reach, and nothing else of it."""
-
-    def __init__(self, device: Device, gpus: Sequence[int], nbytes: int) -> None:
-        self._memory = DriverMemory(device, [index for index in gpus if index != device.index])
-        unit = self._memory.granularity_bytes
-        self._nbytes = -(-nbytes // unit) * unit
-        self.address = self._memory.reserve(self._nbytes)
-        try:
-            self._memory.map(self.address, self._nbytes)
-        except BaseException:
-            self._memory.release(self.address, self._nbytes)
-            raise
-
-    def free(self) -> None:
-        if self.address:
-            self._memory.unmap(self.address, self._nbytes)
-            self._memory.release(self.address, self._nbytes)
-            self.address = 0
+        if self._own:
+            cupy.cuda.runtime.free(self._own)
+            self._own = 0

@@ -7,7 +7,7 @@ have been given would be gone.
 """
 
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -25,18 +25,18 @@ _RESERVED = 2
 
 
 class DriverMemory:
-    """Implements `PhysicalMemory` by the driver's virtual memory management, for one GPU.
+    """Implements `PhysicalMemory` by the driver's virtual memory management, for one GPU."""
 
-    Args:
-        device: that it is of.
-        others: indices of further GPUs that read and write it, at the same addresses.
-    """
-
-    def __init__(self, device: Device, others: Sequence[int] = ()) -> None:
+    def __init__(self, device: Device) -> None:
+        location = driver.CUmemLocation()
+        location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = device.index
         self._properties = driver.CUmemAllocationProp()
         self._properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self._properties.location = _location(device.index)
-        self._access = [_access(index) for index in (device.index, *others)]
+        self._properties.location = location
+        self._access = driver.CUmemAccessDesc()
+        self._access.location = location
+        self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         flag = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         self._granularity_bytes: int = check(driver.cuMemGetAllocationGranularity(self._properties, flag))
 
@@ -60,27 +60,13 @@ class DriverMemory:
         finally:
             check(driver.cuMemRelease(handle))  # what is mapped stays until it is unmapped
         try:
-            check(driver.cuMemSetAccess(address, nbytes, self._access, len(self._access)))
+            check(driver.cuMemSetAccess(address, nbytes, [self._access], 1))
         except BaseException:
             check(driver.cuMemUnmap(address, nbytes))
             raise
 
     def unmap(self, address: int, nbytes: int) -> None:
         check(driver.cuMemUnmap(address, nbytes))
-
-
-def _location(index: int) -> Any:
-    location = driver.CUmemLocation()
-    location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    location.id = index
-    return location
-
-
-def _access(index: int) -> Any:
-    access = driver.CUmemAccessDesc()
-    access.location = _location(index)
-    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    return access
 
 
 class MappedMemory:
