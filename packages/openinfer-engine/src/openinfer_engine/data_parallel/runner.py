@@ -8,7 +8,7 @@ A rank's experts compute rows of all ranks, so each takes part in each step, and
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import NoReturn, Protocol, runtime_checkable
 
 from openinfer_core.errors import ContractViolation
@@ -72,10 +72,11 @@ class StepRound:
             return False
         counts = [0 if each is None else each.plan.num_tokens for each in plans]
         all_decode = all(each is None or is_decode(each.plan) for each in plans)
+        # The first rank last: the others may be reached through pipes, which takes longer.
         futures = [
             rank.begin(None if each is None else each.plan, counts, is_decode=all_decode)
-            for rank, each in zip(self._ranks, plans, strict=True)
-        ]
+            for rank, each in reversed([*zip(self._ranks, plans, strict=True)])
+        ][::-1]
         for rank, each in enumerate(plans):
             if each is not None:
                 each.began(futures, rank, self._watch)
@@ -127,16 +128,25 @@ class _PlannedStep:
 
     def result(self) -> StepResult:
         """Raises what any rank raised, the cause before what it broke."""
+        if self._watch is None:
+            return self._result()
         try:
-            raise_first(self._futures)
-            done = self._futures[self._rank].result()
-            if done is None:
-                raise ContractViolation("a rank with a plan has no step")
-            return done.result()
-        except BaseException as error:
-            if self._watch is None:
-                raise
+            result = self._result()
+        except BaseException as error:  # noqa: BLE001 - its cause is raised
             self._watch.raise_cause(error)
+        # A rank is gone: what this one has computed since may be wrong.
+        if self._watch.failure is not None:
+            raise self._watch.failure
+        return result
+
+    def _result(self) -> StepResult:
+        # A rank in another process may wait on its GPU for one that has failed here, until the group is ended.
+        wait(self._futures, return_when=ALL_COMPLETED if self._watch is None else FIRST_EXCEPTION)
+        raise_first([each for each in self._futures if each.done()])
+        done = self._futures[self._rank].result()
+        if done is None:
+            raise ContractViolation("a rank with a plan has no step")
+        return done.result()
 
 
 class SharedSteps:
