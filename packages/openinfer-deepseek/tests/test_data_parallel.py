@@ -20,7 +20,7 @@ from openinfer_engine.data_parallel.launch import build_data_parallel_loop
 from openinfer_engine.data_parallel.loop import DataParallelLoop
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.launch import build_loop
-from openinfer_engine.options import DeviceKind, EngineOptions, LoopHost
+from openinfer_engine.options import EngineOptions, LoopHost
 from openinfer_engine.testing import ask_launched, check_launched
 from openinfer_engine.testing.answers import Answer, run_at_once
 
@@ -220,16 +220,8 @@ def test_v3_s_router_and_quantised_experts_give_the_tokens_of_one_rank(name: str
     [
         ({"tensor_parallel_size": 2}, "--data-parallel-size and --tensor-parallel-size exclude each other"),
         ({"kv_events": "5557"}, "--data-parallel-size and --kv-events exclude each other"),
-        (
-            {"rank_host": "process", "kv_tier": ["host=64MiB"]},
-            "--data-parallel-size and --kv-tier with --rank-host process exclude each other",
-        ),
         ({"speculative": "ngram"}, "--data-parallel-size and --speculative exclude each other"),
         ({"step_trace": "steps"}, "--data-parallel-size and --step-trace exclude each other"),
-        (
-            {"device": DeviceKind.CUDA, "kv_tier": ["host=64MiB"]},
-            "--data-parallel-size and --kv-tier with --rank-host process exclude each other",
-        ),
         ({"enable_sleep": True}, "--data-parallel-size and --enable-sleep exclude each other"),
         ({"data_parallel_size": 3}, "3 ranks cannot share experts equally: n_routed_experts is"),
     ],

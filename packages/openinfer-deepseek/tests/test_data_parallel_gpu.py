@@ -229,6 +229,18 @@ def test_a_prefix_is_found_on_its_rank(model_dir: Path) -> None:
     assert different <= 1
 
 
+def test_tiers_of_each_rank(model_dir: Path) -> None:
+    """Prompts that left the pool come back from the tier of the rank that had them, and say the same."""
+    loop = apart(model_dir, kv_tier=["host=64MiB"], kv_load_timeout_ms=60_000)
+    with closing(loop):
+        first = run_at_once(loop, long_prompts(0, count=4, num_tokens=200))
+        run_at_once(loop, long_prompts(20, count=12, num_tokens=900, prompt=1))  # more than the pools hold
+        again = run_at_once(loop, long_prompts(10, count=4, num_tokens=200))
+        assert [each.stats().tier_tokens for each in loop.loops] == [384, 384]
+    assert [each.cached_tokens for each in again.values()] == [192] * 4
+    assert num_different({10 + each: tokens for each, tokens in tokens_of(first).items()}, tokens_of(again)) <= 1
+
+
 def run_to_the_end(loop: EngineLoop) -> None:
     while loop.busy:
         loop.step()

@@ -20,8 +20,9 @@ from openinfer_bench.served import served
 from openinfer_core import GenerateRequest, InvalidRequest, Plugin, Refused, RequestId, SamplingParams, find_plugin
 from openinfer_core.events import Finished, Tokens
 from openinfer_engine import EngineOptions, EnginePlan, LoadFormat, StepLoop, build_loop, resolve
-from openinfer_engine.data_parallel.launch import build_data_parallel_loop
+from openinfer_engine.data_parallel.loop import DataParallelLoop
 from openinfer_engine.kv_tiers import ChosenTiers
+from openinfer_engine.launch import build_engine_loop
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.testing.answers import run_alone, run_at_once
 from openinfer_kv_cache import KvLayout, KvTier
@@ -193,7 +194,8 @@ def test_each_tier_gives_back_what_the_pool_no_longer_has(model: str, tmp_path: 
     assert (stats.blocks_used, stats.kv_tier_faults) == (0, 0)
 
 
-def test_each_data_parallel_rank_has_tiers_of_its_own() -> None:
+@pytest.mark.parametrize("rank_host", ["thread", "process"])
+def test_each_data_parallel_rank_has_tiers_of_its_own(rank_host: str) -> None:
     """Six prompts over two ranks, whose pools hold two each: the first of each rank comes back from its own tier."""
     draw = random.Random(0)
     prompts = [tuple(draw.randrange(100) for _ in range(160)) for _ in range(6)]
@@ -207,11 +209,11 @@ def test_each_data_parallel_rank_has_tiers_of_its_own() -> None:
     ]
     definition = find_plugin("openinfer.models", "deepseek_v2").load().definition
     options: dict[str, Any] = {**POOL, "load_format": LoadFormat.DUMMY, "data_parallel_size": 2}
+    options["rank_host"] = rank_host
 
     def ask(**tiers: Any) -> tuple[list[list[int]], list[tuple[int, ...]]]:
-        loop = build_data_parallel_loop(
-            resolve(definition, FIXTURES / "deepseek_v2", EngineOptions(**options, **tiers))
-        )
+        loop = build_engine_loop(resolve(definition, FIXTURES / "deepseek_v2", EngineOptions(**options, **tiers)))
+        assert isinstance(loop, DataParallelLoop)
         try:
             answers = [run_at_once(loop, [request])[request.request_id].token_ids for request in asked]
             loaded = [tuple(tier.loaded_blocks for tier in each.stats().kv_tiers) for each in loop.loops]

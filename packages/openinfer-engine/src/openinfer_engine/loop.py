@@ -40,6 +40,7 @@ from openinfer_engine.grammars.masking import MASK_WAIT_S, MaskedRequests
 from openinfer_engine.guard import GuardOptions, SchedulerGuard
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_tiers.port import PoolTierPort
+from openinfer_engine.kv_tiers.remote_port import RemoteTierPort
 from openinfer_engine.kv_transfer import KvTransfer
 from openinfer_engine.lifecycle.lifecycle import Lifecycle, WeightsInUse
 from openinfer_engine.lifecycle.orders import ObeysOrders
@@ -91,7 +92,7 @@ class StepLoop:
         grammar_compiler: GrammarCompiler | None = None,
         mask_wait_s: float = MASK_WAIT_S,
         kv_events: KvEventRecorder | None = None,
-        port: PoolTierPort | None = None,
+        port: PoolTierPort | RemoteTierPort | None = None,
         kv_transfer: KvTransfer | None = None,
         adapters: AdapterTable | None = None,
         weights: WeightsInUse | None = None,

@@ -48,6 +48,8 @@ def test_a_rank_is_closed_in_its_own_thread() -> None:
 class Elsewhere:
     """A rank whose steps end when the test ends them."""
 
+    share = None
+
     def __init__(self) -> None:
         self.steps: list[Future[PendingStep | None]] = []
 

@@ -12,10 +12,8 @@ def check_data_parallel(definition: ModelDefinition[Any], config: Any, options: 
     if options.data_parallel_size == 1:
         return
     definition.check_data_parallel(config, options.data_parallel_size)
-    is_elsewhere = options.num_rank_processes > 0
     excluded = {
         "--tensor-parallel-size": options.tensor_parallel_size > 1,
-        f"--kv-tier with --rank-host {options.rank_host or 'process'}": bool(options.kv_tier) and is_elsewhere,
         "--kv-events": options.kv_events is not None,
         "--kv-transfer": options.kv_transfer is not None,
         "--speculative": options.speculation is not None,

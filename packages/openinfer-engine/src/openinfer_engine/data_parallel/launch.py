@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine.data_parallel.loop import DataParallelLoop
 from openinfer_engine.data_parallel.processes import load_ranks
@@ -18,7 +19,7 @@ from openinfer_engine.data_parallel.routing import RankRouter
 from openinfer_engine.data_parallel.runner import PlanRunner, SharedRank, StepRound, ThreadRank
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
 from openinfer_engine.engine_plan import EnginePlan
-from openinfer_engine.kv_tiers import OpenTiers, PoolTierPort, open_port, require_tiered
+from openinfer_engine.kv_tiers import OpenTiers, PoolTierPort, RemoteTierPort, open_port, require_tiered
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.tracing.trace import NoTrace, Tracer, open_trace
 from openinfer_engine.weights.loading import load_workers
@@ -57,8 +58,11 @@ def build_data_parallel_loop(engine_plan: EnginePlan, processes: ProcessGroup | 
             undo.callback(ranks[0].close)
         step_round = StepRound(ranks, processes)
         loops: list[StepLoop] = []
+        digest_key: bytes | None = None  # the first rank's: tiers of one in another process take any
         for rank, runner in enumerate(step_round.runners):
-            loops.append(_make_loop(engine_plan, runner, rank=rank, tracer=tracer))
+            tiers = None if runner.share is not None else engine_plan.open_tiers(rank=rank)
+            digest_key = digest_key if tiers is None else tiers.digest_key
+            loops.append(_make_loop(engine_plan, runner, tiers, digest_key=digest_key, tracer=tracer))
             undo.callback(loops[-1].close)
         undo.pop_all()
     engine_plan.mark("ranks")
@@ -91,13 +95,14 @@ def _held_blocks(engine_plan: EnginePlan) -> int:
     return num_blocks if engine_plan.tiers is None else max(num_blocks, min(_TIER_FACTOR * num_blocks, _MOST_HELD))
 
 
-def _make_loop(engine_plan: EnginePlan, runner: PlanRunner, *, rank: int, tracer: Tracer) -> StepLoop:
+def _make_loop(
+    engine_plan: EnginePlan, runner: PlanRunner, tiers: OpenTiers | None, *, digest_key: bytes | None, tracer: Tracer
+) -> StepLoop:
     with contextlib.ExitStack() as undo:
-        tiers = engine_plan.open_tiers(rank=rank)
         if tiers is not None:
             undo.callback(tiers.tier.close)
-        scheduler = engine_plan.make_scheduler(digest_key=None if tiers is None else tiers.digest_key)
-        port = None if tiers is None else _join_tiers(engine_plan, tiers, scheduler, runner, tracer)
+        scheduler = engine_plan.make_scheduler(digest_key=digest_key)
+        port = None if engine_plan.tiers is None else _join_tiers(engine_plan, tiers, scheduler, runner, tracer)
         if port is not None:
             undo.pop_all()  # the port closes them
             undo.callback(port.close)
@@ -115,10 +120,15 @@ def _make_loop(engine_plan: EnginePlan, runner: PlanRunner, *, rank: int, tracer
 
 
 def _join_tiers(
-    engine_plan: EnginePlan, tiers: OpenTiers, scheduler: Scheduler, runner: PlanRunner, tracer: Tracer
-) -> PoolTierPort:
+    engine_plan: EnginePlan, tiers: OpenTiers | None, scheduler: Scheduler, runner: PlanRunner, tracer: Tracer
+) -> PoolTierPort | RemoteTierPort:
     tiered = require_tiered(scheduler, name=engine_plan.scheduler.name, has_states=engine_plan.has_states)
-    load_timeout_s = engine_plan.options.kv_load_timeout_ms / 1000
-    port = open_port(tiers, pool=runner.pool_memory(), load_timeout_s=load_timeout_s, tracer=tracer)
+    if tiers is not None:
+        load_timeout_s = engine_plan.options.kv_load_timeout_ms / 1000
+        port = open_port(tiers, pool=runner.pool_memory(), load_timeout_s=load_timeout_s, tracer=tracer)
+    elif runner.share is not None:
+        port = RemoteTierPort(runner.share, num_blocks=_held_blocks(engine_plan))
+    else:
+        raise ContractViolation("a rank of this process has no tiers")
     tiered.use_tiers(port)
     return port

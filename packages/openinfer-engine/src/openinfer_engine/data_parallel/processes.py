@@ -8,6 +8,7 @@ from openinfer_engine.data_parallel.runner import SharedRank, ThreadRank
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
 from openinfer_engine.engine_plan import EnginePlan
 from openinfer_engine.kv_tiers.pool import PoolMemory
+from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_engine.tracing.trace import Tracer
 from openinfer_engine.worker.process_group import ProcessGroup
 from openinfer_engine.worker.process_runner import load_first_rank
@@ -25,11 +26,13 @@ def load_ranks(engine_plan: EnginePlan, processes: ProcessGroup, tracer: Tracer)
     communicator = DataParallelCommunicator(others)
     worker = load_first_rank(engine_plan, processes, tracer, ticket, communicator)
     first = ThreadRank(0, worker, communicator, engine_plan.backend.enter_thread)
-    return [FirstRank(first, processes), *(RemoteRank(steps) for steps in processes.steps)]
+    return [FirstRank(first, processes), *map(RemoteRank, processes.steps, processes.shares)]
 
 
 class FirstRank:
     """The rank of the engine's process, and the end of all."""
+
+    share = None
 
     def __init__(self, rank: ThreadRank, processes: ProcessGroup) -> None:
         self.begin = rank.begin
@@ -46,11 +49,12 @@ class FirstRank:
 class RemoteRank:
     """A rank whose process ends with the first rank."""
 
-    def __init__(self, steps: RemoteSteps) -> None:
+    def __init__(self, steps: RemoteSteps, share: RankShare) -> None:
         self.begin = steps.begin
+        self.share = share
 
     def pool_memory(self) -> PoolMemory:
-        raise ContractViolation("a rank that is a process has no tiers here")
+        raise ContractViolation("a rank that is a process has its pool there")
 
     def close(self) -> None:
         pass

@@ -16,6 +16,7 @@ from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.data_parallel.step_sizes import is_decode
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
 from openinfer_engine.kv_tiers.pool import PoolMemory
+from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_engine.worker.runner import PendingStep, Worker, raise_first
 
 
@@ -31,6 +32,11 @@ class SharedRank(Protocol):
 
     def begin(self, plan: StepPlan | None, counts: Sequence[int], *, is_decode: bool) -> "Future[PendingStep | None]":
         """Begins a step in which the ranks have `counts` tokens, and this one `plan`; its results are None without."""
+        ...
+
+    @property
+    def share(self) -> RankShare | None:
+        """Its blocks and tiers, of a rank in another process; None of one that has them here."""
         ...
 
     def pool_memory(self) -> PoolMemory: ...
@@ -95,6 +101,10 @@ class PlanRunner:
     def failure(self) -> BaseException | None:
         # A thread cannot die between steps: what fails is a step, whose result raises.
         return None if self._watch is None else self._watch.failure
+
+    @property
+    def share(self) -> RankShare | None:
+        return self._rank.share
 
     def pool_memory(self) -> PoolMemory:
         return self._rank.pool_memory()
@@ -177,7 +187,7 @@ class SharedSteps:
 
 
 class ThreadRank:
-    """A data-parallel rank and its thread.
+    """A data-parallel rank of this process and its thread.
 
     Args:
         index: of the rank.
@@ -188,6 +198,8 @@ class ThreadRank:
     Raises:
         ContractViolation: the worker does not take part in others' steps.
     """
+
+    share = None
 
     def __init__(
         self, index: int, worker: Worker, communicator: DataParallelCommunicator, enter_thread: Callable[[], None]

@@ -6,7 +6,7 @@ joining.py  tiers and pools put together; prefault.py: a tier's memory, taken wh
 port.py     PoolTierPort: loads and saves of the pool's blocks and states, as `openinfer_kv_cache.TierPort` has them
 transfer.py what is on its way
 share.py    RankShare: another rank's share of it, in this process (local_share.py) or another (remote_share.py asks,
-            share_service.py answers)
+            share_service.py answers); remote_port.py: RemoteTierPort, of a rank there that has a scheduler of its own
 """
 
 from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, choose_tiers, read_digest_key
@@ -14,6 +14,7 @@ from openinfer_engine.kv_tiers.joining import begin_prefault, open_port, require
 from openinfer_engine.kv_tiers.local_share import LocalShare
 from openinfer_engine.kv_tiers.port import PoolTierPort
 from openinfer_engine.kv_tiers.prefault import MemoryPrefault
+from openinfer_engine.kv_tiers.remote_port import RemoteTierPort
 from openinfer_engine.kv_tiers.share import RankShare
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "OpenTiers",
     "PoolTierPort",
     "RankShare",
+    "RemoteTierPort",
     "begin_prefault",
     "choose_tiers",
     "open_port",

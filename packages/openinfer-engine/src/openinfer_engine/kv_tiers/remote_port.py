@@ -1,0 +1,112 @@
+"""`RemoteTierPort`: the tiers of a data-parallel rank that is a process, as its scheduler, in the engine's, has them.
+
+The rank loads and saves (`share_service.py`). What its tiers hold is known here from what they saved for this engine:
+to ask them would take as long as a step. What they have dropped meanwhile is a load that ends early: its blocks are
+computed, and forgotten here.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from openinfer_core.engine import KvTierStats
+from openinfer_engine.kv_tiers.port import CHUNK_BLOCKS
+from openinfer_engine.kv_tiers.share import RankShare
+from openinfer_kv_cache import Digest, PrefixHit, TierTransfer
+
+
+class RemoteTierPort:
+    """Implements `openinfer_kv_cache.TierPort`, of a model without recurrent states, for one thread.
+
+    Args:
+        share: of the rank, which has its blocks and tiers.
+        num_blocks: that are remembered at most, those that were used last.
+        clock: monotonic seconds.
+    """
+
+    chunks_per_slot = 0
+
+    def __init__(self, share: RankShare, *, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._share = share
+        self._num_blocks = num_blocks
+        self._held: OrderedDict[Digest, None] = OrderedDict()
+        self._transfers: dict[TierTransfer, Callable[[TierTransfer], None]] = {}
+        self.clock = clock
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether something is on its way, or was when it was last looked at."""
+        return bool(self._transfers)
+
+    def state_places(self, slot: int) -> Sequence[int]:
+        del slot
+        return ()
+
+    def find(self, digests: Sequence[Digest]) -> PrefixHit:
+        self.settle()
+        count = next((place for place, each in enumerate(digests) if each not in self._held), len(digests))
+        chunks = (digests[begin : min(begin + CHUNK_BLOCKS, count)] for begin in range(0, count, CHUNK_BLOCKS))
+        return PrefixHit([_Known(chunk) for chunk in chunks])
+
+    def load(self, found: PrefixHit, places: Sequence[int]) -> TierTransfer | None:
+        digests = [digest for hit in found.hits for digest in hit.digests]
+        found.close()
+        if not digests:
+            return None
+        self._use(digests)
+
+        def forget(transfer: TierTransfer) -> None:
+            for digest in digests[transfer.completed_blocks :]:
+                self._held.pop(digest, None)
+
+        return self._begin(self._share.load(digests, places[: len(digests)]), forget)
+
+    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer | None:
+        def note(transfer: TierTransfer) -> None:
+            self._use(digests[: transfer.completed_blocks])
+
+        return self._begin(self._share.save(digests, places), note)
+
+    def settle(self) -> None:
+        for transfer in [each for each in self._transfers if each.is_over()]:
+            self._transfers.pop(transfer)(transfer)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until one of the transfers is over, at most so long."""
+        for transfer in self._transfers:
+            transfer.wait(timeout_s)
+            break
+
+    def stats(self) -> tuple[KvTierStats, ...]:
+        return self._share.stats()
+
+    @property
+    def faults(self) -> int:
+        return self._share.faults
+
+    def close(self) -> None:
+        """The rank ends its transfers when it leaves, and then closes its tiers."""
+        self._transfers.clear()
+
+    def _begin(self, transfer: TierTransfer, ended: Callable[[TierTransfer], None]) -> TierTransfer:
+        self._transfers[transfer] = ended
+        return transfer
+
+    def _use(self, digests: Sequence[Digest]) -> None:
+        # Last blocks first: of a chain the end is forgotten before its beginning, without which it is of no use.
+        for digest in reversed(digests):
+            self._held[digest] = None
+            self._held.move_to_end(digest)
+        while len(self._held) > self._num_blocks:
+            self._held.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A `TierHit` that holds nothing: the rank's tiers hold what they find when they load."""
+
+    digests: Sequence[Digest]
+
+    def close(self) -> None:
+        pass
