@@ -99,7 +99,7 @@ def one_way(given: argparse.Namespace) -> None:
     options = msgspec.convert(asked, family.options_type)
     begin_s = time.perf_counter()
     processes = start_workers(EngineSpec.of(family.definition, given.model, options), options)
-    loop = build_engine_loop(resolve(family.definition, given.model, options), processes)
+    loop: Any = build_engine_loop(resolve(family.definition, given.model, options), processes)
     found: dict[str, Any] = {"start_s": round(time.perf_counter() - begin_s, 2), "rows": []}
     found["kv_tokens"] = loop.info.num_blocks * loop.info.block_size_tokens
     found["memory_bytes"] = dict(loop.info.memory_bytes)
