@@ -118,8 +118,8 @@ class DataParallelCommunicator(SoloCommunicator):
     def rehearsal(self) -> Generator[None]:
         """Within it nothing is exchanged: other ranks' rows are zeros.
 
-        What a GPU loads and measures when it first runs something may wait for its stream. In one process that can hold
-        up the other ranks' launches, which the stream's collectives wait for; so it happens where there are none.
+        What a GPU loads and measures when it first runs something is so where no rank waits for another: products are
+        measured without the wait.
         """
         self._is_rehearsal = True
         try:
