@@ -58,11 +58,40 @@ _LOOPING = (
 
 
 class Array(np.ndarray):
-    """A NumPy array with the address that CuPy's have."""
+    """A NumPy array with the address that CuPy's have.
+
+    What CuPy compiles kernels for when it is asked first, which takes up to half a second each, the engine's own
+    modules may not ask for: indices that are arrays, and arithmetic.
+    """
 
     @property
     def data(self) -> Any:
         return SimpleNamespace(ptr=self.ctypes.data)
+
+    def __getitem__(self, key: Any) -> Any:
+        _refuse_compiling(_has_arrays(key))
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _refuse_compiling(_has_arrays(key))
+        super().__setitem__(key, value)
+
+    def __add__(self, other: Any) -> Any:
+        _refuse_compiling(True)
+        return super().__add__(other)
+
+    def __sub__(self, other: Any) -> Any:
+        _refuse_compiling(True)
+        return super().__sub__(other)
+
+
+def _has_arrays(key: Any) -> bool:
+    return any(isinstance(each, np.ndarray) for each in (key if isinstance(key, tuple) else (key,)))
+
+
+def _refuse_compiling(compiles: bool) -> None:
+    caller = sys._getframe(2).f_globals.get("__name__", "")  # noqa: SLF001 - who asks
+    assert not (compiles and caller.startswith("openinfer_engine.cuda.")), f"{caller}: CuPy compiles a kernel for this"
 
 
 def array(values: Any) -> Any:
@@ -77,7 +106,6 @@ def install() -> None:
     # What is not written yet may be anything on a GPU.
     cupy.empty = lambda shape, dtype: array(np.full(shape, 113, dtype))
     cupy.zeros = lambda shape, dtype: array(np.zeros(shape, dtype))
-    cupy.arange = lambda count, dtype: array(np.arange(count, dtype=dtype))
     cupy.asarray = _from_host
     stream = SimpleNamespace(ptr=0, synchronize=lambda: None)
     cupy.cuda = SimpleNamespace(

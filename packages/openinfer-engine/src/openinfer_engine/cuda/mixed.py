@@ -17,6 +17,7 @@ from openinfer_engine.worker.step_observer import StepObserver
 from openinfer_kernels import Array, AttentionBatch, HostArray
 from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kernels.cuda.common.pinned import StagingBuffer
+from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.sampling.step_inputs import BatchMemory, MixedInputs, mixed_record
 from openinfer_kernels.cuda.sampling.steps import SlotState, copy_array
 from openinfer_kernels.cuda.sampling.token_rows import TokenRows
@@ -43,6 +44,7 @@ class MixedForward:
         self,
         model: Model,
         *,
+        ops: CudaOps,
         kv_cache: KvLayers,
         slots: SlotState,
         limits: WorkerLimits,
@@ -54,6 +56,7 @@ class MixedForward:
         self.adapted: dict[int, CapturedMixed] = {}
         self._adapters = adapters
         self._observer = observer
+        self._ops = ops
         self.model = model
         self._kv_cache = kv_cache
         self._slots = slots
@@ -122,12 +125,17 @@ class MixedForward:
             return isinstance(self.model, LastTokenModel)
         return self._observer.selects_last_tokens
 
-    def _hidden_of_last(self, inputs: MixedInputs, last_of: HostArray, tokens: Array, staging: StagingBuffer) -> Array:
+    def _hidden_of_last(
+        self, inputs: MixedInputs, last_of: HostArray, tokens: HostArray, staging: StagingBuffer
+    ) -> Array:
         """`[T, h]`, of which those of `tokens` are computed, the last ones of these rows; others are any numbers."""
         self._slots.prepare_mixed(inputs)
-        token_ids, batch = inputs.token_ids, inputs.batch
-        (rows,) = staging.upload(last_of.astype(np.int32))
-        last = LogitsIndices(tokens=tokens, batch=_last_tokens(batch, rows, tokens))
+        token_ids, batch, places = inputs.token_ids, inputs.batch, np.zeros(len(inputs.token_ids), np.int32)
+        places[tokens] = np.arange(len(tokens))
+        rows, of_rows, starts, found_at = staging.upload(
+            last_of.astype(np.int32), tokens.astype(np.int32), np.arange(len(tokens) + 1, dtype=np.int32), places
+        )
+        last = LogitsIndices(tokens=of_rows, batch=self._last_tokens(batch, rows, of_rows, starts))
         if self._observer is None:
             model = cast("LastTokenModel", self.model)
             found = model.forward_last_tokens(token_ids, batch=batch, kv_cache=self._kv_cache, last=last)
@@ -136,10 +144,33 @@ class MixedForward:
             found = self._observer.forward_last_tokens(
                 slots, token_ids, batch=batch, kv_cache=self._kv_cache, last=last
             )
-        whole = cupy.empty((len(token_ids), found.shape[1]), found.dtype)
-        if len(found):
-            whole[tokens] = found
-        return whole
+        if not len(tokens):
+            return cupy.empty((len(token_ids), found.shape[1]), found.dtype)
+        return self._ops.embedding(found_at, found)
+
+    def _last_tokens(self, batch: AttentionBatch, rows: Array, tokens: Array, starts: Array) -> AttentionBatch:
+        """The last `tokens [n]` of these rows again, as rows of one token each, which begin at `starts`."""
+        if not len(tokens):
+            return batch
+        return replace(
+            batch,
+            positions=self._taken(batch.positions, tokens),
+            query_starts=starts,
+            context_lens=self._taken(batch.context_lens, rows),
+            block_tables=tuple(self._taken(table, rows) for table in batch.block_tables),
+            cache_slots=tuple(self._taken(slots, tokens) for slots in batch.cache_slots),
+            max_query_tokens=1,
+            chunk_context_tokens=None,
+            state_slots=None if batch.state_slots is None else self._taken(batch.state_slots, rows),
+            adapter_slots=None if batch.adapter_slots is None else self._taken(batch.adapter_slots, tokens),
+        )
+
+    def _taken(self, array: Array, indices: Array) -> Array:
+        """`array[indices]`, by an operator, whatever the numbers stand for: CuPy compiles a kernel for each kind of
+        array in the first step that asks, which takes the time of a hundred steps.
+        """
+        words = array.reshape(len(array), -1).view(np.float32)
+        return self._ops.embedding(indices, words).view(array.dtype).reshape(-1, *array.shape[1:])
 
     def leave_hidden_by_token(self, rows: TokenRows, inputs: MixedInputs, hidden: Array, *, most_tokens: int) -> None:
         """As `hidden_of`, where each token is a row for the model's attention; leaves the states in `hidden`.
@@ -194,29 +225,10 @@ class MixedForward:
         if correct is not None:
             correct(inputs)
         if captured is None and last_of is not None and self.selects_last_tokens:
-            (tokens,) = staging.upload((np.cumsum(columns.counts)[last_of] - 1).astype(np.int32))
+            tokens = np.cumsum(columns.counts)[last_of] - 1
             return inputs, self._hidden_of_last(inputs, last_of, tokens, staging)
         if captured is None:
             return inputs, self.hidden_of(inputs)
         graph = captured.by_token if by_token and captured.by_token is not None else captured.forward
         graph.launch()
         return inputs, captured.hidden
-
-
-def _last_tokens(batch: AttentionBatch, rows: Array, tokens: Array) -> AttentionBatch:
-    """The last `tokens [n]` of these rows again, as rows of one token each."""
-    if not len(tokens):
-        return batch
-    positions = batch.positions[tokens]
-    return replace(
-        batch,
-        positions=positions,
-        query_starts=cupy.arange(len(tokens) + 1, dtype=np.int32),
-        context_lens=positions + np.int32(1),
-        block_tables=tuple(table[rows] for table in batch.block_tables),
-        cache_slots=tuple(slots[tokens] for slots in batch.cache_slots),
-        max_query_tokens=1,
-        chunk_context_tokens=None,
-        state_slots=None if batch.state_slots is None else batch.state_slots[rows],
-        adapter_slots=None if batch.adapter_slots is None else batch.adapter_slots[tokens],
-    )

@@ -142,6 +142,7 @@ class CudaWorker:
         self._observer = StepObserver(model, drafter) if drafter is not None and drafter.observes else None
         self._mixed = MixedForward(
             model,
+            ops=ops,
             kv_cache=kv_pool.layers,
             slots=self._slots.state,
             limits=limits,
