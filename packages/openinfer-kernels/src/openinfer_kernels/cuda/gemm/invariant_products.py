@@ -4,7 +4,8 @@ An element of a product is one sum over K. Kernels that add it up in one accumul
 the tensor core takes it, agree in every bit, whatever their tiles are. What differs are those that divide K among
 blocks, or take another instruction. So no algorithm here may divide K, and none is used before its result for random
 tokens, in all places of its tiles, has been compared with a reference, bit for bit: `csrc/gemm/decode_gemm.cu` without
-clusters where it serves, else cuBLASLt's first choice for few tokens.
+clusters where it serves, else cuBLASLt's first choice for few tokens. Where nothing for more tokens agrees with that,
+as with rows that begin at odd addresses, they are multiplied in pieces of few.
 """
 
 from collections.abc import Callable, Generator
@@ -35,11 +36,13 @@ class InvariantProducts:
         self._decode_gemm = decode_gemm
         self._products = Products()
         self._problems: dict[WeightShape, Problem] = {}
-        self._chosen: dict[tuple[int, WeightShape], Algorithm] = {}
+        self._chosen: dict[tuple[int, WeightShape], Algorithm | None] = {}  # None: in pieces of the first class
         self._chooses_all = False
 
     def multiply(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
-        """As `LibraryProducts.multiply`; raises `ArrayMismatchError` where no algorithm agrees with the reference."""
+        """As `LibraryProducts.multiply`; raises `ArrayMismatchError` where no algorithm for few tokens agrees with the
+        reference.
+        """
         shape = weight_shape(x, weight, bias, out)
         problem = self._problems.get(shape)
         if problem is None:
@@ -47,13 +50,28 @@ class InvariantProducts:
         if bias is not None:
             problem.set_bias(bias)
         most_tokens = next((most for most in _CLASSES if len(x) <= most), _CLASSES[-1])
-        for most in _CLASSES if self._chooses_all else (most_tokens,):
+
+        def find(most: int) -> Algorithm | None:
             if (most, shape) not in self._chosen:
                 self._chosen[most, shape] = self._choose(
                     most, problem, weight, biased=bias is not None, dtype=out.dtype
                 )
-        problem.set_num_tokens(len(x))
-        self._products.run(problem, self._chosen[most_tokens, shape], x, weight, out)
+            return self._chosen[most, shape]
+
+        for most in _CLASSES if self._chooses_all else ():
+            find(most)
+        algorithm, piece_tokens = find(most_tokens), max(1, len(x))
+        if algorithm is None:
+            algorithm, piece_tokens = find(_CLASSES[0]), _CLASSES[0]
+        if algorithm is None:
+            raise ArrayMismatchError(
+                f"none of cuBLASLt's algorithms for {shape} agrees bit for bit with the first; this model cannot be "
+                "served with batch invariance on this GPU"
+            )
+        for begin in range(0, len(x), piece_tokens):
+            piece = x[begin : begin + piece_tokens]
+            problem.set_num_tokens(len(piece))
+            self._products.run(problem, algorithm, piece, weight, out[begin : begin + piece_tokens])
 
     @contextmanager
     def tuning(self) -> Generator[None]:
@@ -75,8 +93,8 @@ class InvariantProducts:
 
     def _choose(
         self, most_tokens: int, problem: Problem, weight: Array, *, biased: bool, dtype: "np.dtype[np.generic]"
-    ) -> Algorithm:
-        """The first of cuBLASLt's that agrees with the reference; never while a stream captures."""
+    ) -> Algorithm | None:
+        """The first of cuBLASLt's that agrees with the reference, if any; never while a stream captures."""
         few = _random_tokens(problem.shape.k)
         # The same tokens again and again: a token's bits must not depend on its place in a tile.
         many = cupy.tile(few, (-(-min(most_tokens, _MOST_PROBED) // _PROBE_TOKENS), 1))
@@ -98,10 +116,7 @@ class InvariantProducts:
                 continue
             if _equal_bits(found.reshape(-1, *expected.shape), expected):
                 return algorithm
-        raise ArrayMismatchError(
-            f"none of cuBLASLt's {len(candidates)} algorithms for {problem.shape} and {most_tokens} tokens agrees bit "
-            "for bit with that for fewer; this model cannot be served with batch invariance on this GPU"
-        )
+        return None
 
     def _reference(
         self,
