@@ -21,7 +21,7 @@ from openinfer_engine.cuda.drafted_sampling import DraftedSamplingState
 from openinfer_engine.cuda.drafted_states import DraftedStates
 from openinfer_engine.cuda.graphs import CapturedDecode
 from openinfer_engine.cuda.late_steps import LateSteps
-from openinfer_engine.cuda.mixed import MixedForward, RowColumns
+from openinfer_engine.cuda.mixed import MixedForward, ReadTokens, RowColumns
 from openinfer_engine.cuda.replayed_states import ReplayedStates
 from openinfer_engine.cuda.results import DraftedTokens, PositionLogprobs, ScoredPrompt
 from openinfer_engine.cuda.sampler import CudaSampler, download_logprobs
@@ -139,7 +139,7 @@ class DraftedSteps:
             correct=lambda inputs: self._drafts.place_rows(inputs, num_planned, max_new),
             least_tokens=0 if replayed is None else len(replayed.mixed.inputs.token_ids),
             by_token=replayed is not None and plan.counts.max() <= self.most_tokens and _reads_little(plan),
-            last_of=self._last_of(plan),
+            read=self._sampled_tokens(plan),
         )
         prompts = self._score_prompts(plan, hidden, staging)
         rows = np.flatnonzero(plan.max_new)
@@ -154,11 +154,16 @@ class DraftedSteps:
             self._states.settle(plan, tokens, inputs, staging)
         return tokens, prompts
 
-    def _last_of(self, plan: StepPlan) -> HostArray | None:
-        """The rows that sample, where each samples once and nothing else is read of hidden states."""
-        if (plan.max_new > 1).any() or self._slots.unscored(plan):
+    def _sampled_tokens(self, plan: StepPlan) -> ReadTokens | None:
+        """What rows sample from, where nothing else is read of hidden states."""
+        # Which rows keep inputs is told by row, and tokens are rows of their own where there is one block table.
+        takes_one = self._replayed_states is not None or self._limits.num_tables > 1
+        if self._slots.unscored(plan) or (takes_one and (plan.max_new > 1).any()):
             return None
-        return np.flatnonzero(plan.max_new)
+        rows = np.repeat(np.arange(plan.num_rows), plan.max_new)
+        before = np.repeat(np.cumsum(plan.max_new) - plan.max_new, plan.max_new)
+        firsts = np.repeat(np.cumsum(plan.counts) - plan.max_new, plan.max_new)
+        return ReadTokens(rows, firsts + np.arange(len(rows)) - before)
 
     def begin_decode(self, inputs: DecodeInputs) -> None:
         """Queues what corrects a step of rows of one token each before it is computed; captured with it."""

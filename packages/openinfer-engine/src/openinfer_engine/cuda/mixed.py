@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -37,6 +38,15 @@ class RowColumns(NamedTuple):
         return cls(plan.slots, plan.starts, plan.counts, plan.num_host_tokens, plan.token_ids)
 
 
+class ReadTokens(NamedTuple):
+    """The last tokens of some rows of a mixed batch, one or several of each."""
+
+    rows: HostArray
+    """`[n]`: of each token."""
+    tokens: HostArray
+    """`[n]`, of the batch."""
+
+
 class MixedForward:
     """Queues forward passes. Those that are replayed, by tokens: `captured`, and with adapters `adapted`."""
 
@@ -62,6 +72,10 @@ class MixedForward:
         self._slots = slots
         self._limits = limits
         self._memory = memory
+
+    @cached_property
+    def _token_rows(self) -> TokenRows:
+        return TokenRows(self._ops.device)
 
     def padded_inputs(self, num_tokens: int) -> MixedInputs:
         """For as many rows as so many tokens can have; two at least, since attention is told of no shorter row else."""
@@ -125,17 +139,23 @@ class MixedForward:
             return isinstance(self.model, LastTokenModel)
         return self._observer.selects_last_tokens
 
-    def _hidden_of_last(
-        self, inputs: MixedInputs, last_of: HostArray, tokens: HostArray, staging: StagingBuffer
-    ) -> Array:
-        """`[T, h]`, of which those of `tokens` are computed, the last ones of these rows; others are any numbers."""
+    def _hidden_of_some(self, inputs: MixedInputs, read: ReadTokens, staging: StagingBuffer) -> Array:
+        """`[T, h]`, of which those of the tokens that are read are computed; others are any numbers."""
         self._slots.prepare_mixed(inputs)
         token_ids, batch, places = inputs.token_ids, inputs.batch, np.zeros(len(inputs.token_ids), np.int32)
-        places[tokens] = np.arange(len(tokens))
-        rows, of_rows, starts, found_at = staging.upload(
-            last_of.astype(np.int32), tokens.astype(np.int32), np.arange(len(tokens) + 1, dtype=np.int32), places
+        count = len(read.tokens)
+        places[read.tokens] = np.arange(count)
+        rows, tokens, starts, found_at = staging.upload(
+            read.rows.astype(np.int32), read.tokens.astype(np.int32), np.arange(count + 1, dtype=np.int32), places
         )
-        last = LogitsIndices(tokens=of_rows, batch=self._last_tokens(batch, rows, of_rows, starts))
+        last = LogitsIndices(tokens=tokens, batch=batch)
+        if count:
+            # The last token of a row has its context; those before it are looked at one by one.
+            if (np.diff(read.rows) == 0).any():
+                contexts = self._taken(self._token_rows.batch(inputs).context_lens, tokens)
+            else:
+                contexts = self._taken(batch.context_lens, rows)
+            last = LogitsIndices(tokens=tokens, batch=self._rows_of_one(batch, rows, tokens, starts, contexts))
         if self._observer is None:
             model = cast("LastTokenModel", self.model)
             found = model.forward_last_tokens(token_ids, batch=batch, kv_cache=self._kv_cache, last=last)
@@ -144,19 +164,19 @@ class MixedForward:
             found = self._observer.forward_last_tokens(
                 slots, token_ids, batch=batch, kv_cache=self._kv_cache, last=last
             )
-        if not len(tokens):
+        if not count:
             return cupy.empty((len(token_ids), found.shape[1]), found.dtype)
         return self._ops.embedding(found_at, found)
 
-    def _last_tokens(self, batch: AttentionBatch, rows: Array, tokens: Array, starts: Array) -> AttentionBatch:
-        """The last `tokens [n]` of these rows again, as rows of one token each, which begin at `starts`."""
-        if not len(tokens):
-            return batch
+    def _rows_of_one(
+        self, batch: AttentionBatch, rows: Array, tokens: Array, starts: Array, contexts: Array
+    ) -> AttentionBatch:
+        """`tokens [n]` of these rows again, as rows of one token each, which begin at `starts`."""
         return replace(
             batch,
             positions=self._taken(batch.positions, tokens),
             query_starts=starts,
-            context_lens=self._taken(batch.context_lens, rows),
+            context_lens=contexts,
             block_tables=tuple(self._taken(table, rows) for table in batch.block_tables),
             cache_slots=tuple(self._taken(slots, tokens) for slots in batch.cache_slots),
             max_query_tokens=1,
@@ -197,7 +217,7 @@ class MixedForward:
         correct: Callable[[MixedInputs], None] | None = None,
         least_tokens: int = 0,
         by_token: bool = False,
-        last_of: HostArray | None = None,
+        read: ReadTokens | None = None,
     ) -> tuple[MixedInputs, Array]:
         """A forward pass of these rows.
 
@@ -207,7 +227,7 @@ class MixedForward:
             correct: queues what changes the record on the device before the pass reads it.
             least_tokens: what is replayed was captured for so many at least.
             by_token: attention may take each token for a row.
-            last_of: of the hidden states nothing is read but those of the last token of these rows; None: anything.
+            read: of the hidden states nothing is read but those of these tokens; None: anything.
 
         Returns:
             Its inputs, and `[T or more, h]` hidden states; both are those of a graph if one was replayed.
@@ -224,9 +244,8 @@ class MixedForward:
             staging.upload_into(record, inputs.record[: len(record)])
         if correct is not None:
             correct(inputs)
-        if captured is None and last_of is not None and self.selects_last_tokens:
-            tokens = np.cumsum(columns.counts)[last_of] - 1
-            return inputs, self._hidden_of_last(inputs, last_of, tokens, staging)
+        if captured is None and read is not None and self.selects_last_tokens:
+            return inputs, self._hidden_of_some(inputs, read, staging)
         if captured is None:
             return inputs, self.hidden_of(inputs)
         graph = captured.by_token if by_token and captured.by_token is not None else captured.forward
