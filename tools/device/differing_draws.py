@@ -61,6 +61,7 @@ def main() -> int:
     parser.add_argument("--speculative", nargs="+", default=["right", "random", "ngram,k=4"], metavar="SETTING")
     parser.add_argument("--model", type=Path, default=Path(openinfer_tiny_model.model_dir()), metavar="DIR")
     parser.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE", help="engine options")
+    parser.add_argument("--drafts", type=int, default=MAX_DRAFTS, help="of a row, of `right` and `random`")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     options = dict(each.split("=", 1) for each in given.option)
@@ -83,7 +84,9 @@ def main() -> int:
         drafter = DraftKind(setting) if setting in list(DraftKind) else setting
         for batch, model in [*models.items()][:2]:
             outputs = {request_id: answer.token_ids for request_id, answer in plain[batch].items()}
-            found, stats = serve(requests, model, is_invariant=False, drafter=drafter, outputs=outputs)
+            found, stats = serve(
+                requests, model, is_invariant=False, drafter=drafter, outputs=outputs, max_drafts=given.drafts
+            )
             rows.append(
                 compared(
                     f"batch {batch}, {setting.split(',')[0]}",
@@ -96,7 +99,11 @@ def main() -> int:
             assert stats.drafter_faults == 0
             print(rows[-1], flush=True)
     if given.json is not None:
-        report = {**msgspec.to_builtins(provenance()), "max_drafts": MAX_DRAFTS, "rows": [asdict(row) for row in rows]}
+        report = {
+            **msgspec.to_builtins(provenance()),
+            "max_drafts": given.drafts,
+            "rows": [asdict(row) for row in rows],
+        }
         given.json.write_text(json.dumps(report, indent=1) + "\n")
     print("runs                  draws  differing  share %      95 %       x of a batch's  accepted of drafted")
     for row in rows:

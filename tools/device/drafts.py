@@ -184,8 +184,11 @@ def serve(
     is_invariant: bool,
     drafter: str | None = None,
     outputs: dict[int, list[int]] | None = None,
+    max_drafts: int = MAX_DRAFTS,
 ) -> tuple[dict[int, Answer], Any]:
-    """Answers by request id, and the engine's counters; a drafter that is no `DraftKind` is one by name."""
+    """Answers by request id, and the engine's counters; a drafter that is no `DraftKind` is one by name, which says
+    itself how many drafts a row may have.
+    """
     family: Any = find_family(model.folder)[0]
     given = {"num_blocks": 36, "max_num_seqs": 16, "max_model_tokens": 256, **model.options}
     given |= {"device": model.device, "batch_invariant": is_invariant}
@@ -194,7 +197,7 @@ def serve(
     engine_plan = resolve(family.definition, model.folder, msgspec.convert(given, family.options_type, strict=False))
     if isinstance(drafter, DraftKind):
         factory = scripted_drafter(drafter, outputs or {}, is_exact=is_invariant)
-        engine_plan = with_drafter(engine_plan, factory, max_drafts=MAX_DRAFTS)
+        engine_plan = with_drafter(engine_plan, factory, max_drafts=max_drafts)
     loop = build_loop(engine_plan)
     answers = {int(request.request_id): Answer([], []) for request in requests}
     for request in requests:
