@@ -25,14 +25,11 @@ struct Shape {
 constexpr int kGroups = 3;  // of four sums: S^T k and S^T q of four columns; |k|^2, |q|^2, k . q
 using Sums = float[kGroups][4];
 
-__device__ __forceinline__ void unpack4(const uint2& bits, float* values) {
+__device__ __forceinline__ void load4(const bf16* from, float* values) {
+  const uint2 bits = *reinterpret_cast<const uint2*>(from);
   const float2 low = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.x));
   const float2 high = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.y));
   values[0] = low.x, values[1] = low.y, values[2] = high.x, values[3] = high.y;
-}
-
-__device__ __forceinline__ void load4(const bf16* from, float* values) {
-  unpack4(*reinterpret_cast<const uint2*>(from), values);
 }
 
 __device__ __forceinline__ float4 added(const float4& a, const float4& b) {
@@ -111,38 +108,6 @@ __device__ __forceinline__ void keep(const Arguments& a, const Part<S>& part, in
   }
 }
 
-// A token's output, and the state after it.
-template <class S>
-__device__ __forceinline__ void compute(const Arguments& a, const Part<S>& part, int64_t token, const float (&k)[kRows],
-                                        const float (&q)[kRows], const float (&v)[4], float decay, float beta,
-                                        float4 (&state)[kRows], float4* shared) {
-  Sums sums = {};
-#pragma unroll
-  for (int i = 0; i < kRows; i++) {
-    const float s[4] = {state[i].x, state[i].y, state[i].z, state[i].w};
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-      sums[0][c] += s[c] * k[i];
-      sums[1][c] += s[c] * q[i];
-    }
-    sums[2][0] += k[i] * k[i];
-    sums[2][1] += q[i] * q[i];
-    sums[2][2] += k[i] * q[i];
-  }
-  fold<S>(sums, shared);
-  const float of_key = rsqrtf(sums[2][0] + kLengthEps);
-  const float of_query = rsqrtf(sums[2][1] + kLengthEps) * rsqrtf(float(kDim)), both = of_key * sums[2][2];
-  float d[4], o[4];
-  take_in(state, k, v, decay, beta, of_key, sums, d);
-#pragma unroll
-  for (int c = 0; c < 4; c++) o[c] = of_query * (decay * sums[1][c] + both * d[c]);
-  if (threadIdx.x < S::kAcross) {
-    __nv_bfloat162* out = reinterpret_cast<__nv_bfloat162*>(a.out + (token * a.heads + part.head) * kDim + part.first_column);
-    out[0] = __floats2bfloat162_rn(o[0], o[1]);
-    out[1] = __floats2bfloat162_rn(o[2], o[3]);
-  }
-}
-
 template <class S>
 __device__ void run(const Arguments& a) {
   __shared__ float4 shared[2][S::kWarps * S::kAcross * kGroups];
@@ -167,50 +132,30 @@ __device__ void run(const Arguments& a) {
     load4(a.value(token, head) + first_column, v);
     const float log_decay = a.log_decay(token, head), decay = __expf(log_decay), beta = a.beta(token, head);
     if (is_kept) keep(a, part, row.slot, t, token, log_decay, beta);
-    compute(a, part, token, k, q, v, decay, beta, state, shared[t & 1]);
-  }
-  if (is_kept) return;
+    Sums sums = {};
 #pragma unroll
-  for (int i = 0; i < kRows; i++) __stcg(reinterpret_cast<float4*>(at + i * kDim), state[i]);
-}
-
-// `run`, bit for bit, where there are more registers than blocks: what some tokens of a row read is asked for before the
-// first of them is computed, so that the row waits for it once.
-template <class S, int kAhead>
-__device__ void run_ahead(const Arguments& a) {
-  __shared__ float4 shared[2][S::kWarps * S::kAcross * kGroups];
-  const Part<S> part;
-  const int head = part.head, key_head = a.reads(head);
-  const StateRow row = state_row(a.rows, blockIdx.y);
-  if (row.count == 0 || row.count > a.most_tokens) return;
-  const bool is_kept = a.kept.rows != nullptr && a.kept.rows[blockIdx.y] != 0;
-  float* at = a.state + row.slot * a.slot_stride + part.offset();
-  float4 state[kRows];
+    for (int i = 0; i < kRows; i++) {
+      const float s[4] = {state[i].x, state[i].y, state[i].z, state[i].w};
 #pragma unroll
-  for (int i = 0; i < kRows; i++)
-    state[i] = row.begins ? make_float4(0, 0, 0, 0) : __ldcg(reinterpret_cast<const float4*>(at + i * kDim));
-  for (int begin = 0; begin < row.count; begin += kAhead) {
-    uint4 keys[kAhead], queries[kAhead];
-    uint2 values[kAhead];
-    float log_decays[kAhead], betas[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; i++) {
-      const int64_t token = row.first + min(begin + i, row.count - 1);
-      keys[i] = *reinterpret_cast<const uint4*>(a.key(token, key_head) + part.first_row);
-      queries[i] = *reinterpret_cast<const uint4*>(a.query(token, key_head) + part.first_row);
-      values[i] = *reinterpret_cast<const uint2*>(a.value(token, head) + part.first_column);
-      log_decays[i] = a.log_decay(token, head), betas[i] = a.beta(token, head);
+      for (int c = 0; c < 4; c++) {
+        sums[0][c] += s[c] * k[i];
+        sums[1][c] += s[c] * q[i];
+      }
+      sums[2][0] += k[i] * k[i];
+      sums[2][1] += q[i] * q[i];
+      sums[2][2] += k[i] * q[i];
     }
+    fold<S>(sums, shared[t & 1]);
+    const float of_key = rsqrtf(sums[2][0] + kLengthEps);
+    const float of_query = rsqrtf(sums[2][1] + kLengthEps) * rsqrtf(float(kDim)), both = of_key * sums[2][2];
+    float d[4], o[4];
+    take_in(state, k, v, decay, beta, of_key, sums, d);
 #pragma unroll
-    for (int i = 0; i < kAhead; i++) {
-      const int t = begin + i;
-      if (t >= row.count) break;
-      float k[kRows], q[kRows], v[4];
-      unpack4(make_uint2(keys[i].x, keys[i].y), k), unpack4(make_uint2(keys[i].z, keys[i].w), k + 4);
-      unpack4(make_uint2(queries[i].x, queries[i].y), q), unpack4(make_uint2(queries[i].z, queries[i].w), q + 4);
-      unpack4(values[i], v);
-      if (is_kept) keep(a, part, row.slot, t, int64_t(row.first) + t, log_decays[i], betas[i]);
-      compute(a, part, row.first + t, k, q, v, __expf(log_decays[i]), betas[i], state, shared[i & 1]);
+    for (int c = 0; c < 4; c++) o[c] = of_query * (decay * sums[1][c] + both * d[c]);
+    if (threadIdx.x < S::kAcross) {
+      __nv_bfloat162* out = reinterpret_cast<__nv_bfloat162*>(a.out + (token * a.heads + head) * kDim + first_column);
+      out[0] = __floats2bfloat162_rn(o[0], o[1]);
+      out[1] = __floats2bfloat162_rn(o[2], o[3]);
     }
   }
   if (is_kept) return;
@@ -312,18 +257,6 @@ __device__ void run_any(const Arguments& a) {
 
 GATED_DELTA_STEPS(32, 6)
 GATED_DELTA_STEPS(64, 3)
-
-// The same for rows of several tokens.
-#define GATED_DELTA_SPANS(COLUMNS, BLOCKS, AHEAD)                                \
-  extern "C" __global__ void __launch_bounds__(Shape<COLUMNS>::kThreads, BLOCKS) \
-      gated_delta_spans_##COLUMNS(const __grid_constant__ Arguments a) {         \
-    launch_dependents();                                                         \
-    wait_for_previous_kernel();                                                  \
-    run_ahead<Shape<COLUMNS>, AHEAD>(a);                                         \
-  }
-
-GATED_DELTA_SPANS(32, 3, 4)
-GATED_DELTA_SPANS(64, 2, 2)
 
 // Grid: heads in slices, rows, layers.
 #define GATED_DELTA_REPLAY(COLUMNS, BLOCKS)                                       \

@@ -33,8 +33,6 @@ _NARROW, _WIDE = 32, 64
 """Columns of the state that a block of a step has: narrow slices are more blocks, wide ones are read faster."""
 _NARROW_ROWS = 4
 """That narrow slices are for, at most."""
-_SPAN_ROWS = 4
-"""Of several tokens whose inputs are read before the first is computed, at most."""
 _ANY_THREADS = 128
 _CHUNK_THREADS = 256
 _CHUNK_TOKENS = 64
@@ -105,9 +103,6 @@ class GatedDeltaRule:
         self._steps = {
             columns: device.kernel("gated_delta_steps", f"gated_delta_steps_{columns}") for columns in (_NARROW, _WIDE)
         }
-        self._spans = {
-            columns: device.kernel("gated_delta_steps", f"gated_delta_spans_{columns}") for columns in (_NARROW, _WIDE)
-        }
         self._replays = {
             columns: device.kernel("gated_delta_steps", f"gated_delta_replay_{columns}") for columns in (_NARROW, _WIDE)
         }
@@ -163,9 +158,7 @@ class GatedDeltaRule:
             # Few rows have too few blocks to fill the GPU with wide slices of the state.
             columns = _NARROW if num_rows <= _NARROW_ROWS else _WIDE
             grid = (heads * _DIM // columns, num_rows, 1)
-            # Registers for what several tokens read are there where blocks are few.
-            steps = self._spans if most > 1 and num_rows <= _SPAN_ROWS else self._steps
-            steps[columns](grid, (4 * columns, 1, 1), [arguments], overlap=True)
+            self._steps[columns](grid, (4 * columns, 1, 1), [arguments], overlap=True)
         return out
 
     def replay(self, kept: KeptInputs, state: Array, slots: Array, counts: Array) -> None:
