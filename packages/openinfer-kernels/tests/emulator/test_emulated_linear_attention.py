@@ -156,16 +156,16 @@ class Layers:
         return np.stack([np.asarray(out, np.float32) for out in outs])
 
 
-@pytest.mark.parametrize("accepted", [(1, 2), (3, 1)])
+@pytest.mark.parametrize(("tokens", "accepted"), [(3, (1, 2)), (3, (3, 1)), (6, (5, 2))])
 def test_states_that_take_in_what_was_kept_are_those_of_single_steps(
-    operators: Any, on_device: Any, accepted: tuple[int, int]
+    operators: Any, on_device: Any, tokens: int, accepted: tuple[int, int]
 ) -> None:
-    drafted, plain = (Layers(operators, on_device, tokens=3) for _ in range(2))
-    kept = operators.kept.keep_inputs(conv=drafted.conv, state=drafted.state, most_tokens=3)
+    drafted, plain = (Layers(operators, on_device, tokens=tokens) for _ in range(2))
+    kept = operators.kept.keep_inputs(conv=drafted.conv, state=drafted.state, most_tokens=tokens)
     assert kept is not None
     states = drafted.state.copy(), drafted.conv.copy()
     # Slots 2 and 0 have drafts, and slot 1 one token without: its states take that in at once.
-    out = drafted.run([(2, 0, 3), (1, 0, 1), (0, 0, 3)], kept=kept, kept_rows=np.array([1, 0, 1], np.int32))
+    out = drafted.run([(2, 0, tokens), (1, 0, 1), (0, 0, tokens)], kept=kept, kept_rows=np.array([1, 0, 1], np.int32))
     for before, after in zip(states, (drafted.state, drafted.conv), strict=True):
         np.testing.assert_array_equal(after[[0, 2]], before[[0, 2]])
         assert (after[1] != before[1]).any()
@@ -176,8 +176,8 @@ def test_states_that_take_in_what_was_kept_are_those_of_single_steps(
     for slot, count in ((2, accepted[0]), (0, accepted[1])):
         for token in range(count):
             found = plain.run([(slot, token, 1)])
-            place = {2: 0, 0: 4}[slot] + token
+            place = {2: 0, 0: tokens + 1}[slot] + token
             np.testing.assert_array_equal(out[:, place], found[:, 0])
-    np.testing.assert_array_equal(out[:, 3], steps[0][:, 0])
+    np.testing.assert_array_equal(out[:, tokens], steps[0][:, 0])
     np.testing.assert_array_equal(drafted.conv, plain.conv)
     np.testing.assert_array_equal(drafted.state, plain.state)
