@@ -25,6 +25,8 @@ _CLASSES = (64, 256, 1024, 8192)
 _CANDIDATES = 8
 _PROBE_TOKENS = 32
 _MOST_PROBED = 512
+_LEAST_COMPARED, _MOST_PROBES = 1 << 17, 64
+"""Elements of a result; and times that so many tokens are multiplied for that, where a weight has very few rows."""
 _SEED = 2
 
 
@@ -95,9 +97,10 @@ class InvariantProducts:
         self, most_tokens: int, problem: Problem, weight: Array, *, biased: bool, dtype: "np.dtype[np.generic]"
     ) -> Algorithm | None:
         """The first of cuBLASLt's that agrees with the reference, if any; never while a stream captures."""
-        few = _random_tokens(problem.shape.k)
-        # The same tokens again and again: a token's bits must not depend on its place in a tile.
-        many = cupy.tile(few, (-(-min(most_tokens, _MOST_PROBED) // _PROBE_TOKENS), 1))
+        # Results in BF16 hide what is rounded away: of few rows, more tokens are compared.
+        num_probes = min(_MOST_PROBES, -(-_LEAST_COMPARED // (_PROBE_TOKENS * problem.shape.n)))
+        probes = [_random_tokens(problem.shape.k, seed=_SEED + i) for i in range(num_probes)]
+        repeats = -(-min(most_tokens, _MOST_PROBED) // _PROBE_TOKENS)
 
         def result_of(algorithm: Algorithm, x: Array) -> Array:
             out = cupy.empty((len(x), problem.shape.n), dtype)
@@ -105,17 +108,20 @@ class InvariantProducts:
             self._products.run(problem, algorithm, x, weight, out)
             return out
 
-        expected = self._reference(few, problem, weight, result_of, biased=biased, dtype=dtype)
+        expected = [self._reference(few, problem, weight, result_of, biased=biased, dtype=dtype) for few in probes]
         problem.set_num_tokens(most_tokens)
         # Dividing K changes the order of a sum.
         candidates = self._products.candidates(problem, most=_CANDIDATES, may_divide_k=False)
         for algorithm in candidates:
             try:
-                found = result_of(algorithm, many)
+                # The same tokens again and again: a token's bits must not depend on its place in a tile.
+                if all(
+                    _equal_bits(result_of(algorithm, cupy.tile(few, (repeats, 1))).reshape(-1, *one.shape), one)
+                    for few, one in zip(probes, expected, strict=True)
+                ):
+                    return algorithm
             except CudaCallError:  # it cannot multiply fewer tokens than it was recommended for
                 continue
-            if _equal_bits(found.reshape(-1, *expected.shape), expected):
-                return algorithm
         return None
 
     def _reference(
@@ -137,8 +143,8 @@ class InvariantProducts:
         return out
 
 
-def _random_tokens(width: int) -> Array:
-    values = np.random.default_rng(_SEED).standard_normal((_PROBE_TOKENS, width), np.float32)
+def _random_tokens(width: int, *, seed: int) -> Array:
+    values = np.random.default_rng(seed).standard_normal((_PROBE_TOKENS, width), np.float32)
     return cupy.asarray(values.astype(bfloat16))
 
 
