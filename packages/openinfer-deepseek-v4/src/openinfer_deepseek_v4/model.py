@@ -39,7 +39,7 @@ from openinfer_deepseek_v4.weights import (
     layer_tensors,
 )
 from openinfer_deepseek_v4.weights import tensors as tensors  # noqa: PLC0414 - of `ModelDefinition.module`
-from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.distributed.communicator import Communicator, gather_columns
 from openinfer_engine.model import KvLayers, WeightSource
 from openinfer_kernels import Array, AttentionBatch, CompressedEntries, Ops, rope_table
 
@@ -114,7 +114,7 @@ class DeepseekV4Model:
     def logits(self, hidden: Array) -> Array:
         """`[n, V]` float32 for `hidden [n, h]`, on every rank."""
         piece = self._ops.logits(hidden, self.weights.head)
-        return self._communicator.all_gather(piece, axis=1)[:, : self._config.vocab_size]
+        return gather_columns(self._communicator, piece, num_columns=self._config.vocab_size)
 
 
 class Block:

@@ -32,7 +32,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.distributed.communicator import Communicator, gather_columns
 from openinfer_engine.distributed.expert_group import ExpertGroup, expert_group
 from openinfer_engine.model import KvLayers, LogitsIndices, Shard, WeightSource
 from openinfer_engine.weights.experts import StoredMlp
@@ -502,7 +502,7 @@ class DeepseekModel:
     def logits(self, hidden: Array) -> Array:
         """`[n, V]` float32 for `hidden [n, h]`, on every rank."""
         piece = self._ops.logits(hidden, self.weights.lm_head)
-        return self._communicator.all_gather(piece, axis=1)[:, : self.config.vocab_size]
+        return gather_columns(self._communicator, piece, num_columns=self.config.vocab_size)
 
     def _queries(self, x: Array, layer: LayerWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
         """`[T, H, dn + dr]` of a layer for the normed `x [T, h]`; latents and keys are appended."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
+from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator, gather_columns
 from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.errors import GroupBroken
 
@@ -241,3 +241,13 @@ def test_reduce_scatter_of_an_axis_that_does_not_divide_is_refused() -> None:
 def test_group_of_no_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one rank"):
         LocalGroup(0)
+
+
+@each_size
+@pytest.mark.parametrize("padding", [0, 1])
+def test_gathered_columns_have_no_padding_and_no_gaps_between_rows(size: int, padding: int) -> None:
+    given, num_columns = arrays(size), 8 * size - padding
+    whole = np.concatenate(given, axis=1)[:, :num_columns]
+    for result in run(size, lambda each: gather_columns(each, given[each.rank], num_columns=num_columns)):
+        assert np.array_equal(result, whole)
+        assert result.flags.c_contiguous

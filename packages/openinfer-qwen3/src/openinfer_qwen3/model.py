@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.distributed.communicator import Communicator, gather_columns
 from openinfer_engine.model import KvLayers, LogitsIndices, Shard, WeightSource
 from openinfer_engine.weights.experts import ExpertWeights, StoredExperts, StoredMlp
 from openinfer_engine.weights.loader import WeightLoader
@@ -397,7 +397,7 @@ class Qwen3Model:
     def logits(self, hidden: Array) -> Array:
         """`[n, V]` float32 for `hidden [n, h]`, on every rank."""
         piece = self._ops.logits(hidden, self.weights.lm_head)
-        return self._communicator.all_gather(piece, axis=1)[:, : self.config.vocab_size]
+        return gather_columns(self._communicator, piece, num_columns=self.config.vocab_size)
 
     def _queries(self, x: Array, layer: LayerWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
         """`[T, H, D]` of a layer for the normed `x [T, h]`; K and V are appended."""

@@ -38,7 +38,7 @@ from typing import Annotated, Any, cast
 
 import msgspec
 
-from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.distributed.communicator import Communicator, gather_columns
 from openinfer_engine.model import KvLayers, Shard, WeightSource
 from openinfer_engine.weights.experts import ExpertWeights, StoredExperts, StoredMlp
 from openinfer_engine.weights.loader import WeightLoader
@@ -581,7 +581,7 @@ class Qwen35Model:
     def logits(self, hidden: Array) -> Array:
         """`[n, V]` float32 for `hidden [n, h]`, on every rank."""
         piece = self._ops.logits(hidden, self.weights.lm_head)
-        return self._communicator.all_gather(piece, axis=1)[:, : self.config.vocab_size]
+        return gather_columns(self._communicator, piece, num_columns=self.config.vocab_size)
 
     def keep_inputs(self, states: Mapping[str, Array], *, most_tokens: int) -> KeptInputs | None:
         """As `openinfer_engine.model.ReplayedModel`."""

@@ -125,6 +125,15 @@ class SoloCommunicator:
         pass
 
 
+def gather_columns(communicator: Communicator, piece: Array, *, num_columns: int) -> Array:
+    """`[n, num_columns]` of the ranks' pieces of columns, one rank after the other; columns beyond are padding.
+
+    Rows follow each other without gaps, as operators ask for: those of an odd vocabulary are copied.
+    """
+    gathered = communicator.all_gather(piece, axis=1)
+    return gathered if gathered.shape[1] == num_columns else gathered[:, :num_columns].copy()
+
+
 def check_axis(array: Array, axis: int, *, pieces: int = 1) -> None:
     """Raises `ValueError` unless the array has the axis and it can be cut into so many equal pieces."""
     if not -array.ndim <= axis < array.ndim:
