@@ -17,7 +17,7 @@ from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing import ConformanceError
 from openinfer_engine.scheduler import TokenBudgetScheduler
-from openinfer_engine.scheduler.returning.early_loads import PROBES, EarlyLoads, _Expected, _Record
+from openinfer_engine.scheduler.returning.early_loads import MAX_WINDOWS, PROBES, EarlyLoads, _Expected, _Record
 from openinfer_kv_cache import FairLeastRecentlyUsed, KvCache, KvCacheOptions, PrefixHit, TierPort, TierTransfer
 from openinfer_kv_cache.testing.fake_tier_port import NEVER, TieredDriver
 
@@ -103,11 +103,14 @@ class World:
         return sum(each.num_blocks for each in asked if own.issuperset(each.digests))
 
     def digests_of(self, request_id: RequestId) -> Sequence[Any]:
+        return self.digests(self.driver.accounts[request_id].request.prompt_token_ids)
+
+    def digests(self, prompt: Sequence[int]) -> Sequence[Any]:
         cache = KvCache(
             KvCacheOptions(num_blocks=1, block_size_tokens=BLOCK, layout_digest=self.driver.config.layout_digest),
             digest_key=self.driver.config.digest_key,
         )
-        return cache.sequence(self.driver.accounts[request_id].request.prompt_token_ids).prefix_digests()
+        return cache.sequence(prompt).prefix_digests()
 
     def end(self) -> None:
         for transfer in self.driver.port.pending:
@@ -166,13 +169,34 @@ def test_request_that_needs_the_blocks_does_not_wait_for_a_load_that_hangs(make_
     world.driver.port.load_steps = NEVER
     world.turn(conversations[0])
     hanging = [each for each in world.driver.port.loads if not each.is_over()]
-    assert len(hanging) == 1
+    assert len(hanging) == MAX_WINDOWS
     request_id = world.submit(tuple(range(117)), max_tokens=3)  # all blocks
     world.driver.step()
-    assert hanging[0].is_cancelled
+    assert all(each.is_cancelled for each in hanging)
     for _ in range(8):  # the fake's copies go on for up to three after they were cancelled
         world.driver.step()
     assert world.driver.accounts[request_id].scheduled is not None
+    world.serve(request_id)
+    world.end()
+
+
+def test_link_has_a_next_window_before_the_end_of_one_is_seen(make_world: Callable[..., World]) -> None:
+    """Of other blocks, that follow: nothing is loaded twice."""
+    world = make_world()
+    conversations = [Conversation(name) for name in range(4)]
+    rounds(world, conversations, 3)
+    world.driver.port.load_steps = NEVER
+    world.turn(conversations[0])
+    first, second = (each for each in world.driver.port.loads if not each.is_over())
+    assert not set(first.digests) & set(second.digests)
+    expected = next(each for each in conversations if first.digests[0] in world.digests(each.prompt()))
+    order = world.digests(expected.prompt())
+    assert order.index(second.digests[0]) == order.index(first.digests[-1]) + 1
+    world.driver.port.load_steps = 1
+    request_id = world.submit(expected.prompt())
+    world.driver.step()
+    assert first.is_cancelled  # the turn loads for itself
+    assert second.is_cancelled
     world.serve(request_id)
     world.end()
 

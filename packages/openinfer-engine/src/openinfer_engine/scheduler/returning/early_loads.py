@@ -13,12 +13,15 @@ When a conversation goes on is counted in turns of all, as its place in the orde
 one that went on after n turns is expected n turns after its last one. Room is what is free, what nothing keeps, and
 what conversations keep that are expected later; what clients retain, and what other tenants' shares protect, is none.
 
-It is a guess, so nothing waits for it. A window that is under way is cancelled where blocks are short for a request,
+Two windows are under way at a time: the end of one is seen after a step, or by a loop that looks once in a while, and
+the link would rest from its end to the next one's beginning, a third of the time where windows take 20 ms.
+
+It is a guess, so nothing waits for it. What is under way is cancelled where blocks are short for a request,
 and none begins while one waits, loads, or is about to have the first token of a turn that was found in the cache. Where
 guesses are wrong more often than right, few are made (`_Record`).
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -27,7 +30,9 @@ from openinfer_kv_cache import BlockSequence, Digest, EarlyFill, EndedTurn, KvCa
 
 MAX_WINDOW_BLOCKS = 512
 WINDOW_SHARE = 16
-"""Of the pool, one block in so many may be on its way, and as many stay free of it."""
+"""Of the pool, one block in so many is a window at most, and as many stay free of them."""
+MAX_WINDOWS = 2
+"""Under way, so that the link has one while the end of another is not seen yet."""
 MAX_CONVERSATIONS = 1024
 MAX_DIGESTS = 2**18
 """Of all that are expected; those whose last turn ended longest ago are forgotten."""
@@ -66,6 +71,17 @@ class _Expected:
         return not self.has_gone_on and turn - self.due > self.interval
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Window:
+    """Blocks of one conversation on their way."""
+
+    fill: EarlyFill
+    expected: _Expected
+    begin: int
+    """Where among its digests the first one is."""
+    digests: Sequence[Digest]
+
+
 class _Record:
     """How guesses went: each that was right counts up, each that was wrong down.
 
@@ -100,8 +116,8 @@ class EarlyLoads:
         self._by_end: dict[Digest, _Expected] = {}
         self._num_digests = 0
         self._turn = 0
-        self._fill: EarlyFill | None = None
-        self._coming: _Expected | None = None  # whose blocks are on their way
+        self._windows = deque[_Window]()  # the order in which they began
+        self._coming: set[Digest] = set()  # of all of these
         self._has_work = False
         self._record = _Record()
         self.loaded_blocks = 0
@@ -111,7 +127,7 @@ class EarlyLoads:
     @property
     def num_filling(self) -> int:
         """Blocks on their way: they come back soon, whatever becomes of them."""
-        return 0 if self._fill is None else self._fill.num_blocks
+        return sum(window.fill.num_blocks for window in self._windows)
 
     def begun(self, sequence: BlockSequence) -> None:
         """A request has blocks, of which those that were in the pool are sealed: it may be a turn that was expected."""
@@ -120,6 +136,9 @@ class EarlyLoads:
         if found is None or found.has_gone_on:
             return
         found.has_gone_on = True
+        for window in self._windows:
+            if window.expected is found:
+                window.fill.cancel()  # the turn loads for itself what has not come
         if found.num_brought:
             # What came is judged, be it a part of the conversation: its turn may have come too soon for the rest.
             self._judge(found, was_right=sequence.num_sealed_blocks >= found.brought_end - found.num_brought // 2)
@@ -145,37 +164,39 @@ class EarlyLoads:
             is_busy: requests wait, or load what they need now, or a cached turn is about to have its first token.
         """
         self.settle()
-        if self._fill is not None or is_busy or not self._has_work:
+        if is_busy or not self._has_work or len(self._windows) == MAX_WINDOWS:
             return
         self._has_work = False
         self._give_up_late()
         if self._record.allows:
-            for expected in sorted(self._expected.values(), key=_due):
-                if not (expected.has_gone_on or expected.has_failed or self._go_on(expected)):
-                    return
+            self._begin_windows()
 
     def settle(self) -> None:
-        """Takes a window that is over into the pool."""
-        fill, coming = self._fill, self._coming
-        if fill is None or coming is None or not fill.is_over():
-            return
+        """Takes windows that are over into the pool, in the order in which they began: a tail is nothing before it."""
+        while self._windows and self._windows[0].fill.is_over():
+            self._take(self._windows.popleft())
+
+    def _take(self, window: _Window) -> None:
+        fill, coming = window.fill, window.expected
         is_expected = self._expected.get(coming.conversation) is coming  # its next turn has not ended meanwhile
-        num_blocks = fill.finish(lambda blocks: self._keep(coming, blocks) if is_expected else None)
+        is_kept = is_expected and not coming.has_failed  # behind a gap nothing is found
+        num_blocks = fill.finish(lambda blocks: self._keep(coming, blocks) if is_kept else None)
+        self._coming.difference_update(window.digests)
         coming.num_brought += num_blocks
-        coming.brought_end += num_blocks
+        if not coming.has_failed:
+            coming.brought_end = window.begin + num_blocks
         coming.is_in_order &= not num_blocks
         coming.has_failed |= num_blocks < fill.num_blocks
         self.loaded_blocks += num_blocks
-        self._fill = self._coming = None
         self._has_work = True
         if num_blocks < fill.num_blocks:
             self._give_up_tail_first(coming)
 
     def give_way(self) -> bool:
-        """Blocks are short for a request: cancels the window under way; whether one was."""
-        if self._fill is not None:
-            self._fill.cancel()
-        return self._fill is not None
+        """Blocks are short for a request: cancels the windows under way; whether there were any."""
+        for window in self._windows:
+            window.fill.cancel()
+        return bool(self._windows)
 
     def clear(self) -> None:
         """All content was voided."""
@@ -184,8 +205,18 @@ class EarlyLoads:
         self._by_end.clear()
         self._num_digests = 0
 
+    def _begin_windows(self) -> None:
+        """As many as may be under way, of those that are expected next."""
+        for expected in sorted(self._expected.values(), key=_due):
+            while not (expected.has_gone_on or expected.has_failed):
+                num_windows = len(self._windows)
+                if self._go_on(expected):
+                    break
+                if len(self._windows) in {num_windows, MAX_WINDOWS}:
+                    return
+
     def _go_on(self, expected: _Expected) -> bool:
-        """Sees to one; whether it has all that there is, so that those that are expected later may have the rest."""
+        """Sees to one; whether all that there is has come or comes, so that those expected later may have the rest."""
         pool = self._kv.pool
         if not pool.kept_blocks(expected.conversation):
             expected.num_kept = 0  # it lost its place to another conversation, or all of it was given up
@@ -202,21 +233,26 @@ class EarlyLoads:
             self._keep(expected, new)
             pool.release(new[::-1])
         expected.num_kept = num_found
-        # What comes after a gap may be there still.
-        window = expected.digests[num_found : num_found + self._window_blocks]
+        # What is on its way follows, and what comes after a gap may be there still.
+        follows = expected.digests[num_found : num_found + MAX_WINDOWS * self._window_blocks]
+        begin = num_found + sum(1 for _ in takewhile(self._coming.__contains__, follows))
+        window = expected.digests[begin : begin + self._window_blocks]
         lacking = list(takewhile(self._is_lacking, window))
         num_blocks = min(len(lacking), self._make_room(expected)) if lacking else 0
         if num_blocks <= 0:
             self._give_up_tail_first(expected)
             return not lacking
-        self._fill = EarlyFill.begin(self._kv, self._port, lacking[:num_blocks], owner=expected.owner)
-        self._coming = None if self._fill is None else expected
-        expected.brought_end = num_found
-        expected.has_failed = self._fill is None
-        return self._fill is None
+        fill = EarlyFill.begin(self._kv, self._port, lacking[:num_blocks], owner=expected.owner)
+        if fill is None:
+            expected.has_failed = True
+            return True
+        digests = lacking[: fill.num_blocks]
+        self._windows.append(_Window(fill, expected, begin, digests))
+        self._coming.update(digests)
+        return False
 
     def _is_lacking(self, digest: Digest) -> bool:
-        return self._kv.pool.find(digest) is None
+        return digest not in self._coming and self._kv.pool.find(digest) is None
 
     def _give_up_tail_first(self, expected: _Expected) -> None:
         """Windows came head first, and what has been idle longest is given up first: without its head all is lost."""
