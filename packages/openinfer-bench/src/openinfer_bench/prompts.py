@@ -98,6 +98,7 @@ def _write(file: Path, arguments: argparse.Namespace, arms: Sequence[Arm]) -> No
         "kilobytes": arguments.kilobytes,
         "rounds": arguments.rounds,
         "over_s": arguments.over_s,
+        "large_workers": arguments.large_workers,
         "arms": [asdict(arm) for arm in arms],
     }
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -113,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each that are measured")
     parser.add_argument("--over-s", type=float, default=1.0, metavar="S", help="in which the turns of a round arrive")
     parser.add_argument("--workers", type=int, nargs="+", default=[1], metavar="N", help="API workers of the server")
+    parser.add_argument("--large-workers", type=int, default=1, metavar="N", help="its processes for large requests")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, metavar="ARM", help=", ".join(ARMS))
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     return parser
@@ -123,8 +125,9 @@ async def _measure(arguments: argparse.Namespace, arm: str, workers: int, note: 
     size = 0 if arm == "short" else 1000 * arguments.kilobytes
     sessions = [conversation(number, size) for number in range(arguments.sessions)]
     known_bytes = 0 if arm == "whole" else ServerOptions().known_prefix_bytes
-    with _server(folder, workers=workers, known_prefix_bytes=known_bytes) as (address, pid):
-        # Every process that may get a session sees it before it is measured: where the sessions are large, one does.
+    of_server = {"workers": workers, "large_request_workers": arguments.large_workers}
+    with _server(folder, known_prefix_bytes=known_bytes, **of_server) as (address, pid):
+        # Every process that may get a session sees it before it is measured: of large ones each comes to one process.
         is_large = size >= ServerOptions().large_request_bytes
         for _ in range(3 * workers if workers > 1 and arm == "known" and not is_large else 1):
             await _make_known(address, sessions)
@@ -216,12 +219,15 @@ async def _stream(address: Address, gaps: list[float]) -> AsyncGenerator[None]:
 
 
 @contextmanager
-def _server(folder: Path, *, workers: int, known_prefix_bytes: int) -> Generator[tuple[Address, int]]:
+def _server(
+    folder: Path, *, workers: int, large_request_workers: int, known_prefix_bytes: int
+) -> Generator[tuple[Address, int]]:
     vocabulary = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
     engine = SimulatedOptions(tpot_s=_STREAM_STEP_S, num_token_ids=vocabulary)
     served = ServerOptions(
         port=0,
         workers=workers,
+        large_request_workers=large_request_workers,
         known_prefix_bytes=known_prefix_bytes,
         max_body_bytes=_MAX_BODY_BYTES,
         max_open_body_bytes=64 * _MAX_BODY_BYTES,

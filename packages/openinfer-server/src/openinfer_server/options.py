@@ -12,6 +12,7 @@ from openinfer_server.observability.metric_names import MetricsNames
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.\-]*://[^/\s]+")
 
 MAX_WORKERS = 128
+MAX_LARGE_WORKERS = 32
 MAX_KNOWN_PREFIX_BYTES = 2**40
 MAX_LARGE_REQUEST_BYTES = 2**40
 
@@ -46,6 +47,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Requests with a body of so many bytes, or of no told length, are read, rendered, encoded and answered in a
     process of their own, which the first of them starts, so that streams of others do not wait for them (Linux, without
     TLS). 0: in the same process."""
+    large_request_workers: int = 1
+    """Processes for large requests. A conversation's turns come to one of them, by its owner and the first 32 KiB of
+    the body: conversations that begin alike for as long share one. Each keeps texts of its own (`known_prefix_bytes`)."""
     event_loop: EventLoop = EventLoop.AUTO
     endpoints: tuple[str, ...] = ()
     """Further APIs, by their names in the entry-point group `openinfer.endpoints`."""
@@ -145,6 +149,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             message = f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be a URL of http or https"
             raise InvalidRequest(message, field="otlp_traces_endpoint")
         _check_range("workers", self.workers, least=1, most=MAX_WORKERS)
+        _check_range("large_request_workers", self.large_request_workers, least=1, most=MAX_LARGE_WORKERS)
         _check_range("large_request_bytes", self.large_request_bytes, least=0, most=MAX_LARGE_REQUEST_BYTES)
         _check_range("known_prefix_bytes", self.known_prefix_bytes, least=0, most=MAX_KNOWN_PREFIX_BYTES)
         if "" in self.model_name:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -123,17 +123,17 @@ def run_starting(
                         on_ready(url)
 
                 try:
-                    address = _address_for_large(handle, options, large)
-                    if options.workers > 1 or address:
+                    addresses = _addresses_for_large(handle, options, large)
+                    if options.workers > 1 or addresses:
                         app.service.peers = group
-                        app.service.share(table := WorkerTable.create(options.workers + 1))
+                        app.service.share(table := WorkerTable.create(options.workers + len(addresses)))
                         port: int = listener.getsockname()[1]
                         listening = msgspec.structs.replace(options, port=port)
-                        group.prepare(handle, model_dir, listening, table, large=address)
+                        group.prepare(handle, model_dir, listening, table, large=addresses)
                         await group.start()
                     if options.workers > 1:
                         marks.mark("workers")
-                    hand_over = hand_over_of(app, address, group.want_large) if address else None
+                    hand_over = hand_over_of(app, addresses, group.want_large) if addresses else None
                     return await serve_app(app, listener, options, on_ready=ready, group=group, hand_over=hand_over)
                 finally:
                     await group.end(options.drain_deadline_s)
@@ -146,21 +146,21 @@ def run_starting(
         return runner.run(start_and_serve())
 
 
-def _address_for_large(handle: EngineHandle, options: ServerOptions, stack: contextlib.ExitStack) -> str:
-    """Path of the socket for large requests, in a private folder that the stack removes; empty where there is none."""
+def _addresses_for_large(handle: EngineHandle, options: ServerOptions, stack: contextlib.ExitStack) -> Sequence[str]:
+    """Paths of the sockets for large requests, in a private folder that the stack removes; none where there are none."""
     can_be_joined = isinstance(handle, RemoteEngine) and handle.access is not None
     is_possible = can_be_joined and can_share_ports() and not options.tls_cert_file
     if not options.large_request_bytes or not is_possible:
-        return ""
+        return ()
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="openinfer-"))  # mode 0700
-    return str(Path(folder) / "large")
+    return [str(Path(folder) / f"large-{number}") for number in range(options.large_request_workers)]
 
 
-def hand_over_of(app: App, address: str, want: Callable[[], None]) -> HandOver:
+def hand_over_of(app: App, addresses: Sequence[str], want: Callable[[], None]) -> HandOver:
     """What hands the application's large requests over, as far as another process may answer them."""
     posted = [route for route in app.router.routes if route.method == "POST"]
     return HandOver(
-        address,
+        addresses,
         [route.path for route in posted if route.is_stateless],
         returning=[route.path for route in posted if route.may_go_back],
         least_bytes=app.service.options.large_request_bytes,

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from openinfer_core.process.descriptors import open_descriptors
-from openinfer_server.http.handover import Handed, HandOver
+from openinfer_server.http.handover import Handed, Handing, HandOver
 from openinfer_server.limits.descriptors import MAX_WAITED_FOR
 from openinfer_server.limits.suspects import SUSPECTED_S, Suspects
 from openinfer_server.testing import DEADLINE_S, wait_until
@@ -40,7 +40,8 @@ from openinfer_server import EventLoop, ServerOptions, run
 logging.basicConfig(level="INFO")
 engine = spawn_simulated(SimulatedOptions(num_token_ids=2040, tpot_s=0.005, max_model_tokens=100_000))
 loop = EventLoop(sys.argv[2])
-server = ServerOptions(port=0, workers=int(sys.argv[3]), drain_deadline_s=20, event_loop=loop, large_request_bytes=4096)
+numbers = {"workers": int(sys.argv[3]), "large_request_workers": int(sys.argv[4])}
+server = ServerOptions(port=0, drain_deadline_s=20, event_loop=loop, large_request_bytes=4096, **numbers)
 sys.exit(run(engine, Path(sys.argv[1]), server, on_ready=lambda url: print(url, flush=True)))
 """
 
@@ -48,9 +49,9 @@ sys.exit(run(engine, Path(sys.argv[1]), server, on_ready=lambda url: print(url, 
 class Server:
     """A server of its own; `large` is the process that takes large requests."""
 
-    def __init__(self, model_dir, event_loop, num_workers=1, max_open_files=1024):
+    def __init__(self, model_dir, event_loop, num_workers=1, max_open_files=1024, num_large=1):
         limited = ["sh", "-c", f'ulimit -n {max_open_files}; exec "$0" "$@"']
-        command = [*limited, sys.executable, "-c", CHILD, str(model_dir), event_loop, str(num_workers)]
+        command = [*limited, sys.executable, "-c", CHILD, str(model_dir), event_loop, str(num_workers), str(num_large)]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `kill`
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
         self.host, port = self.process.stdout.readline().strip().removeprefix("http://").split(":")
@@ -399,6 +400,82 @@ def test_each_of_several_workers_hands_over(start):
     assert server.process.returncode == 0, log
 
 
+@pytest.mark.parametrize("event_loop", ["asyncio", "uvloop"])
+def test_turns_of_a_conversation_come_to_one_of_several_processes(start, event_loop):
+    """Whether their bodies come with the head or later, and by whichever front; when one process dies, others go on."""
+    server = start(event_loop, num_workers=2, num_large=3)
+    session = lambda name, **fields: {"user": f"{name}" * 10, **large(**fields)}  # noqa: E731
+    for name in range(8):
+        there = lambda: server.ask(body=session(name))[:2] == (200, True)  # noqa: B023, E731
+        wait_patiently(there, "its process")
+    assert len(server.workers()) == 4
+    with contextlib.ExitStack() as stack:
+        holders = {}
+        for name in [*range(8)] * 2:
+            body = json.dumps(session(name, stream=True, max_tokens=20_000)).encode()
+            body = body[:-1] + b" " * (len(holders) % 2) + body[-1:]  # what comes behind the beginning decides nothing
+            client = stack.enter_context(socket.create_connection((server.host, server.port), timeout=PATIENCE_S))
+            if name in holders:
+                client.sendall(head(len(body)))
+                client.sendall(body)
+            else:
+                client.sendall(head(len(body)) + body)
+            assert client.recv(12) == b"HTTP/1.1 200"
+            local = client.getsockname()[1]
+            holder = lambda: [each for each in server.workers() if local in ports_of(each)]  # noqa: B023, E731
+            wait_patiently(lambda: len(holder()) == 1, "one process has the connection")  # noqa: B023
+            assert holders.setdefault(name, holder()[0].pid) == holder()[0].pid
+        assert len({*holders.values()}) == 3
+        psutil.Process(holders[0]).kill()
+        other = next(name for name, pid in holders.items() if pid != holders[0])
+        assert server.ask(body=session(other))[:2] == (200, True)
+        assert server.ask(body=session(0))[:2] == (200, True)  # by the process that takes its place
+    log = server.end()
+    assert log.count("another takes its place") == 1
+    assert server.process.returncode == 0, log
+
+
+def ports_of(process):
+    """Of the clients whose connections a process has."""
+    return {link.raddr.port for link in process.net_connections("tcp") if link.status == "ESTABLISHED"}
+
+
+def place_of(hand_over, read, *, sends=b"", owner=""):
+    """The number of the process that a request is handed over to."""
+
+    async def placed():
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            with socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as connection:
+                connection.setblocking(False)
+                handing = Handing(connection, read, owner=owner, is_kept=False, is_waited_for=True)
+                placing = asyncio.create_task(hand_over._placed(handing))
+                await asyncio.sleep(0)
+                client.sendall(sends)
+                place = await placing
+                assert not sends or connection.recv(1) == sends[:1]  # it stays there to be read
+                return hand_over._places.index(place)
+
+    return asyncio.run(placed())
+
+
+def test_place_is_that_of_the_owner_and_the_beginning_of_the_body():
+    hand_over = HandOver(
+        [f"/{number}" for number in range(64)], [], least_bytes=LARGE, want=lambda: None, tenant_of=lambda headers: ""
+    )
+    bodies = [f"{number} ".encode() * LARGE for number in range(4)]
+    start, chunked = head(LARGE * 3), head(0, transfer_encoding="chunked")
+    whole = [place_of(hand_over, [start, body]) for body in bodies]
+    assert len({*whole}) > 1
+    assert whole == [place_of(hand_over, [start + body[:LARGE] + b"another end"]) for body in bodies]
+    assert whole == [place_of(hand_over, [start], sends=body) for body in bodies]
+    assert whole == [place_of(hand_over, [start, body[:100]], sends=body[100:]) for body in bodies]
+    assert len({place_of(hand_over, [start, bodies[0]], owner=owner) for owner in "abcdef"}) > 1
+    # By the owner alone: what does not come, or comes in parts of any size.
+    alone = place_of(hand_over, [start, bodies[0][:-1][: LARGE - 1]], owner="a")
+    assert alone == place_of(hand_over, [chunked, bodies[1]], owner="a")
+    assert alone == place_of(hand_over, [start], owner="a")
+
+
 def test_death_of_the_first_worker_ends_the_one_for_large_requests(start):
     server = start()
     worker = server.wait_for_large()
@@ -430,7 +507,7 @@ def test_large_requests_are_taken_where_another_process_may_answer_or_give_back(
 
 def handing_over(address, paths=(), **arguments):
     return HandOver(
-        str(address),
+        [str(address)],
         paths,
         **{"least_bytes": LARGE, "want": lambda: None, "tenant_of": lambda headers: "", **arguments},
     )

@@ -15,6 +15,11 @@ A request that ended two processes ends no third, and neither do others of its o
 that the right one is found, those that were lost are repeated one after the other, each alone for `ALONE_S`; what comes
 meanwhile, or while there is no process after a death, waits with them: what may have ended one is not answered here.
 
+There may be several such processes (`--large-request-workers`). Those that a conversation's turns come to must be one,
+which has its tokens (`text/known_prefixes.py`): a place is a digest of the owner and of the body's first bytes, which
+are looked at where they lie in the kernel. Conversations that begin alike for as long share one, and bodies that come
+slowly or tell no length are placed by their owner alone.
+
 So neither the body nor what is made of it ever holds the event loop, the interpreter or, at equal priority, the
 processors of those whose requests are small. A handed-over connection ends with its response, since the next request
 may be one for this process. What the other process reads is kept in memory that both have (`workers/kept_bytes.py`)
@@ -27,6 +32,7 @@ them nor the state of a record that is half read to another.
 import asyncio
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import socket
@@ -61,6 +67,9 @@ _SHORT = EXHAUSTED | {errno.ETOOMANYREFS}  # of descriptors, also of those on th
 _REPLACED_S = 60.0  # in which another process takes the place of one that died
 _LOOK_EVERY_S = 0.05
 _MOST_SAME = 40
+PLACED_BY_BYTES = 2**15  # of a body; more would not fit into what the kernel takes of a connection that is not read
+_PLACED_WITHIN_S = 0.25  # in which they come, or its owner alone decides
+_PEEK_AGAIN_S = 0.002
 Headers = Sequence[tuple[bytes, bytes]]  # names in lower case
 _CREDENTIALS = struct.Struct("3i")  # Linux's ucred: process, user, group
 
@@ -98,7 +107,10 @@ class Handing:
         num_tries: processes that it was given to.
         num_same: how often that process was found again, which has lost the link, or took no more, or descriptors were
             short.
+        place: where it is handed over to.
     """
+
+    place: "_Place"
 
     def __init__(
         self,
@@ -140,17 +152,42 @@ class Handing:
                 each.close()
 
 
+class _Place:
+    """One of the other processes, or what takes its place.
+
+    Args:
+        address: path of the socket on which it listens, when it is there.
+
+    Attributes:
+        num_lost: requests that wait to be repeated, or are being.
+        was_there: whether it ever was.
+        gone_s: when it, which was there, was first not found; None if it is.
+        one_at_a_time: held by the request that is repeated.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.num_lost = 0
+        self.was_there = False
+        self.gone_s: float | None = None
+        self.one_at_a_time = asyncio.Lock()
+
+    def is_awaited(self) -> bool:
+        """Whether the process has died, and the next one is on its way."""
+        return self.gone_s is not None and _now_s() - self.gone_s < _REPLACED_S
+
+
 class HandOver:
     """Where a front hands large requests over to.
 
     Args:
-        address: path of the socket on which the other process listens, when it is there.
+        addresses: paths of the sockets on which the other processes listen, when they are there; the same for all fronts.
         paths: of routes that any process may answer, percent-encoded.
         returning: of routes some of whose requests the other process gives back.
         least_bytes: of a large body.
         want: called once, when the first large request comes.
         tenant_of: whose request it is by its headers; empty where that is not known.
-        first_start_s: for which large requests wait for the other process to be there for the first time.
+        first_start_s: for which large requests wait for the other processes to be there for the first time.
 
     Attributes:
         num_handed_over: requests so far.
@@ -160,7 +197,7 @@ class HandOver:
 
     def __init__(
         self,
-        address: str,
+        addresses: Sequence[str],
         paths: Iterable[str],
         *,
         returning: Iterable[str] = (),
@@ -170,7 +207,7 @@ class HandOver:
         first_start_s: float = FIRST_START_S,
     ) -> None:
         self.num_handed_over = self.num_repeated = self.num_given_back = 0
-        self._address = address
+        self._places = [_Place(address) for address in addresses]
         self._paths = frozenset(path.encode() for path in paths)
         self._returning = frozenset(path.encode() for path in returning)
         self._least_bytes = least_bytes
@@ -179,12 +216,8 @@ class HandOver:
         self._num_waited_for = self._num_kept = 0
         self._suspects = Suspects()
         self._first_start_s = first_start_s
-        self._wanted_s: float | None = None  # when the other process was asked for
-        self._one_at_a_time = asyncio.Lock()
+        self._wanted_s: float | None = None  # when the other processes were asked for
         self._sending = asyncio.Semaphore(MAX_SENDING)
-        self._num_lost = 0  # requests that wait to be repeated, or are being
-        self._was_there = False
-        self._gone_s: float | None = None  # when the other process, which was there, was first not found
 
     def suspected_s(self, owner: str) -> float:
         """For how much longer large requests of an owner are refused, one of whose ended two processes."""
@@ -222,21 +255,25 @@ class HandOver:
         if self._wanted_s is None:
             self._wanted_s = _now_s()
             self._want()
-        if not self._was_there and not is_waited_for:
+        if not is_waited_for and not any(place.was_there for place in self._places):
             return None
         handing = Handing(connection, read, owner=owner, is_kept=self._can_keep(0), is_waited_for=is_waited_for)
         self._num_waited_for += handing.is_waited_for
         self._num_kept += handing.is_kept
         return handing
 
-    def _is_coming(self) -> bool:
+    def _is_coming(self, place: _Place) -> bool:
         """Whether the other process may yet be there for the first time."""
-        is_new = not self._was_there and self._wanted_s is not None
+        is_new = not place.was_there and self._wanted_s is not None
         return is_new and _now_s() - (self._wanted_s or 0.0) < self._first_start_s
 
-    def _is_awaited(self) -> bool:
-        """Whether the other process has died, and the next one is on its way."""
-        return self._gone_s is not None and _now_s() - self._gone_s < _REPLACED_S
+    async def _placed(self, handing: Handing) -> _Place:
+        """Where the turns of its conversation are handed over to, whichever front they come to."""
+        if len(self._places) == 1:
+            return self._places[0]
+        digest = hashlib.blake2b(handing.owner.encode("utf-8", "surrogatepass") + b"\0", digest_size=8)
+        digest.update(await _beginning(handing, min(PLACED_BY_BYTES, self._least_bytes)))
+        return self._places[int.from_bytes(digest.digest(), "little") % len(self._places)]
 
     def release(self, handing: Handing) -> None:
         """Frees what one that was begun holds; once."""
@@ -246,6 +283,7 @@ class HandOver:
 
     def _reach(self, handing: Handing, *, is_waited_for: bool = True) -> bool:
         """Whether the other process is there, and another than had it before; if so, it has the descriptors."""
+        place = handing.place
         try:
             kept = handing.keep()
             link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -255,14 +293,14 @@ class HandOver:
         link.setblocking(False)
         kinds = {True: _WITH_KEPT, False: _ALONE if is_waited_for else _UNWAITED}
         try:
-            link.connect(self._address)
+            link.connect(place.address)
             pid = _peer(link)
             if pid != handing.pid:  # else it is dying, and its link was closed before its listening socket is
                 further = [] if kept is None else [kept.descriptor]
                 socket.send_fds(link, [kinds[kept is not None]], [handing.connection.fileno(), *further])
                 handing.link, handing.pid = link, pid
                 handing.num_tries += 1
-                self._was_there, self._gone_s = True, None
+                place.was_there, place.gone_s = True, None
                 return True
             handing.num_same += 1
         except BlockingIOError:  # it has more to accept than it can
@@ -270,20 +308,21 @@ class HandOver:
         except OSError as error:
             if error.errno in _SHORT:
                 handing.num_same += 1
-            elif self._was_there and self._gone_s is None:  # not there any more
-                self._gone_s = _now_s()
+            elif place.was_there and place.gone_s is None:  # not there any more
+                place.gone_s = _now_s()
         link.close()
         return False
 
     async def _find(self, handing: Handing) -> _Found:
         """Gives a connection to the other process for the first time."""
-        while not self._num_lost:
+        place = handing.place
+        while not place.num_lost:
             if self._reach(handing, is_waited_for=handing.is_waited_for):
                 self.num_handed_over += 1
                 return _Found.THERE
-            if self._is_awaited() or handing.num_same > _MOST_SAME:
+            if place.is_awaited() or handing.num_same > _MOST_SAME:
                 break
-            if not handing.num_same and not self._is_coming():
+            if not handing.num_same and not self._is_coming(place):
                 return _Found.ABSENT
             await asyncio.sleep(_LOOK_EVERY_S)
         return _Found.DEAD
@@ -294,6 +333,7 @@ class HandOver:
         A request whose process dies before it begins to answer is handed to the next one, once. One that found no
         process where none was for long is given back, too.
         """
+        place = handing.place = await self._placed(handing)
         async with self._sending:
             found = await self._find(handing)
             if found is _Found.ABSENT:
@@ -304,11 +344,11 @@ class HandOver:
                 return Handed.LET_GO, b""
         told = await _told(handing.link) if is_sent else Handed.LOST
         if told is Handed.LOST:
-            self._num_lost += 1
+            place.num_lost += 1
             try:
                 told = await self._repeat(handing)
             finally:
-                self._num_lost -= 1
+                place.num_lost -= 1
         if told is not Handed.GIVEN_BACK:
             return told, b""
         self.num_given_back += 1
@@ -319,7 +359,7 @@ class HandOver:
         """Gives a lost request to the next process when it is its turn; its owner is suspected if that dies, too."""
         told = Handed.LOST
         while told is Handed.LOST and handing.num_tries < _MAX_TRIES:
-            async with self._one_at_a_time:
+            async with handing.place.one_at_a_time:
                 if self.suspected_s(handing.owner) or (read := handing.all_read()) is None:
                     return told
                 self.num_repeated += handing.num_tries > 0
@@ -342,10 +382,36 @@ class HandOver:
         while not self._reach(handing):
             if handing.num_same > _MOST_SAME:  # it lives, and could not take it
                 return False
-            if self._gone_s is not None and not self._is_awaited():
+            if handing.place.gone_s is not None and not handing.place.is_awaited():
                 return False
             await asyncio.sleep(_LOOK_EVERY_S)
         return True
+
+
+async def _beginning(handing: Handing, num_bytes: int) -> bytes:
+    """So many of a body's first bytes; none where they do not come soon, or may be told in parts of any size."""
+    head, _, body = b"".join(handing.read).partition(b"\r\n\r\n")
+    if b"\ntransfer-encoding:" in head.lower():
+        return b""
+    end_s = _now_s() + _PLACED_WITHIN_S
+    while len(beginning := body[:num_bytes] + _peeked(handing.connection, num_bytes - len(body))) < num_bytes:
+        if _now_s() > end_s:
+            return b""
+        await asyncio.sleep(_PEEK_AGAIN_S)
+    return beginning
+
+
+def _peeked(connection: Connected, most: int) -> bytes:
+    """What has come of a connection, which stays there to be read."""
+    if most <= 0 or connection.fileno() < 0:
+        return b""
+    twin = socket.socket(fileno=connection.fileno())  # event loops hide what reads
+    try:
+        return twin.recv(most, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:  # nothing has come, or its client has left
+        return b""
+    finally:
+        twin.detach()
 
 
 def _now_s() -> float:

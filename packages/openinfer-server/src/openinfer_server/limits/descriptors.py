@@ -1,7 +1,7 @@
 """`DescriptorBudget`: how many connections the system's limit of open files leaves room for.
 
     limit (ulimit -n, raised to what the system allows)
-      - own files: those open now and 48 more, at least 64; 3 for each further worker
+      - own files: those open now and 48 more, at least 64; 3 for each further worker, for large requests, too
         (of the 48, 32 are for large requests on their way to the process that answers them: see MAX_WAITED_FOR)
       - 32: connections that have just come and may ask for /health, and those that are being closed
       = max_connections at most
@@ -46,7 +46,8 @@ class DescriptorBudget:
     @classmethod
     def of_this_process(cls, options: ServerOptions, *, takes_large: bool = False) -> Self:
         """Raises this process's limit, and looks at what is open; `takes_large` is the one for large requests."""
-        own = max(_LEAST_FILES, open_descriptors() + _FURTHER_FILES) + _FILES_PER_WORKER * (options.workers - 1)
+        further = options.workers - 1 + options.large_request_workers - 1
+        own = max(_LEAST_FILES, open_descriptors() + _FURTHER_FILES) + _FILES_PER_WORKER * further
         if takes_large:
             own += _FILES_OF_A_FRONT * options.workers
         return cls(limit=raise_descriptor_limit() or _NO_LIMIT, own=own)

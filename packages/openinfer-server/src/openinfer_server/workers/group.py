@@ -7,10 +7,10 @@ start ──all Ready──► serving ──drain──► draining ──all e
 
 What a worker that died had counted stays in the sums, as far as it was asked: counters do not fall.
 
-One more takes the large requests of all (`http/handover.py`). The first of them starts it (`want_large`); until it is
-ready, and where it cannot be started at all, they are answered like others. It is there so that what a large request
-does is not at the cost of others: so its deaths do not end the server, and after many of them it is not there for
-`LARGE_PAUSE_S`, in which large requests wait, or are told to come again.
+One more, or several, take the large requests of all (`http/handover.py`). The first of these starts them (`want_large`);
+until they are ready, and where they cannot be started at all, large requests are answered like others. They are there so
+that what a large request does is not at the cost of others: so their deaths do not end the server, and after many of them
+one is not there for `LARGE_PAUSE_S`, in which large requests wait, or are told to come again.
 """
 
 import asyncio
@@ -109,10 +109,10 @@ class WorkerGroup:
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self._drains = asyncio.Event()
-        self._large_number = 0  # of the worker that takes large requests, once it is wanted
+        self._large_numbers = range(0)  # of the workers that take large requests, once they are wanted
 
     def prepare(
-        self, handle: EngineHandle, model_dir: Path, options: ServerOptions, table: WorkerTable, *, large: str
+        self, handle: EngineHandle, model_dir: Path, options: ServerOptions, table: WorkerTable, *, large: Sequence[str]
     ) -> None:
         """Notes what workers are told.
 
@@ -120,8 +120,8 @@ class WorkerGroup:
             handle: of the engine, which others can join.
             model_dir: of its model.
             options: of the first worker, with the port that it listens on.
-            table: its own, with a row for each worker and one more.
-            large: path of the socket on which large requests are to be taken; empty for none.
+            table: its own, with a row for each worker and each of `large`.
+            large: paths of the sockets on which large requests are to be taken, each by a worker of its own.
 
         Raises:
             ServerError: the engine cannot be joined.
@@ -135,7 +135,7 @@ class WorkerGroup:
             model_dir=str(model_dir),
             table=table.access_of(0),
             options=options,
-            large=large,
+            large=tuple(large),
         )
         self._max_model_tokens = handle.info.max_model_tokens
 
@@ -160,17 +160,20 @@ class WorkerGroup:
         self._is_serving = True
 
     def want_large(self) -> None:
-        """Starts the worker that takes large requests, unless that was tried before."""
+        """Starts the workers that take large requests, unless that was tried before."""
         launch, table = self._launch, self._table
-        if launch is None or table is None or self._large_number or self._draining:
+        if launch is None or table is None or self._large_numbers or self._draining:
             return
-        self._large_number = launch.options.workers
-        logger.info("a process for large requests is started")
+        first = launch.options.workers
+        self._large_numbers = range(first, first + len(launch.large))
+        processes = "a process" if len(launch.large) == 1 else f"{len(launch.large)} processes"
+        logger.info("%s for large requests %s started", processes, "is" if len(launch.large) == 1 else "are")
         self._spawn(self._start_large(launch, table))
 
     async def _start_large(self, launch: WorkerLaunch, table: WorkerTable) -> None:
         try:
-            await self._start_worker(launch, table, self._large_number)
+            for number in self._large_numbers:
+                await self._start_worker(launch, table, number)
         except OSError as error:
             logger.error("large requests are answered next to others: no process can be started for them: %s", error)
 
@@ -209,7 +212,7 @@ class WorkerGroup:
         )
         worker = _Worker(process, number)
         self._workers.append(worker)
-        takes_large = number == self._large_number
+        takes_large = launch.large[self._large_numbers.index(number)] if number in self._large_numbers else ""
         worker.say(msgspec.structs.replace(launch, table=table.access_of(number), takes_large=takes_large))
         if self._draining and process.stdin is not None:
             process.stdin.close()  # it was started while the end was asked for
@@ -246,11 +249,11 @@ class WorkerGroup:
         if worker.counted is not None:
             metrics = summed([*self._dead_counted, worker.counted], max_model_tokens=self._max_model_tokens)
             self._dead_counted = [MetricsSnapshot.of(metrics, open_requests=0)]
-        if worker.number == self._large_number and not worker.was_ready:
+        takes_large = worker.number in self._large_numbers
+        if takes_large and not worker.was_ready:
             logger.error("%s before it was ready: large requests are answered next to others", what)
             return
         launch, table = self._launch, self._table
-        takes_large = worker.number == self._large_number
         are_many = self._are_many_deaths(self._large_deaths if takes_large else self._deaths)
         if launch is None or table is None or not (takes_large or self._is_serving) or (are_many and not takes_large):
             self._give_up(what)

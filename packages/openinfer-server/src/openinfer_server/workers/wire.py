@@ -23,16 +23,16 @@ class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes:
         options: with the port that the first worker listens on.
-        large: path of the socket on which large requests are taken; empty where they are answered like others.
-        takes_large: whether this worker takes them, there and nowhere else.
+        large: paths of the sockets on which large requests are taken; none where they are answered like others.
+        takes_large: that of them on which this worker takes them, and nothing elsewhere; empty for others.
     """
 
     engine: EngineAccess
     model_dir: str
     table: TableAccess
     options: ServerOptions
-    large: str = ""
-    takes_large: bool = False
+    large: tuple[str, ...] = ()
+    takes_large: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

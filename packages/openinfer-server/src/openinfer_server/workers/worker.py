@@ -1,8 +1,8 @@
 """A further worker: the process that `workers.WorkerGroup` starts.
 
 It joins the engine, serves the port that the first worker listens on, and drains and ends when its standard input does:
-the first worker drains, or has died. One takes large requests, and no others, which the rest hand over to it; it has a
-lower priority, so that where processors are short, what it does is not at the cost of those who ask for little.
+the first worker drains, or has died. One or more take large requests, and no others, which the rest hand over; they have a
+lower priority, so that where processors are short, what they do is not at the cost of those who ask for little.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ async def serve_launch(launch: WorkerLaunch, lines: FileIO, out: BinaryIO) -> in
     # Off the loop: an engine that is short of memory or descriptors takes the link when it can.
     handle = await asyncio.to_thread(join_engine, launch.engine)
     try:
-        with listen_for_large(launch.large) if launch.takes_large else listen(launch.options) as listener:
+        with listen_for_large(launch.takes_large) if launch.takes_large else listen(launch.options) as listener:
             app = load_app(handle, Path(launch.model_dir), launch.options)
             app.service.share(WorkerTable(launch.table))
             app.service.peers = first = FirstWorker(say, app.service.snapshot)
