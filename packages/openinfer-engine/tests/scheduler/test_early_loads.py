@@ -17,7 +17,14 @@ from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing import ConformanceError
 from openinfer_engine.scheduler import TokenBudgetScheduler
-from openinfer_engine.scheduler.returning.early_loads import MAX_WINDOWS, PROBES, EarlyLoads, _Expected, _Record
+from openinfer_engine.scheduler.returning.early_loads import (
+    MAX_WINDOWS,
+    MOST_WAITED_S,
+    PROBES,
+    EarlyLoads,
+    _Expected,
+    _Record,
+)
 from openinfer_kv_cache import FairLeastRecentlyUsed, KvCache, KvCacheOptions, PrefixHit, TierPort, TierTransfer
 from openinfer_kv_cache.testing.fake_tier_port import NEVER, TieredDriver
 
@@ -194,10 +201,32 @@ def test_link_has_a_next_window_before_the_end_of_one_is_seen(make_world: Callab
     assert order.index(second.digests[0]) == order.index(first.digests[-1]) + 1
     world.driver.port.load_steps = 1
     request_id = world.submit(expected.prompt())
-    world.driver.step()
-    assert first.is_cancelled  # the turn loads for itself
-    assert second.is_cancelled
+    num_steps = 0
+    while not first.is_cancelled:
+        world.driver.step()
+        num_steps += 1
+        assert num_steps < 1000 * MOST_WAITED_S + 5  # a step of the driver takes a millisecond
+    assert num_steps > 10
+    assert second.is_cancelled  # the turn loads for itself
     world.serve(request_id)
+    world.end()
+
+
+def test_turn_whose_blocks_are_on_their_way_does_not_load_them_again(make_world: Callable[..., World]) -> None:
+    world = make_world()
+    conversations = [Conversation(name) for name in range(4)]
+    rounds(world, conversations, 3)
+    world.driver.port.load_steps = 20
+    begun = len(world.driver.port.loads)
+    world.turn(conversations[0], rests=False)
+    while len(coming := [each for each in world.driver.port.loads[begun:] if not each.is_over()]) < MAX_WINDOWS:
+        world.driver.step()
+    expected = next(each for each in conversations if coming[0].digests[0] in world.digests(each.prompt()))
+    own = {*world.digests(expected.prompt())}
+    world.turn(expected, rests=False)
+    came = [digest for each in world.driver.port.loads[begun:] for digest in each.digests if digest in own]
+    assert len(came) == len({*came}) > len(coming[0].digests)
+    assert not any(each.is_cancelled for each in coming)
     world.end()
 
 

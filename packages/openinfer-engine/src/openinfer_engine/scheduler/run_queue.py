@@ -229,6 +229,8 @@ class RunQueue:
             sequence = self._head()
             if sequence is None or not self.free_slots:
                 return None
+            if self.early_loads is not None and self.early_loads.holds_back(sequence.kv, now_s=self.bypass.now_s):
+                return None
             allocation = self._allocate(sequence)
             if allocation is None:
                 if self._may_pass(sequence):

@@ -16,7 +16,8 @@ what conversations keep that are expected later; what clients retain, and what o
 Two windows are under way at a time: the end of one is seen after a step, or by a loop that looks once in a while, and
 the link would rest from its end to the next one's beginning, a third of the time where windows take 20 ms.
 
-It is a guess, so nothing waits for it. What is under way is cancelled where blocks are short for a request,
+It is a guess, so nothing waits for it, but the turn whose own blocks are on their way, for `MOST_WAITED_S`: it would
+load them a second time, and where the link is short of time, its next turns would come too soon for that. What is under way is cancelled where blocks are short for a request,
 and none begins while one waits, loads, or is about to have the first token of a turn that was found in the cache. Where
 guesses are wrong more often than right, few are made (`_Record`).
 """
@@ -33,6 +34,8 @@ WINDOW_SHARE = 16
 """Of the pool, one block in so many is a window at most, and as many stay free of them."""
 MAX_WINDOWS = 2
 """Under way, so that the link has one while the end of another is not seen yet."""
+MOST_WAITED_S = 0.1
+"""For windows that bring what a request needs, which take half as long over a bus."""
 MAX_CONVERSATIONS = 1024
 MAX_DIGESTS = 2**18
 """Of all that are expected; those whose last turn ended longest ago are forgotten."""
@@ -61,6 +64,8 @@ class _Expected:
     """Tiers have no more of it, or lost it on the way: nothing is tried again before its next turn."""
     has_gone_on: bool = False
     """Its next turn runs."""
+    awaited_since_s: float | None = None
+    """When its next turn was first held back, if it was."""
 
     @property
     def due(self) -> int:
@@ -128,6 +133,19 @@ class EarlyLoads:
     def num_filling(self) -> int:
         """Blocks on their way: they come back soon, whatever becomes of them."""
         return sum(window.fill.num_blocks for window in self._windows)
+
+    def holds_back(self, sequence: BlockSequence, *, now_s: float) -> bool:
+        """Whether a request that could begin waits, since blocks that it needs are on their way."""
+        if not self._windows:
+            return False
+        digests = sequence.prefix_digests()
+        for window in self._windows:
+            if window.begin < len(digests) and digests[window.begin] == window.digests[0]:
+                expected = window.expected
+                if expected.awaited_since_s is None:
+                    expected.awaited_since_s = now_s
+                return now_s - expected.awaited_since_s < MOST_WAITED_S
+        return False
 
     def begun(self, sequence: BlockSequence) -> None:
         """A request has blocks, of which those that were in the pool are sealed: it may be a turn that was expected."""
