@@ -9,6 +9,7 @@ under others stays, so that a change can be shown before and after. TTFT has 25 
     long      three sessions of 43 turns to 142,000 tokens, pool a third: TTFT by turn, hits, the scheduler's own time
     ideal     sessions of the measured runs, next to a server without mistakes that loads, then computes (`eviction.py`)
     early     sessions of the measured runs with loads before turns arrive and without (`early-loads`)
+    notice    six sessions of 119,800 tokens in a pool of two, early loads, whose ends are seen at once, or later
     tenants   three sessions of 110,000 tokens and eight of 8,000 to 14,000, of one tenant and of two
     begin     prompts of 110,000 and 9,000 tokens that come at one time, a server's first, of one tenant and of two
 """
@@ -133,6 +134,29 @@ def early() -> dict[str, Any]:
     return rows
 
 
+def notice() -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for notice_ms in (0, 13, 20):
+        ids = drawn_ids()
+        card = Card(
+            base_s=12e-3, token_s=60e-6, load_s=42.4e-6, save_s=42.4e-6, outside_s=70e-3, notice_s=notice_ms / 1e3
+        )
+        made = [Session(0.01 * n, turns(ids, 118_300, NEW_TOKENS, 10, lambda: 2.0)) for n in range(6)]
+        options = {"early-loads": "true"}
+        world = World(made, num_blocks=15_600, card=card, max_model_tokens=124_000, options=options)
+        played = world.run()
+        by_turn = [[each.ttft_s for each in played if each.turn == turn] for turn in range(10)]
+        stats = world.scheduler.stats()
+        row = rows[f"ends seen {notice_ms} ms later"] = {
+            "ttft_p50_ms by turn": [round(1e3 * statistics.median(each), 1) for each in by_turn],
+            "loaded_blocks": world.link.loaded_blocks,
+            "early_blocks": stats.early_blocks,
+            "unused_blocks": stats.early_unused_blocks,
+        }
+        print(notice_ms, row, flush=True)
+    return rows
+
+
 def ideal_of(sessions: Sequence[Session], num_blocks: int, card: Card) -> eviction.Result:
     made: list[tuple[float, list[eviction.Turn]]] = []
     ids = drawn_ids()
@@ -198,6 +222,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "long": long,
     "ideal": ideal,
     "early": early,
+    "notice": notice,
     "tenants": tenants,
     "begin": begin,
 }

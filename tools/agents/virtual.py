@@ -35,6 +35,8 @@ class Card:
     save_s: float = 43.2e-6
     outside_s: float = 25e-3
     """Of a turn, before and after the engine."""
+    notice_s: float = 0.0
+    """After a transfer's end, until the scheduler sees it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +140,9 @@ class Link:
         return ()
 
     def _transfer(self, num_blocks: int, ends_s: float, on_over: Callable[[], None]) -> _Transfer:
-        heapq.heappush(self.ends, ends_s)
-        return _Transfer(num_blocks, self.clock(), ends_s, self.clock, on_over)
+        seen_s = ends_s + self._card.notice_s
+        heapq.heappush(self.ends, seen_s)
+        return _Transfer(num_blocks, self.clock(), seen_s, self.clock, on_over)
 
 
 @dataclass(slots=True)

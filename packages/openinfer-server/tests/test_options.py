@@ -17,6 +17,8 @@ def test_defaults_listen_on_loopback_alone():
         ("port", 65536),
         ("port", -1),
         ("max_body_bytes", 0),
+        ("large_request_workers", 0),
+        ("large_request_workers", 33),
         ("max_choices", 0),
         ("max_buffered_bytes", 0),
         ("drain_deadline_s", 0.0),

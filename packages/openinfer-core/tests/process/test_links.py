@@ -1,6 +1,7 @@
 """The engine's side of its links: each client gets its own events, and one that misbehaves loses only its link."""
 
 import asyncio
+import contextlib
 import os
 import resource
 import socket
@@ -29,7 +30,7 @@ from openinfer_core import (
 from openinfer_core.process.accepting import ACCEPT_PAUSE_S
 from openinfer_core.process.engine_process import LinkKind, listening
 from openinfer_core.process.host import LoopRunner
-from openinfer_core.process.kept_prompts import prompt_parts
+from openinfer_core.process.kept_prompts import ALL_KEPT_IDS, KEPT_IDS, prompt_parts
 from openinfer_core.process.links import HELLO_DEADLINE_S, MAX_HELLO_BYTES, LinkServer
 from openinfer_core.process.remote import EngineAccess, join_engine
 from openinfer_core.process.wire import (
@@ -37,6 +38,7 @@ from openinfer_core.process.wire import (
     PART_IDS,
     Abort,
     AskStats,
+    BriefHello,
     Close,
     Events,
     FrameBuffer,
@@ -182,6 +184,21 @@ def test_client_with_the_token_is_served(server: Server, make_request: MakeReque
         events = client.read_until(lambda events: ends(events) == 1)
     assert token_ids(events) == [simulated_token(request, i, server.options) for i in range(3)]
     assert events[-1] == Finished(RequestId(1), FinishReason.LENGTH, 3, 3, 0)
+
+
+def test_link_without_long_prompts_leaves_others_what_all_may_keep(idle_server: Server) -> None:
+    def allowed(*, keeps_prompts: bool) -> int:
+        client = stack.enter_context(idle_server.client())
+        client.send(Hello(TOKEN) if keeps_prompts else BriefHello(TOKEN))
+        welcome = client.receive()
+        assert isinstance(welcome, Welcome)
+        return welcome.kept_ids
+
+    with contextlib.ExitStack() as stack:
+        assert [allowed(keeps_prompts=False) for _ in range(2)] == [0, 0]
+        places = ALL_KEPT_IDS // KEPT_IDS
+        assert [allowed(keeps_prompts=True) for _ in range(places)] == [KEPT_IDS] * places
+        assert allowed(keeps_prompts=True) == 0
 
 
 class GrammarsSeen(SimulatedLoop):

@@ -25,6 +25,7 @@ from openinfer_core.process.wire import (
     PART_IDS,
     Abort,
     AskStats,
+    BriefHello,
     Close,
     Events,
     FrameBuffer,
@@ -64,6 +65,7 @@ EVENTS = Events([Tokens(RequestId(5), (7, 300)), Failed(RequestId(70000), Failur
 # Recorded when the format was made: never change one of these.
 ARRAYS: dict[bytes, ToEngine | ToClient] = {
     b"\x0e\0\0\0\x92\xa5hello\xa6secret": Hello("secret"),
+    b"\x14\0\0\0\x92\xabbrief_hello\xa6secret": BriefHello("secret"),
     b"\x0c\0\0\0\x92\xa7refusal\xa2no": StartRefusal("no"),
     b"\x08\0\0\0\x92\xa5abort\x05": Abort(RequestId(5)),
     b"\x1c\0\0\0\x93\xabprompt_part\x92\x01\x02\x91\x92\x03\xcb@\x10\0\0\0\0\0\0": PromptPart(
@@ -92,6 +94,7 @@ MAPS: dict[bytes, ToEngine | ToClient] = {
 }
 TO_ENGINE = (
     Hello("secret"),
+    BriefHello("secret"),
     Submit(REQUEST),
     SubmitAlike(REQUEST),
     KnownPrompt(3, None, 0),

@@ -25,7 +25,7 @@ MAX_PLACES = 1024
 """Prompts that a link keeps at most."""
 KEPT_IDS = 2**24
 """Ids of all of them: 58 conversations of 290,000. At 8 bytes each 134 MB at each end, since prompts share the ids."""
-ALL_KEPT_IDS = 2**26
+ALL_KEPT_IDS = 2**27
 """Of all links of an engine; those that come when it is spent keep nothing."""
 _LEAST_IDS = PART_IDS  # shorter prompts take less time than is worth keeping them, and so do shorter beginnings
 _TAIL_IDS = 256  # that a turn may change at the end of the one before, such as the beginning of its answer

@@ -30,6 +30,7 @@ from openinfer_core.process.routes import Routes
 from openinfer_core.process.wire import (
     Abort,
     AskStats,
+    BriefHello,
     Close,
     Control,
     Controlled,
@@ -304,7 +305,7 @@ class LinkServer:
         if not isinstance(message, Hello) or not shows_token(message, self._token):
             raise ContractViolation("the first frame is not a Hello with the right token")
         link.welcome = True
-        link.kept_ids = min(KEPT_IDS, self._left_ids)
+        link.kept_ids = 0 if isinstance(message, BriefHello) else min(KEPT_IDS, self._left_ids)
         self._left_ids -= link.kept_ids
         link.prompt = PromptBuffer(KeptPrompts(link.kept_ids), self._ids)
         self._send(link, msgspec.structs.replace(self._welcome, kept_ids=link.kept_ids))

@@ -22,6 +22,7 @@ from openinfer_core.process.mailbox import Mailbox
 from openinfer_core.process.wire import (
     Abort,
     AskStats,
+    BriefHello,
     Close,
     Control,
     Controlled,
@@ -101,17 +102,21 @@ class EngineAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     token: str
 
 
-def join_engine(access: EngineAccess) -> "JoinedEngine":
+def join_engine(access: EngineAccess, *, keeps_prompts: bool = True) -> "JoinedEngine":
     """Another process's handle to an engine that is running; request ids need not differ from other handles'.
+
+    Args:
+        access: to the engine.
+        keeps_prompts: whether long prompts come by it; links that keep none leave others what all may keep.
 
     Raises:
         EngineClosed: the engine is gone.
         ContractViolation: what is there is no engine of ours.
     """
-    return join_connection(open_link(access))
+    return join_connection(open_link(access, keeps_prompts=keeps_prompts))
 
 
-def open_link(access: EngineAccess) -> socket.socket:
+def open_link(access: EngineAccess, *, keeps_prompts: bool = True) -> socket.socket:
     """A connection to a running engine that has been shown the token: what the engine says first is its `Welcome`.
 
     It may be handed on, byte for byte, to a process that may use the engine and is not told the token.
@@ -121,7 +126,7 @@ def open_link(access: EngineAccess) -> socket.socket:
     """
     connection = connect_to(access.address)
     try:
-        _show_token(connection, access.token)
+        _show_token(connection, access.token, keeps_prompts=keeps_prompts)
     except EngineClosed:
         connection.close()
         raise
@@ -143,9 +148,9 @@ def join_connection(connection: socket.socket) -> "JoinedEngine":
         raise
 
 
-def _show_token(connection: socket.socket, token: str) -> None:
+def _show_token(connection: socket.socket, token: str, *, keeps_prompts: bool = True) -> None:
     try:
-        connection.sendall(encode_frame(Hello(token)))
+        connection.sendall(encode_frame(Hello(token) if keeps_prompts else BriefHello(token)))
     except OSError as error:
         raise EngineClosed(f"the engine process is gone: {error}") from error
 

@@ -36,6 +36,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     token: str
 
 
+class BriefHello(Hello, frozen=True, array_like=True, tag="brief_hello"):
+    """As `Hello`, of a client by whose link no long prompts come: it keeps none (`KnownPrompt`)."""
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """The engine is loaded and serves this link."""
 
@@ -171,7 +175,9 @@ def raise_refusal(refusal: str | None) -> None:
         raise Refused(refusal)
 
 
-ToEngine: TypeAlias = Hello | Submit | SubmitAlike | KnownPrompt | PromptPart | Abort | AskStats | Control | Close
+ToEngine: TypeAlias = (
+    Hello | BriefHello | Submit | SubmitAlike | KnownPrompt | PromptPart | Abort | AskStats | Control | Close
+)
 ToClient: TypeAlias = Welcome | StartRefusal | Events | Stats | Controlled | Ended
 
 _encoder = msgspec.msgpack.Encoder()

@@ -99,7 +99,8 @@ async def serve_launch(launch: WorkerLaunch, lines: FileIO, out: BinaryIO) -> in
     if launch.takes_large:
         os.nice(LARGE_NICENESS)
     # Off the loop: an engine that is short of memory or descriptors takes the link when it can.
-    handle = await asyncio.to_thread(join_engine, launch.engine)
+    gets_large = bool(launch.takes_large) or not launch.large
+    handle = await asyncio.to_thread(join_engine, launch.engine, keeps_prompts=gets_large)
     try:
         with listen_for_large(launch.takes_large) if launch.takes_large else listen(launch.options) as listener:
             app = load_app(handle, Path(launch.model_dir), launch.options)
