@@ -49,7 +49,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     TLS). 0: in the same process."""
     large_request_workers: int = 1
     """Processes for large requests. A conversation's turns come to one of them, by its owner and the first 32 KiB of
-    the body: conversations that begin alike for as long share one. Each keeps texts of its own (`known_prefix_bytes`)."""
+    the body: conversations that begin alike for as long share one. Each keeps --known-prefix-bytes of its own."""
     event_loop: EventLoop = EventLoop.AUTO
     endpoints: tuple[str, ...] = ()
     """Further APIs, by their names in the entry-point group `openinfer.endpoints`."""

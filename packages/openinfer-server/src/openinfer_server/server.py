@@ -147,7 +147,7 @@ def run_starting(
 
 
 def _addresses_for_large(handle: EngineHandle, options: ServerOptions, stack: contextlib.ExitStack) -> Sequence[str]:
-    """Paths of the sockets for large requests, in a private folder that the stack removes; none where there are none."""
+    """Paths of the sockets for large requests, in a private folder that the stack removes; none where none can be."""
     can_be_joined = isinstance(handle, RemoteEngine) and handle.access is not None
     is_possible = can_be_joined and can_share_ports() and not options.tls_cert_file
     if not options.large_request_bytes or not is_possible:

@@ -444,16 +444,19 @@ def place_of(hand_over, read, *, sends=b"", owner=""):
     """The number of the process that a request is handed over to."""
 
     async def placed():
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            with socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as connection:
-                connection.setblocking(False)
-                handing = Handing(connection, read, owner=owner, is_kept=False, is_waited_for=True)
-                placing = asyncio.create_task(hand_over._placed(handing))
-                await asyncio.sleep(0)
-                client.sendall(sends)
-                place = await placing
-                assert not sends or connection.recv(1) == sends[:1]  # it stays there to be read
-                return hand_over._places.index(place)
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            socket.create_connection(listener.getsockname()) as client,
+            listener.accept()[0] as connection,
+        ):
+            connection.setblocking(False)
+            handing = Handing(connection, read, owner=owner, is_kept=False, is_waited_for=True)
+            placing = asyncio.create_task(hand_over._placed(handing))  # noqa: SLF001
+            await asyncio.sleep(0)
+            client.sendall(sends)
+            place = await placing
+            assert not sends or connection.recv(1) == sends[:1]  # it stays there to be read
+            return hand_over._places.index(place)  # noqa: SLF001
 
     return asyncio.run(placed())
 

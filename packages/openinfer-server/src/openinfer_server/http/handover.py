@@ -181,7 +181,7 @@ class HandOver:
     """Where a front hands large requests over to.
 
     Args:
-        addresses: paths of the sockets on which the other processes listen, when they are there; the same for all fronts.
+        addresses: paths of the sockets on which the other processes listen, when they are there; all fronts'.
         paths: of routes that any process may answer, percent-encoded.
         returning: of routes some of whose requests the other process gives back.
         least_bytes: of a large body.

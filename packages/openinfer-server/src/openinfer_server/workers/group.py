@@ -7,10 +7,10 @@ start ──all Ready──► serving ──drain──► draining ──all e
 
 What a worker that died had counted stays in the sums, as far as it was asked: counters do not fall.
 
-One more, or several, take the large requests of all (`http/handover.py`). The first of these starts them (`want_large`);
-until they are ready, and where they cannot be started at all, large requests are answered like others. They are there so
-that what a large request does is not at the cost of others: so their deaths do not end the server, and after many of them
-one is not there for `LARGE_PAUSE_S`, in which large requests wait, or are told to come again.
+One more, or several, take the large requests of all (`http/handover.py`). The first of these starts them
+(`want_large`); until they are ready, and where they cannot be started at all, large requests are answered like others.
+They are there so that what a large request does is not at the cost of others: so their deaths do not end the server,
+and after many of them one is not there for `LARGE_PAUSE_S`, in which its requests wait, or are told to come again.
 """
 
 import asyncio

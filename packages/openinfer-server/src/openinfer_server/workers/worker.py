@@ -1,7 +1,7 @@
 """A further worker: the process that `workers.WorkerGroup` starts.
 
 It joins the engine, serves the port that the first worker listens on, and drains and ends when its standard input does:
-the first worker drains, or has died. One or more take large requests, and no others, which the rest hand over; they have a
+the first worker drains, or has died. Some take large requests, and no others, which the rest hand over; they have a
 lower priority, so that where processors are short, what they do is not at the cost of those who ask for little.
 """
 

@@ -17,9 +17,10 @@ Two windows are under way at a time: the end of one is seen after a step, or by 
 the link would rest from its end to the next one's beginning, a third of the time where windows take 20 ms.
 
 It is a guess, so nothing waits for it, but the turn whose own blocks are on their way, for `MOST_WAITED_S`: it would
-load them a second time, and where the link is short of time, its next turns would come too soon for that. What is under way is cancelled where blocks are short for a request,
-and none begins while one waits, loads, or is about to have the first token of a turn that was found in the cache. Where
-guesses are wrong more often than right, few are made (`_Record`).
+load them a second time, and where the link is short of time, its next turns would come too soon for that. What is under
+way is cancelled where blocks are short for a request, and none begins while one waits, loads, or is about to have the
+first token of a turn that was found in the cache. Where guesses are wrong more often than right, few are made
+(`_Record`).
 """
 
 from collections import OrderedDict, deque
