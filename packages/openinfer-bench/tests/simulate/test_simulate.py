@@ -48,6 +48,8 @@ KEPT = {
     "links stall while a server drains": (0, ["link stall", "restart"], 0.04, 600.0),
     "a disk is slow while a server ends": (1, ["restart", "slow disk"], 0.1, 600.0),
     "links stall for long, and meanwhile again for less": (0, ["link stall"], 0.02, 1800.0),
+    "descriptors run out while others are short already": (1, ["no descriptors"], 0.01, 3600.0),
+    "an engine's KV tiers close on a slow disk for longer than it had": (2, ["restart", "slow disk"], 0.06, 900.0),
 }
 
 
