@@ -50,12 +50,8 @@ def test_few_wait_at_a_time_of_one_owner_and_of_all():
     assert pace.num_waiting == MOST_WAITING_IN_ALL - MOST_WAITING
 
 
-def test_of_many_owners_those_that_were_refused_last_are_known():
+def test_owners_that_were_refused_long_ago_are_forgotten():
     pace = RefusalPace()
-    for owner in ("first", "last"):
-        for _ in range(1000):
-            ended(pace, owner, now_s=3.0)
-        for number in range(1000):
-            ended(pace, f"{number} after {owner}", now_s=3.0)
-    assert ended(pace, "last", now_s=3.0) == RETRY_AFTER_S
-    assert ended(pace, "first", now_s=3.0) == 0.0
+    for number in range(5000):
+        ended(pace, f"of {number}", now_s=3.0)
+    assert len(pace._next_s) <= 1024
