@@ -24,7 +24,6 @@ from openinfer_server.http.routes import Endpoints, Route
 from openinfer_server.http.writers import ClientDisconnected, Receive, Scope, Send
 from openinfer_server.limits.admission import AdmissionControl, queue_bound
 from openinfer_server.limits.budgets import Budgets
-from openinfer_server.limits.refusals import RefusalPace
 from openinfer_server.observability.loop_lag import watch_loop
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.request_log import RequestLog, log_stats
@@ -51,7 +50,6 @@ class App:
         self._link_task: asyncio.Task[None] | None = None
         self._watch_tasks: list[asyncio.Task[None]] = []
         self._origins = Origins(service.options, service.access)
-        self._refusals = RefusalPace()
         routes = [route for api in (*BUILTIN, *endpoints) for route in api(service)]
         self.router = Router([*routes, document_route(routes, asks_for_keys=service.access.asks_for_keys)])
 
@@ -108,8 +106,6 @@ class App:
             http_request.tenant = self._admit(http_request, match.route)
             await self._handle(http_request, match.route)
         except ApiError as error:
-            if error.status == 429:
-                await self._keep_pace(http_request)
             await _send_error(http_request, error)
         except ClientDisconnected:
             http_request.status = CLIENT_GONE
@@ -134,17 +130,6 @@ class App:
             return
         with self.service.budgets.request(http_request.owner), contextlib.suppress(GivenBack):
             await route.handler(http_request)
-
-    async def _keep_pace(self, http_request: HttpRequest) -> None:
-        """Waits as long as its owner's refusals have to."""
-        owner = http_request.owner
-        wait_s = self._refusals.begin(owner, now_s=asyncio.get_running_loop().time())
-        if wait_s:
-            http_request.close()  # what was read of it is needed no longer
-            try:
-                await asyncio.sleep(wait_s)
-            finally:
-                self._refusals.end(owner)
 
     def _count(self, http_request: HttpRequest, route: str, log: RequestLog) -> None:
         if not http_request.is_given_back:  # else it is counted where it is answered

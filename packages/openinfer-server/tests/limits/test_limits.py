@@ -11,10 +11,8 @@ from openinfer_core.process.local import InProcessEngine
 from openinfer_core.request import RequestId
 from openinfer_server import ServerOptions
 from openinfer_server.chat.template import ChatTemplate, RenderingRefused
-from openinfer_server.http.api_errors import RETRY_AFTER_S, ApiError
-from openinfer_server.limits import refusals
+from openinfer_server.http.api_errors import ApiError
 from openinfer_server.limits.admission import AdmissionControl, queue_bound
-from openinfer_server.limits.refusals import RefusalPace
 from openinfer_server.limits.request_cost import PromptCost, RequestCost
 from openinfer_server.testing import DEADLINE_S, ParrotLoop, RecordingEngine, wait_until
 
@@ -199,37 +197,6 @@ def test_full_queue_is_told_before_the_body_is_read(start, call, info):
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         connection.close()
     wait_until(lambda: call(server, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200, "room again")
-
-
-def test_a_refusal_waits_for_its_pace_and_probes_do_not(start, call, info, monkeypatch):
-    monkeypatch.setattr(refusals, "BURST", 1)
-    monkeypatch.setattr(refusals, "RATE_PER_S", 1e-3)
-    begun: list[float] = []
-    begin = RefusalPace.begin
-
-    def noting(self: RefusalPace, owner: str, *, now_s: float) -> float:
-        begun.append(begin(self, owner, now_s=now_s))
-        return begun[-1]
-
-    monkeypatch.setattr(RefusalPace, "begin", noting)
-    parrot = QueueingParrot(msgspec.structs.replace(info, max_waiting=1))
-    server = start(parrot)
-    parrot.hold()
-    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    asked = head + b"content-length: %d\r\n\r\n" % len(body) + body
-    with socket.create_connection(server.address, timeout=DEADLINE_S) as first:
-        first.sendall(asked)
-        wait_until(lambda: len(server.engine.submitted) == 1, "a request")
-        assert call(server, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 429
-        with socket.create_connection(server.address, timeout=DEADLINE_S) as second:
-            second.sendall(asked)
-            wait_until(lambda: len(begun) == 2, "a refusal that waits")
-            assert begun == [0.0, RETRY_AFTER_S]
-            assert call(server, "GET", "/health")[0] == 200
-            assert second.recv(65536).startswith(b"HTTP/1.1 429")
-        parrot.go()
-        assert first.recv(65536).startswith(b"HTTP/1.1 200")
 
 
 def test_queue_is_bounded_by_tokens(start, call, info):
