@@ -52,7 +52,7 @@ ATTACKS = {
     "id-prompts": (Asked(4, choices=128, prompt_tokens=2000, max_tokens=1), 4),
     "dear-masks": (Asked(12, choices=16, prompt_tokens=20, max_tokens=400), 12),
     "slow-readers": (Asked(60, max_tokens=1000), 60),
-    "background": (Asked(64, prompt_tokens=5, max_tokens=1000), 4),
+    "background": (Asked(64, prompt_tokens=14, max_tokens=17), 4),  # as the model answers what is asked there
     "long-rows": (Asked(16, choices=16, prompt_tokens=1000, max_tokens=1000), 16),
     "texts": (Asked(4, prompt_tokens=2000), 1),
 }

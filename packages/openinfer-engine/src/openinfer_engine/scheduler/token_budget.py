@@ -339,7 +339,17 @@ class TokenBudgetScheduler:
         if len(begun) > 1:
             unfilled = self._plan_shares(builder, unfilled)
         self._plan_chunks(builder, unfilled)
+        heavier = self._heavier() if head is not None and self._queue.divides else frozenset[str]()
+        if heavier:  # where a step has few prompt tokens, who holds little waits for no more than half of them
+            with builder.limited_to(builder.budget_tokens // 2), self._queue.putting_off(heavier):
+                self._admit(builder, none_of=heavier)
         self._admit(builder)
+
+    def _heavier(self) -> AbstractSet[str]:
+        """Tenants that have something waiting, as another has that holds less of slots and blocks."""
+        held = {tenant: self._queue.shares.held(tenant) for tenant in self._queue.wanting}
+        least = min(held.values(), default=0.0)
+        return {tenant for tenant, part in held.items() if part > least}
 
     def _beside_others(self, builder: StepBuilder, tenants: AbstractSet[str]) -> tuple[float | None, int]:
         """What prompts of these tenants may add to a step because of others, None for anything; their least tokens."""
