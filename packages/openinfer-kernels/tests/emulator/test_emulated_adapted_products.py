@@ -302,7 +302,7 @@ def test_more_tokens_have_what_their_adapters_add(modules, libraries, on_device,
     check(fused_of(modules, libraries), on_device, shape, num_tokens)
 
 
-WIDE = ((1008, 1008), 1536, 16, 4)
+WIDE = ((208, 208), 6144, 16, 4)
 """Of which tiles of 112 rows make A x in two tiles, each of groups of 32 columns, the last of which has 16."""
 
 
