@@ -11,22 +11,18 @@ rank is where, and one rank per node gives those of as many ranks on one node.
 NCCL adds up in the array's dtype and in an order of its own, which of more than two ranks is neither.
 """
 
-import logging
 from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
-
+from openinfer_engine.distributed.nccl_peers import connect_peers
 from openinfer_engine.ranks.placement import nodes_in_order
-from openinfer_kernels import Array, KernelsError
+from openinfer_kernels import Array
 from openinfer_kernels.cuda.comm.nccl import NcclGroup
 from openinfer_kernels.cuda.comm.one_shot import OneShot
-from openinfer_kernels.cuda.comm.peer_buffers import HANDLE_BYTES, MAX_RANKS
 from openinfer_kernels.cuda.comm.rank_arrays import RankArrays
 from openinfer_kernels.cuda.common.arrays import VECTOR_BYTES
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import cupy
-
-logger = logging.getLogger("openinfer.engine")
 
 # of arrays that are summed by one kernel: what a rank sends at most, which is the array whole to every other rank. So
 # long all blocks of the kernel are on the device at once: none waits for a place while others wait for its part
@@ -82,24 +78,6 @@ def open_one_shot(
     group: NcclGroup, device: Device, *, rank: int, size: int, sent_bytes: int = ONE_SHOT_SENT_BYTES
 ) -> OneShot | None:
     """What sums small arrays, if all ranks can reach each other's memory; called on every rank."""
-    if size > MAX_RANKS:
-        return None
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        most_bytes = sent_bytes // (size - 1) // VECTOR_BYTES * VECTOR_BYTES
-        made = OneShot(device, rank=rank, size=size, most_bytes=most_bytes)
-        handles = cupy.empty((size, HANDLE_BYTES), np.uint8)
-        group.all_gather(cupy.asarray(np.frombuffer(made.handle, np.uint8)), handles)
-        refusals = np.zeros(1, np.int32)
-        try:
-            made.connect([bytes(handle) for handle in cupy.asnumpy(handles)])
-        except KernelsError as error:
-            logger.warning("rank %d: sums of small arrays go through NCCL: %s", rank, error)
-            refusals[0] = 1
-        # All ranks use the kernel or none does, so one that cannot connect says so in a sum.
-        all_refusals = cupy.asarray(refusals)
-        group.all_reduce(all_refusals, all_refusals)
-        is_possible = not cupy.asnumpy(all_refusals).any()
-        stream.synchronize()
-    if not is_possible:
-        made.close()
-    return made if is_possible else None
+    most_bytes = sent_bytes // (size - 1) // VECTOR_BYTES * VECTOR_BYTES
+    make = partial(OneShot, device, rank=rank, size=size, most_bytes=most_bytes)
+    return connect_peers(group, make, rank=rank, size=size, otherwise="sums of small arrays go through NCCL")
