@@ -47,6 +47,11 @@ class HeldPrefixes:
         while len(self._held) > self._num_blocks:
             self._held.popitem(last=False)
 
+    def forget(self, digests: Sequence[bytes]) -> None:
+        """Blocks that are not held after all."""
+        for digest in digests:
+            self._held.pop(digest, None)
+
     def clear(self) -> None:
         self._held.clear()
 

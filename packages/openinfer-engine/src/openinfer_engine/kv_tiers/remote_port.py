@@ -6,11 +6,11 @@ computed, and forgotten here.
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from openinfer_core.engine import KvTierStats
+from openinfer_core.replicas.held_prefixes import HeldPrefixes
 from openinfer_engine.kv_tiers.port import CHUNK_BLOCKS
 from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_kv_cache import Digest, PrefixHit, TierTransfer
@@ -29,8 +29,7 @@ class RemoteTierPort:
 
     def __init__(self, share: RankShare, *, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._share = share
-        self._num_blocks = num_blocks
-        self._held: OrderedDict[Digest, None] = OrderedDict()
+        self._held = HeldPrefixes(num_blocks)
         self._transfers: dict[TierTransfer, Callable[[TierTransfer], None]] = {}
         self.clock = clock
 
@@ -45,7 +44,7 @@ class RemoteTierPort:
 
     def find(self, digests: Sequence[Digest]) -> PrefixHit:
         self.settle()
-        count = next((place for place, each in enumerate(digests) if each not in self._held), len(digests))
+        count = self._held.count(digests)
         chunks = (digests[begin : min(begin + CHUNK_BLOCKS, count)] for begin in range(0, count, CHUNK_BLOCKS))
         return PrefixHit([_Known(chunk) for chunk in chunks])
 
@@ -54,17 +53,16 @@ class RemoteTierPort:
         found.close()
         if not digests:
             return None
-        self._use(digests)
+        self._held.note(digests)
 
         def forget(transfer: TierTransfer) -> None:
-            for digest in digests[transfer.completed_blocks :]:
-                self._held.pop(digest, None)
+            self._held.forget(digests[transfer.completed_blocks :])
 
         return self._begin(self._share.load(digests, places[: len(digests)]), forget)
 
     def save(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer | None:
         def note(transfer: TierTransfer) -> None:
-            self._use(digests[: transfer.completed_blocks])
+            self._held.note(digests[: transfer.completed_blocks])
 
         return self._begin(self._share.save(digests, places), note)
 
@@ -92,14 +90,6 @@ class RemoteTierPort:
     def _begin(self, transfer: TierTransfer, ended: Callable[[TierTransfer], None]) -> TierTransfer:
         self._transfers[transfer] = ended
         return transfer
-
-    def _use(self, digests: Sequence[Digest]) -> None:
-        # Last blocks first: of a chain the end is forgotten before its beginning, without which it is of no use.
-        for digest in reversed(digests):
-            self._held[digest] = None
-            self._held.move_to_end(digest)
-        while len(self._held) > self._num_blocks:
-            self._held.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
