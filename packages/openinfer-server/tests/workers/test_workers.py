@@ -1,5 +1,6 @@
 """Several processes on one port, before one engine: what they count together, and how they end together."""
 
+import asyncio
 import contextlib
 import functools
 import http.client
@@ -14,11 +15,12 @@ import time
 import psutil
 import pytest
 
+from openinfer_core.testing.simulation import asyncio_waits
 from openinfer_server import ServerError, ServerOptions
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.metrics_snapshot import MetricsSnapshot, summed
 from openinfer_server.testing import DEADLINE_S, wait_until
-from openinfer_server.workers.group import can_share_ports
+from openinfer_server.workers.group import WorkerGroup, can_share_ports
 
 needs_shared_ports = pytest.mark.skipif(not can_share_ports(), reason="only Linux spreads connections over processes")
 CHILD = """
@@ -225,3 +227,26 @@ def test_workers_need_an_engine_that_can_be_joined(info, model_dir):
 
     with pytest.raises(ServerError, match="process of its own" if can_share_ports() else "Linux"):
         run(InProcessEngine(ParrotLoop(info)), model_dir, ServerOptions(port=0, workers=2))
+
+
+def test_the_end_takes_no_turn_on_and_on_where_all_that_is_left_has_just_ended(monkeypatch):
+    """Python 3.12 gathers what has ended without a turn of the loop, in which it would have taken itself out."""
+    gathered = []
+
+    def gather(*tasks):
+        gathered.append(tasks)
+        assert len(gathered) < 9, "nothing else runs any more"
+        return asyncio_waits.gather(*tasks)
+
+    async def ended():
+        pass
+
+    async def end():
+        group = WorkerGroup(lambda: None)
+        group._spawn(ended())
+        await asyncio.sleep(0)
+        await group.end(1.0)
+
+    monkeypatch.setattr(asyncio, "gather", gather)
+    asyncio.run(end())
+    assert len(gathered) == 1

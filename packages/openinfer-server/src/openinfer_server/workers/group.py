@@ -199,8 +199,11 @@ class WorkerGroup:
                 logger.error("worker %d does not end and is killed", worker.process.pid)
                 with contextlib.suppress(ProcessLookupError):
                     worker.process.kill()
-        while self._tasks:
-            await asyncio.gather(*self._tasks)
+        while tasks := {*self._tasks}:
+            # Those that have ended take themselves out in a later turn; from Python 3.12 on no turn is between, where
+            # all of them have ended.
+            self._tasks -= tasks
+            await asyncio.gather(*tasks)
 
     async def _start_worker(self, launch: WorkerLaunch, table: WorkerTable, number: int) -> None:
         process = await asyncio.create_subprocess_exec(
