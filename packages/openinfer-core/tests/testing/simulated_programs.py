@@ -151,6 +151,41 @@ async def _connected(world: World, client: _Side, server: _Side) -> None:
     await asyncio.sleep(0.1)
 
 
+def same_in_every_python(world: World) -> dict[str, Any]:
+    """Takes what versions of Python differ in: threads of an executor next to others, and turns that a wait takes."""
+    turns: list[int] = []
+    loop = VirtualEventLoop(world, charge=turns.append)
+    executor = ThreadPoolExecutor(2, thread_name_prefix="many")
+
+    def compute(number: int) -> int:
+        for _ in range(number % 3):
+            time.sleep(0.001)
+        world.note("computed", number)
+        return number
+
+    async def main() -> list[Any]:
+        futures = [loop.run_in_executor(executor, compute, number) for number in range(40)]
+        outcomes: list[Any] = [await asyncio.wait_for(future, 1.0) for future in futures[:20]]
+        outcomes += await asyncio.gather(*futures[20:])
+        for timeout_s in (0.0, 0.5):
+            waiting = asyncio.ensure_future(asyncio.sleep(3.0))
+            try:
+                await asyncio.wait_for(waiting, timeout_s)
+            except TimeoutError:
+                outcomes.append(["late", waiting.cancelled()])
+        outer = asyncio.ensure_future(asyncio.wait_for(waiting := asyncio.ensure_future(asyncio.sleep(3.0)), 1.0))
+        await asyncio.sleep(0.1)
+        outer.cancel()
+        await asyncio.wait([outer])
+        outcomes.append([outer.cancelled(), waiting.cancelled()])
+        return outcomes
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        outcomes = runner.run(main())
+    executor.shutdown()
+    return {"outcomes": outcomes, "turns": sum(turns), "order_of_locks": [world.digest, world.num_switches]}
+
+
 def closed_before_it_is_read(world: World) -> dict[str, Any]:
     """A side that is closed, or whose other side is, while that one does not read what has arrived."""
     reader, writer = [_Side(), _Side()], [_Side(), _Side()]
@@ -223,6 +258,12 @@ def spinning(world: World) -> None:
     theirs.send(b"never read")
     while world.now_s < 1:
         selector.select()
+
+
+def computing_for_ever(world: World) -> None:
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.1, 0.1)  # in place of half a minute
+    while world.now_s < 1:
+        pass
 
 
 def handlers(world: World) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = "openinfer_core.testing.simulation"
+_SPIN_S = 30.0  # imports, and a collection of garbage, take less
 
 
 def run_in_child(
@@ -58,11 +60,33 @@ def _load(name: str) -> Any:
     return module
 
 
+def _watch(world: Any) -> None:
+    """Ends the process where one task computes on and on: nothing in virtual time would tell."""
+    end = os._exit  # the world replaces it
+    seen: list[tuple[int, float]] = []
+
+    def look(number: int, frame: Any) -> None:
+        del number
+        now = (world.num_switches, world.now_s)
+        if now in seen:
+            where = "".join(traceback.format_stack(frame))
+            sys.stdout.write(f"Stuck: one task has computed for {_SPIN_S:g} s of a processor, and goes on\n{where}")
+            sys.stdout.flush()
+            end(1)
+        seen[:] = [now]
+
+    signal.signal(signal.SIGVTALRM, look)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _SPIN_S, _SPIN_S)
+
+
 def main(argv: list[str]) -> int:
     """Runs a simulation; 1 if it raises."""
     name, seed, arguments = argv
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent.resolve()]
     world = _load("world").World(int(seed))
+    _watch(world)
+    for module_name in ("executor", "asyncio_waits"):
+        _load(module_name)
     _load("standard_library").install(world)
     for module_name in ("event_loop", "network", "sockets"):
         _load(module_name)

@@ -2,11 +2,11 @@
 
 `threading.Condition`, `Event`, `Semaphore` and `Barrier`, the queues and `concurrent.futures` are Python's own: they
 are written in Python and build on `threading.Lock`, which is the world's. What is written in C and waits by itself is
-replaced (`Lock`, `RLock`, `Thread`, `local`, `SimpleQueue`).
+replaced (`Lock`, `RLock`, `Thread`, `local`, `SimpleQueue`), and what differs between versions of Python in the locks
+or the turns of a loop that it takes (`executor.py`, `asyncio_waits.py`).
 """
 
 import asyncio  # before `threading.local` is replaced: its running loop is handed over by `LoopContext` instead
-import concurrent.futures.thread
 import importlib
 import os
 import queue
@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
 
+from openinfer_core.testing.simulation.asyncio_waits import install_waits
+from openinfer_core.testing.simulation.executor import NUM_PROCESSORS, install_executor
 from openinfer_core.testing.simulation.world import Task, World
-
-NUM_PROCESSORS = 16  # of every machine, or how many threads there are would be this machine's
 
 
 def install(world: World) -> None:
@@ -33,6 +33,7 @@ def install(world: World) -> None:
         setattr(os, "sched_getaffinity", _all_processors)  # noqa: B010 - of some systems
     _install_threads(world)
     _install_order_of_tasks()
+    install_waits()
     world.contexts.append(LoopContext())
 
 
@@ -133,12 +134,7 @@ def _install_threads(world: World) -> None:
     for name, stand_in in names.items():
         setattr(threading, name, stand_in)
     queue.SimpleQueue = queue._PySimpleQueue  # type: ignore[attr-defined, misc] # noqa: SLF001 - the one in C waits by itself
-    _replace_module_locks(WorldLock)
-
-
-def _replace_module_locks(lock: Callable[[], Any]) -> None:
-    """Locks that modules of the standard library made when they were imported."""
-    concurrent.futures.thread._global_shutdown_lock = lock()  # type: ignore[attr-defined] # noqa: SLF001
+    install_executor()
 
 
 def _install_order_of_tasks() -> None:
