@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,7 @@ RATIO, MORE_MS = 2.0, 20.0
 HEALTH_S = 1.0
 ALL_MIB = 1024.0
 LOG_KIB = 1024.0
+MOST_CONNECTED = 64  # of an honest tenant in place of one whose answers come early: fewer than a tenant may have
 _OPEN_FILES = 256
 _KEYS = {"victim": "a-key-of-the-victims", "attacker": "a-key-of-the-attacker"}
 _KV_BLOCKS = 1024
@@ -39,6 +41,7 @@ _KIB, _MIB = 2**10, 2**20
 _SHOWN_BYTES = 2**14
 _BUDGET = re.compile(r'openinfer_budget_limit\{budget="\w*_bytes"\} (\S+)')
 _KV_CACHE = re.compile(r'openinfer_engine_memory_bytes\{purpose="kv_cache"\} (\S+)')
+_OPEN_REQUESTS = re.compile(r"^openinfer_requests_open (\S+)", re.MULTILINE)
 _GRAMMARS = re.compile(r"^openinfer_grammar_bytes_limit (\S+)", re.MULTILINE)
 
 
@@ -77,7 +80,8 @@ class Row:
     attack: str
     about: str
     admitted: float
-    """Requests of the attacker in flight, on average; the honest tenant has as many."""
+    """Requests of the attacker in flight, on average; the honest tenant has as many, at most `MOST_CONNECTED` in place
+    of one whose answers come early."""
     requests: int
     gaps: int
     requests_honest: int
@@ -138,15 +142,20 @@ async def _measure(name: str, size: Size, address: Address, pid: int, log: "Serv
     if warm.statuses.keys() != {"200"}:
         raise EngineClosed(f"before any attack, requests with a grammar are answered {dict(warm.statuses)}")
     idle_mib = tree_memory(pid).proportional_mib
+    open_requests = 0.0
     with _attacking(name, address, 0) as trial:
-        await asyncio.sleep(size.trial_s)
-    admitted = trial.admitted
-    first, _ = await arm(HONEST, round(admitted))
+        if ATTACKS[name].answers_early:
+            open_requests = await _mean_open_requests(address, size.trial_s)
+        else:
+            await asyncio.sleep(size.trial_s)
+    admitted = max(trial.admitted, open_requests)
+    num_honest = round(max(trial.admitted, min(open_requests, MOST_CONNECTED)))
+    first, _ = await arm(HONEST, num_honest)
     logged_before = log.num_bytes
     with PeakMemory(pid) as peak:
         during, counts = await arm(name, 0)
     log_kib = (log.num_bytes - logged_before) / _KIB
-    last, _ = await arm(HONEST, round(admitted))
+    last, _ = await arm(HONEST, num_honest)
     return _row(
         name,
         admitted,
@@ -159,6 +168,17 @@ async def _measure(name: str, size: Size, address: Address, pid: int, log: "Serv
         log_kib=log_kib,
         address=address,
     )
+
+
+async def _mean_open_requests(address: Address, duration_s: float) -> float:
+    """Requests that the server has open, on average over that time; 0 of a server that does not say."""
+    seen: list[float] = []
+    end_s = time.monotonic() + duration_s
+    while (left_s := end_s - time.monotonic()) > 0:
+        await asyncio.sleep(min(_SAMPLE_EVERY_S, left_s))
+        found = _OPEN_REQUESTS.search(await asyncio.to_thread(_metrics, address))
+        seen.append(0.0 if found is None else float(found[1]))
+    return sum(seen) / max(1, len(seen))
 
 
 async def wait_until_quiet(processor_s: Callable[[], float], *, period_s: float = 0.5, most_s: float = 60.0) -> None:
@@ -345,12 +365,16 @@ def _certificate(folder: Path) -> list[str]:
 
 def _budgets_mib(address: Address) -> float:
     """What the server's budgets of bytes allow in all, as its metrics have them."""
-    context = unverified() if address.is_tls else None
-    try:
-        with urllib.request.urlopen(f"{address.url}/metrics", timeout=10, context=context) as page:  # noqa: S310 - ours
-            text = page.read().decode()
-    except OSError as error:
-        raise EngineClosed(f"the server does not show its budgets: {error}") from error
+    text = _metrics(address)
     of_each = {"kv_cache": _KV_CACHE.search(text), "grammars": _GRAMMARS.search(text)}
     mib = [_OLD_BUDGETS_MIB[name] if found is None else float(found[1]) / _MIB for name, found in of_each.items()]
     return sum(mib) + sum(float(limit) / _MIB for limit in _BUDGET.findall(text))
+
+
+def _metrics(address: Address) -> str:
+    context = unverified() if address.is_tls else None
+    try:
+        with urllib.request.urlopen(f"{address.url}/metrics", timeout=10, context=context) as page:  # noqa: S310 - ours
+            return page.read().decode()
+    except OSError as error:
+        raise EngineClosed(f"the server does not show its metrics: {error}") from error

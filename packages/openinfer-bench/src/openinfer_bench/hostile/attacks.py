@@ -43,6 +43,7 @@ class Attack:
         on_grammars: victims ask for grammars, new ones; else for plain streams.
         before_tls: the server has a certificate; the attacker ends no handshake.
         kills_guard: the guard process of grammars is killed now and then, as the kernel does where memory is short.
+        answers_early: an answer comes before what was asked has been computed, and says nothing of how long that takes.
         least_s: that its arm takes, where what it does adds up.
         flags: further ones of the server.
     """
@@ -55,6 +56,7 @@ class Attack:
     on_grammars: bool = False
     before_tls: bool = False
     kills_guard: bool = False
+    answers_early: bool = False
     least_s: float = 0.0
     flags: tuple[str, ...] = ()
 
@@ -69,6 +71,7 @@ def _attack(
     on_grammars: bool = False,
     before_tls: bool = False,
     kills_guard: bool = False,
+    answers_early: bool = False,
     least_s: float = 0.0,
     flags: tuple[str, ...] = (),
 ) -> Attack:
@@ -81,6 +84,7 @@ def _attack(
         on_grammars=on_grammars,
         before_tls=before_tls,
         kills_guard=kills_guard,
+        answers_early=answers_early,
         least_s=least_s,
         flags=flags,
     )
@@ -153,7 +157,11 @@ ATTACKS: Mapping[str, Attack] = {
     ),
     "stored": _attack(posting(bodies.stored_response, "/v1/responses"), _ANY, "responses that are stored", 16),
     "background": _attack(
-        posting(bodies.background_response, "/v1/responses"), _ANY, "responses in the background", 16
+        posting(bodies.background_response, "/v1/responses"),
+        _ANY,
+        "responses in the background",
+        16,
+        answers_early=True,
     ),
     "log-probabilities": _attack(
         posting(bodies.log_probabilities), _ANY, "n=16 with the log-probabilities of 20 tokens each"
