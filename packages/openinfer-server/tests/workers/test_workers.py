@@ -243,7 +243,7 @@ def test_the_end_takes_no_turn_on_and_on_where_all_that_is_left_has_just_ended(m
 
     async def end():
         group = WorkerGroup(lambda: None)
-        group._spawn(ended())
+        group._spawn(ended())  # noqa: SLF001 - what listens to a worker, without a process
         await asyncio.sleep(0)
         await group.end(1.0)
 

@@ -1,4 +1,4 @@
-"""`asyncio.wait_for` and `asyncio.gather`, the same in every version of Python: each turn of a loop that they take costs."""
+"""`asyncio.wait_for` and `asyncio.gather`, the same in every Python: each turn of a loop that they take is charged."""
 
 import asyncio
 import importlib
