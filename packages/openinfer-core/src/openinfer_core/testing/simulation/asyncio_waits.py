@@ -2,7 +2,7 @@
 
 import asyncio
 import importlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 
@@ -65,7 +65,7 @@ def gather(*awaitables: Awaitable[Any], return_exceptions: bool = False) -> "asy
 
 
 class _Gathering(asyncio.Future[list[Any]]):
-    def __init__(self, futures: "list[asyncio.Future[Any]]") -> None:
+    def __init__(self, futures: "Sequence[asyncio.Future[Any]]") -> None:
         super().__init__(loop=futures[0].get_loop())
         self._futures = futures
         self.was_cancelled = False

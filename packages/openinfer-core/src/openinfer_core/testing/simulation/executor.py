@@ -3,7 +3,8 @@
 Each lock is a place where threads change, so that one seed would be another run in each.
 """
 
-import concurrent.futures.thread
+import concurrent.futures
+import importlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ NUM_PROCESSORS = 16  # of every machine, or how many threads there are would be 
 def install_executor() -> None:
     """Replaces the standard library's, for good; after its locks."""
     VirtualThreadPoolExecutor.all_lock = threading.Lock()
-    futures: Any = concurrent.futures
-    futures.ThreadPoolExecutor = futures.thread.ThreadPoolExecutor = VirtualThreadPoolExecutor
+    for name in ("concurrent.futures", "concurrent.futures.thread"):
+        module: Any = importlib.import_module(name)
+        module.ThreadPoolExecutor = VirtualThreadPoolExecutor
 
 
 class VirtualThreadPoolExecutor(concurrent.futures.Executor):
