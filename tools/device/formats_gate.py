@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,15 @@ class Format:
     controls: dict[str, Change]
 
 
-def words_of(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Eight codes of four bits in each int32, along the last dimension."""
-    eights = codes.reshape(*codes.shape[:-1], -1, 8)[..., list(order)].to(torch.int64)
-    words = (eights << torch.arange(0, 32, 4, device=codes.device)).sum(dim=-1)
+def words_of(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8)), bits: int = 4) -> torch.Tensor:
+    """Codes of so many bits in each int32, along the last dimension."""
+    codes_of_word = codes.reshape(*codes.shape[:-1], -1, 32 // bits)[..., list(order)[: 32 // bits]].to(torch.int64)
+    words = (codes_of_word << torch.arange(0, 32, bits, device=codes.device)).sum(dim=-1)
     return (words - (words >> 31 << 32)).to(torch.int32)
 
 
-def int4(values: torch.Tensor) -> tuple[Packed, torch.Tensor]:
-    groups = values.reshape(len(values), -1, GROUP)
+def int4(values: torch.Tensor, group: int = GROUP) -> tuple[Packed, torch.Tensor]:
+    groups = values.reshape(len(values), -1, group)
     scales = (groups.abs().amax(dim=2) / 7).to(torch.bfloat16)
     codes = (groups / scales.float()[..., None]).round().clamp(-8, 7)
     stands_for = (codes * scales.float()[..., None]).reshape(values.shape)
@@ -87,6 +88,29 @@ def awq(values: torch.Tensor) -> tuple[Packed, torch.Tensor]:
         "qzeros": words_of(zeros.T, AWQ_ORDER),
         "scales": scales.T,
     }, stands_for
+
+
+def gptq(values: torch.Tensor) -> tuple[Packed, torch.Tensor]:
+    """Of the first version, which stores zero points less one."""
+    groups = values.reshape(len(values), -1, GROUP)
+    low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
+    scales = ((high - low) / 15).to(torch.float16)
+    zeros = (-low / scales.float()).round().clamp(1, 15)
+    codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
+    stands_for = ((codes - zeros[..., None]) * scales.float()[..., None]).reshape(values.shape)
+    return {
+        "qweight": words_of(codes.reshape(values.shape)).T,
+        "qzeros": words_of(zeros.T - 1),
+        "scales": scales.T,
+        "g_idx": (torch.arange(values.shape[1], device=values.device) // GROUP).to(torch.int32),
+    }, stands_for
+
+
+def w8a16(values: torch.Tensor) -> tuple[Packed, torch.Tensor]:
+    scales = (values.abs().amax(dim=1, keepdim=True) / 127.5).to(torch.bfloat16)
+    codes = (values / scales.float()).round().clamp(-128, 127)
+    shape = torch.tensor(values.shape, dtype=torch.int64)
+    return {"packed": words_of(codes + 128, bits=8), "scale": scales, "shape": shape}, codes * scales.float()
 
 
 def int8(values: torch.Tensor) -> tuple[Packed, torch.Tensor]:
@@ -148,6 +172,14 @@ def one_too_high(packed: Packed) -> Packed:
     return packed | {"qzeros": words + more}
 
 
+def one_too_low(packed: Packed) -> Packed:
+    """Of zero points, but for those whose stored number is 0."""
+    words, less = packed["qzeros"], torch.zeros_like(packed["qzeros"])
+    for shift in range(0, 32, 4):
+        less |= ((words >> shift & 15) > 0).to(torch.int32) << shift
+    return packed | {"qzeros": words - less}
+
+
 def groups(name: str, activations: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
     """compressed-tensors' config."""
     group = {"targets": ["Linear"], "weights": {"symmetric": True} | weights, "input_activations": activations}
@@ -161,6 +193,7 @@ def groups(name: str, activations: dict[str, Any] | None = None, **weights: Any)
 
 
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 DYNAMIC = {"num_bits": 8, "dynamic": True, "strategy": "token", "symmetric": True}
 OF_GROUP_AFTER, EXCHANGED = "scales of the group or block after", "pairs of codes exchanged"
@@ -169,6 +202,17 @@ FORMATS = {
         groups("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP),
         int4,
         {OF_GROUP_AFTER: after("scale"), EXCHANGED: exchanged},
+    ),
+    "int4_g32": Format(
+        groups("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
+        partial(int4, group=32),
+        {OF_GROUP_AFTER: after("scale"), EXCHANGED: exchanged},
+    ),
+    "gptq": Format(GPTQ, gptq, {"zero points one too low": one_too_low, OF_GROUP_AFTER: after("scales", 0)}),
+    "w8a16": Format(
+        groups("pack-quantized", num_bits=8, type="int", strategy="channel"),
+        w8a16,
+        {"scales of the row after": after("scale", 0)},
     ),
     "fp8": Format(BLOCKS, fp8, {OF_GROUP_AFTER: after("scale_inv")}),
     "nvfp4": Format(
@@ -202,7 +246,8 @@ def stored(weights: dict[str, torch.Tensor], made: Format, change: Change) -> di
             found[name] = values.cpu()
             continue
         for part, tensor in change(made.quantise(values.float())[0]).items():
-            whole = name.removesuffix("weight") + part if part.startswith(("q", "scales")) else f"{name}_{part}"
+            alone = part.startswith(("q", "scales", "g_idx"))
+            whole = name.removesuffix("weight") + part if alone else f"{name}_{part}"
             found[whole if part else name] = tensor.contiguous().cpu()
     return found
 
