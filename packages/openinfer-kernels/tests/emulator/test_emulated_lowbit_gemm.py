@@ -42,7 +42,7 @@ KERNELS = [
 ] + [
     f"lowbit_gemm_int4_{epilogue}_{scaling}"
     for epilogue in ("store", "swiglu")
-    for scaling in ("e4m3groups_8", "e4m3groups_16", "woven_128")
+    for scaling in ("e4m3groups_8", "e4m3groups_16", *(f"bf16groups_{tokens}" for tokens in SIZES), "woven_128")
 ]
 BODIES = {
     ("lowbit/lowbit_tiles.cuh", "uint32_t and_or("): "return (a & b) | c;",
@@ -71,7 +71,7 @@ class Kernel:
 
 def kernel_of(family: str, code: str, epilogue: str, scaling: str, tokens: str) -> str:
     """Its line, as the sources of all kernels of a code have it."""
-    kind = "E4m3Groups" if scaling == "e4m3groups" else scaling.capitalize()
+    kind = scaling.capitalize().replace("groups", "Groups")
     names = f"k{kind}, {scaling}, k{epilogue.capitalize()}, {epilogue}"
     return f"LOWBIT_{family.upper()}({code.title().replace('_', '')}, {code}, {tokens}, {names})"
 
@@ -266,6 +266,20 @@ def int4_matrix(modules: Any, rows: int, columns: int, *, group: int, minimums: 
     return Matrix(tiled(modules, made, (rows, columns), whole, (1, group)), values)
 
 
+def symmetric_matrix(modules: Any, rows: int, columns: int, *, group: int) -> Matrix:
+    """Four bits with BF16 scales and no zero points, as compressed-tensors has them."""
+    rng, chunks, groups = np.random.default_rng(rows + group), -(-columns // 128), 128 // group
+    codes = rng.integers(0, 16, (rows, columns), dtype=np.uint8)
+    bits = rng.uniform(5e-3, 2e-2, (rows, chunks, groups)).astype(np.float32).view(np.uint32) & 0xFFFF0000
+    tiles = in_tiles(codes, "int4")
+    end = of_tiles((bits >> 16).astype(np.uint16), len(tiles)).reshape(*tiles.shape[:2], -1).view(np.uint8)
+    made = WeightFormat(code=Code.INT4, group_rows=1, group_columns=group, scales=ScaleType.BF16)
+    spread = np.repeat(bits.view(np.float32).reshape(rows, -1), group, axis=1)[:, :columns]
+    whole = np.concatenate([tiles, end], axis=2)
+    given = tiled(modules, made, (rows, columns), whole, (1, group), zeros=0, float16_scales=False)
+    return Matrix(given, (codes.astype(np.float64) - 8) * spread)
+
+
 def int8_matrix(modules: Any, rows: int, columns: int, *, zero_points: bool = False) -> Matrix:
     """Scales for each row and 128 columns that are BF16 numbers, as compressed-tensors has them."""
     rng, chunks = np.random.default_rng(rows), -(-columns // 128)
@@ -429,6 +443,51 @@ def test_groups_within_a_tile_have_scales_of_their_own(modules, library, on_devi
             check(gemm, modules, matrix, x, gates=False, partition=partition, scaling=scaling)
 
 
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize(("num_tokens", "gates"), [(1, True), (5, False), (11, False), (60, True), (100, False), (140, True)])
+def test_groups_with_bf16_scales_have_kernels_of_their_own(modules, library, on_device, num_tokens, gates, group):
+    matrix = symmetric_matrix(modules, 256 if gates else 192, 288, group=group)
+    x = on_device(np.random.default_rng(group).standard_normal((num_tokens, 288)))
+    gemm, own = gemm_of(modules, library, "int4"), modules.scaling.BF16_GROUPS
+    found = [each for each in gemm.partitions_of(num_tokens, matrix.tiled) if each.size.tokens in SIZES]
+    assert found
+    for partition in found:
+        assert gemm.scalings_of(matrix.tiled, partition.size)[0] is own
+        check(gemm, modules, matrix, x, gates=gates, partition=partition, scaling=own)
+
+
+def test_groups_with_zero_points_or_float16_scales_do_not(modules, library):
+    gemm, symmetric = gemm_of(modules, library, "int4"), symmetric_matrix(modules, 64, 128, group=32)
+    others = [
+        int4_matrix(modules, 64, 128, group=32),
+        told(int4_matrix(modules, 64, 128, group=32), ScaleType.BF16),
+        told(symmetric, ScaleType.F16),
+        symmetric_matrix(modules, 64, 128, group=128),
+    ]
+    for size in modules.gemm.SIZES:
+        assert modules.scaling.BF16_GROUPS in gemm.scalings_of(symmetric.tiled, size)
+        for other in others:
+            assert modules.scaling.BF16_GROUPS not in gemm.scalings_of(other.tiled, size)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("own(rows, p.scales, (box * kStepsOfBox + first)", "own(rows, p.scales, (box * kStepsOfBox)"),
+        ("rows.template stored_scale<uint16_t>(s, 1, group)", "rows.template stored_scale<uint16_t>(s, 0, group)"),
+        ("zeros[0] = zeros[1] = Format::zero(Format::kNoZeros);", "zeros[0] = zeros[1] = Format::zero(0x4307);"),
+    ],
+    ids=["scales of the box's first columns", "scales of the lower row", "a zero point one too low"],
+)
+def test_mistakes_in_groups_with_bf16_scales_are_noticed(modules, make_library, on_device, mistake):
+    gemm = gemm_of(modules, make_library(["lowbit_gemm_int4_store_bf16groups_64"], mistake), "int4")
+    matrix = symmetric_matrix(modules, 192, 288, group=32)
+    x = on_device(np.random.default_rng(5).standard_normal((60, 288)))
+    partition = gemm.partition_of(60, matrix.tiled)
+    with pytest.raises(AssertionError):
+        check(gemm, modules, matrix, x, gates=False, partition=partition)
+
+
 @pytest.mark.parametrize("columns", [320, 640])
 @pytest.mark.parametrize("num_tokens", [1, 7, 11, 60])
 @pytest.mark.parametrize("code", ["fp8", "int4"])
@@ -559,7 +618,7 @@ def test_nvfp4_is_multiplied_with_the_factor_of_each_row(modules, nvfp4_library,
         ("swiglu_weights_64", ("const int next = kEpilogue == kSwiglu ? p.n : 8", "const int next = 8")),
         (
             "store_weights_64",
-            ("(box * kStepsOfBox + first) * p.scales.groups", "(box * kStepsOfBox) * p.scales.groups"),
+            ("own(rows, p.scales, (box * kStepsOfBox + first)", "own(rows, p.scales, (box * kStepsOfBox)"),
         ),
     ],
     ids=["the lower row's factor", "up with the factor of gate", "scales of the box's first columns"],

@@ -21,6 +21,7 @@
 // Scaling::kE4m3       the same with products of E4M3, activations as two such numbers each: e4m3_products.cuh
 // Scaling::kE4m3Groups the same, and the sums of each 32 columns scaled: for groups of 32 and of 64
 // Scaling::kWeights    weights are scaled and rounded to BF16 before they are multiplied
+// Scaling::kBf16Groups the same of groups of 64 or 32 with BF16 scales and no zero points, in fewer instructions
 // Scaling::kWoven      the same of one group to a tile: a part of the next box is dequantised after each product
 //
 // With kPlanned there are several matrices, each with the tokens that a plan of experts gives it: a block takes one tile of
@@ -42,7 +43,7 @@ using namespace hopper;
 
 namespace lowbit {
 
-enum class Scaling { kSums, kE4m3, kE4m3Groups, kWeights, kWoven };
+enum class Scaling { kSums, kE4m3, kE4m3Groups, kWeights, kBf16Groups, kWoven };
 
 // Sums of a token's activations that are kept for a chunk, where these are split into two numbers of E4M3; else 0.
 template <Scaling kScaling>
@@ -353,6 +354,19 @@ struct Factors {
         scales{typename Format::Factor(rows.scale(s, 0, group)), typename Format::Factor(rows.scale(s, 1, group))} {}
 };
 
+// The same of BF16 scales and without zero points.
+template <typename Format>
+struct Bf16Factors {
+  typename Format::Zero zeros[2];
+  typename Format::Bf16Factor scales[2];
+
+  __device__ __forceinline__ Bf16Factors(const Rows<Format>& rows, const Scales& s, int group)
+      : scales{typename Format::Bf16Factor(rows.template stored_scale<uint16_t>(s, 0, group)),
+               typename Format::Bf16Factor(rows.template stored_scale<uint16_t>(s, 1, group))} {
+    if constexpr (Format::kHasZeros) zeros[0] = zeros[1] = Format::zero(Format::kNoZeros);
+  }
+};
+
 // A thread's 16 bytes of codes of both rows, in which a box begins.
 template <typename Format>
 struct Pieces {
@@ -363,8 +377,8 @@ struct Pieces {
       : of{rows.piece(0, box * kStepsOfBox / kStepsOfPiece), rows.piece(1, box * kStepsOfBox / kStepsOfPiece)} {}
 
   // A fragment of 16 columns, scaled. With kHigh scales are BF16 numbers.
-  template <bool kHigh>
-  __device__ __forceinline__ void weights(uint32_t (&a)[4], const Factors<Format>& factors, int box, int step) const {
+  template <bool kHigh, typename Given>
+  __device__ __forceinline__ void weights(uint32_t (&a)[4], const Given& factors, int box, int step) const {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int at = (box * kStepsOfBox + step) % kStepsOfPiece;
@@ -395,6 +409,19 @@ __device__ __forceinline__ void weights_of_box(uint32_t (&a)[kStepsOfBox][4], co
   }
 }
 
+// The same with a scale of their own for each group of columns: `Bf16Factors`.
+template <typename Format>
+__device__ __forceinline__ void weights_of_bf16_groups(uint32_t (&a)[kStepsOfBox][4], const Rows<Format>& rows,
+                                                       const Problem& p, int box) {
+  const Pieces<Format> pieces(rows, box);
+#pragma unroll
+  for (int first = 0; first < kStepsOfBox; first += Format::kStepsOfGroup) {
+    const Bf16Factors<Format> own(rows, p.scales, (box * kStepsOfBox + first) * p.scales.groups / kSteps);
+#pragma unroll
+    for (int step = first; step < first + Format::kStepsOfGroup; step++) pieces.template weights<false>(a[step], own, box, step);
+  }
+}
+
 template <int kTokens>
 __device__ __forceinline__ void multiply_box(float (&d)[kTokens / 2], const uint32_t (&a)[kStepsOfBox][4],
                                              const uint8_t* box, int adds) {
@@ -410,6 +437,8 @@ template <typename Format, int kTokens, Scaling kScaling, Epilogue kEpilogue, bo
 struct Consumer {
   static constexpr int kGroups = kSumsOfFactor<kScaling>;
   using S = Sizes<kTokens, kGroups>;
+  static constexpr bool kOfBf16Groups =
+      kScaling == Scaling::kBf16Groups || (kScaling == Scaling::kWeights && Format::kBf16Groups);
   const ProblemOf<Format>& p;
   const Work<kTokens, kPlanned>& work;
   const Shared<kTokens, kGroups>& s;
@@ -457,10 +486,12 @@ struct Consumer {
         for (int box = 0; box < kBoxesOfTile; box++) {
           if constexpr (kScaling == Scaling::kSums)
             codes_of_box<Format>(a[box], from, zeros, box);
+          else if constexpr (kOfBf16Groups)
+            weights_of_bf16_groups<Format>(a[box], from, p, box);
           else
             weights_of_box<Format>(a[box], from, Factors<Format>(from, p.scales, 0), p, box);
           if (box == 0) barrier_wait(&s.barriers().x_full[x_slot.at], x_slot.phase);
-          multiply_box<kTokens>(sums, a[box], boxes + box * S::kBoxBytes, kScaling == Scaling::kWeights || box > 0);
+          multiply_box<kTokens>(sums, a[box], boxes + box * S::kBoxBytes, kScaling != Scaling::kSums || box > 0);
         }
         release_w(w_slot.at);
         wgmma_wait<0>();
@@ -603,7 +634,7 @@ struct Consumer {
 
   // With many tokens weights are scaled, by scales that are BF16 numbers in fewer instructions.
   __device__ __forceinline__ void multiply_scaled(float (&d)[S::kSums], int num_chunks) {
-    if constexpr (Format::kHasHighWeights) {
+    if constexpr (Format::kHasHighWeights && kScaling == Scaling::kWeights) {
       if (p.scales.bf16_numbers && p.scales.groups == 1 && !(Format::kHighOfMiddle && p.scales.zeros != 0)) {
         multiply_boxes<true>(d, num_chunks);
         return;
@@ -616,7 +647,7 @@ struct Consumer {
   template <bool kHigh>
   __device__ __forceinline__ void multiply_boxes(float (&d)[S::kSums], int num_chunks) {
     static_assert(S::kXSlots > kBoxesOfTile);
-    static_assert(S::kBoxes == 1 && S::kChunks == 1 && kScaling == Scaling::kWeights);
+    static_assert(S::kBoxes == 1 && S::kChunks == 1);
     int before = 0;
     for (int chunk = 0; chunk < num_chunks; chunk++) {
       barrier_wait(&s.barriers().w_full[w_slot.at], w_slot.phase);
@@ -625,7 +656,10 @@ struct Consumer {
       uint32_t a[kBoxesOfTile][kStepsOfBox][4];
 #pragma unroll
       for (int box = 0; box < kBoxesOfTile; box++) {
-        weights_of_box<Format, kHigh>(a[box], from, factors, p, box);
+        if constexpr (kOfBf16Groups)
+          weights_of_bf16_groups<Format>(a[box], from, p, box);
+        else
+          weights_of_box<Format, kHigh>(a[box], from, factors, p, box);
         if (box == kBoxesOfTile - 1) release_w(w_slot.at);
         barrier_wait(&s.barriers().x_full[x_slot.at], x_slot.phase);
         multiply_box<kTokens>(d, a[box], s.x(x_slot.at), chunk + box);
@@ -965,6 +999,15 @@ __device__ __forceinline__ void run(const CUtensorMap& x_map, const ProblemOf<Fo
   LOWBIT_GEMM(FORMAT, NAME, 128, kWeights, weights, EPILOGUE, EPILOGUE_NAME) \
   LOWBIT_GEMM(FORMAT, NAME, 192, kWeights, weights, EPILOGUE, EPILOGUE_NAME) \
   LOWBIT_GEMM(FORMAT, NAME, 256, kWeights, weights, EPILOGUE, EPILOGUE_NAME)
+
+#define LOWBIT_GEMM_BF16_GROUPS(FORMAT, NAME, EPILOGUE, EPILOGUE_NAME)             \
+  LOWBIT_GEMM(FORMAT, NAME, 8, kBf16Groups, bf16groups, EPILOGUE, EPILOGUE_NAME)   \
+  LOWBIT_GEMM(FORMAT, NAME, 16, kBf16Groups, bf16groups, EPILOGUE, EPILOGUE_NAME)  \
+  LOWBIT_GEMM(FORMAT, NAME, 32, kBf16Groups, bf16groups, EPILOGUE, EPILOGUE_NAME)  \
+  LOWBIT_GEMM(FORMAT, NAME, 64, kBf16Groups, bf16groups, EPILOGUE, EPILOGUE_NAME)  \
+  LOWBIT_GEMM(FORMAT, NAME, 128, kBf16Groups, bf16groups, EPILOGUE, EPILOGUE_NAME) \
+  LOWBIT_GEMM(FORMAT, NAME, 192, kBf16Groups, bf16groups, EPILOGUE, EPILOGUE_NAME) \
+  LOWBIT_GEMM(FORMAT, NAME, 256, kBf16Groups, bf16groups, EPILOGUE, EPILOGUE_NAME)
 
 #define LOWBIT_GEMM_E4M3(FORMAT, NAME, EPILOGUE, EPILOGUE_NAME)        \
   LOWBIT_GEMM(FORMAT, NAME, 8, kE4m3, e4m3, EPILOGUE, EPILOGUE_NAME)   \

@@ -68,6 +68,7 @@ struct FoldedScale : Scale {
 struct HighScale {
   __nv_bfloat162 high;
   __device__ __forceinline__ explicit HighScale(float scale) : high(__float2bfloat162_rn(scale)) {}
+  __device__ __forceinline__ explicit HighScale(uint16_t bits) : high(pair_of(bits * 0x10001u)) {}
   __device__ __forceinline__ uint32_t times(uint32_t pair) const { return bits_of(__hmul2(pair_of(pair), high)); }
 };
 
@@ -78,6 +79,8 @@ struct HighScale {
 //     weights(.., scale, pairs)            the same times a scale, rounded once
 //     high_weights(.., scale, pairs)       the same of a scale that is one BF16 number, where kHasHighWeights; with
 //                                          kHighOfMiddle only where no zero points are stored
+//     weights(.., Bf16Factor, pairs)       the same of the bits of such a scale, for groups within a tile; with
+//                                          kBf16Groups tiles always have such scales and no zero points
 struct None {};
 
 // E4M3, four codes of a word as bytes 2, 0, 3, 1. Exponent and fraction are shifted into those of a BF16, which makes a
@@ -86,6 +89,7 @@ struct Fp8 {
   static constexpr int kPieces = 2;
   static constexpr int kStepsOfGroup = 2;
   static constexpr bool kHasZeros = false, kFloat32Scales = true, kHasHighWeights = true, kHasFactors = false;
+  static constexpr bool kBf16Groups = false;
   static constexpr bool kHighOfMiddle = false;
   using Zero = None;
   using Factor = FoldedScale;
@@ -122,9 +126,11 @@ struct Int4 {
   static constexpr int kPieces = 1;
   static constexpr int kStepsOfGroup = 2;
   static constexpr bool kHasZeros = true, kFloat32Scales = false, kHasHighWeights = true, kHasFactors = false;
+  static constexpr bool kBf16Groups = false;
   static constexpr bool kHighOfMiddle = false;
   using Zero = uint32_t;
   using Factor = Scale;
+  using Bf16Factor = HighScale;
   static constexpr uint16_t kNoZeros = 0x4308;  // 128 + 8
   static __device__ __forceinline__ Zero zero(uint16_t stored) { return stored * 0x10001u; }
 
@@ -149,6 +155,12 @@ struct Int4 {
     codes(piece, step, zero, pairs);
     pairs[0] = scale.times_high(pairs[0]), pairs[1] = scale.times_high(pairs[1]);
   }
+
+  static __device__ __forceinline__ void weights(const uint4& piece, int step, Zero zero, const HighScale& scale,
+                                                 uint32_t (&pairs)[2]) {
+    codes(piece, step, zero, pairs);
+    pairs[0] = scale.times(pairs[0]), pairs[1] = scale.times(pairs[1]);
+  }
 };
 
 // Codes 0 to 15 times a scale, plus a minimum: q s + m is (q - 8) s + (m + 8 s). Tiles hold the second term in BF16: where
@@ -157,6 +169,7 @@ struct Int4Min {
   static constexpr int kPieces = 1;
   static constexpr int kStepsOfGroup = 2;
   static constexpr bool kHasZeros = true, kFloat32Scales = false, kHasHighWeights = false, kHasFactors = false;
+  static constexpr bool kBf16Groups = false;
   using Zero = uint32_t;
   using Factor = Scale;
   static constexpr uint16_t kNoZeros = 0;
@@ -176,6 +189,7 @@ struct Int8 {
   static constexpr int kPieces = 2;
   static constexpr int kStepsOfGroup = 2;
   static constexpr bool kHasZeros = true, kFloat32Scales = true, kHasHighWeights = true, kHasFactors = false;
+  static constexpr bool kBf16Groups = false;
   static constexpr bool kHighOfMiddle = true;
   using Zero = float;
   using Factor = float;
@@ -220,6 +234,9 @@ struct Int8 {
 
 // A power of two, times 2^126: what a shifted code of Fp4 lacks. It is less than 4: lowbit_tiles.py.
 struct PowerScale : HighScale {
+  __device__ __forceinline__ explicit PowerScale(uint16_t bits) : HighScale(bits) {
+    high = __hmul2(high, pair_of(0x7E807E80u));
+  }
   __device__ __forceinline__ explicit PowerScale(float scale) : HighScale(scale * 0x1p126f) {}
 };
 
@@ -228,8 +245,10 @@ struct Fp4 {
   static constexpr int kPieces = 1;
   static constexpr int kStepsOfGroup = 2;
   static constexpr bool kHasZeros = false, kFloat32Scales = false, kHasHighWeights = false, kHasFactors = false;
+  static constexpr bool kBf16Groups = true;
   using Zero = None;
   using Factor = PowerScale;
+  using Bf16Factor = PowerScale;
 
   static __device__ __forceinline__ uint32_t shifted(uint32_t signs, uint32_t sizes) {
     return and_or(signs, 0x80008000u, sizes & 0x01C001C0u);
@@ -259,9 +278,11 @@ struct Nvfp4 {
   static constexpr int kPieces = 1;
   static constexpr int kStepsOfGroup = 1;
   static constexpr bool kHasZeros = false, kFloat32Scales = false, kHasHighWeights = false, kHasFactors = true;
+  static constexpr bool kBf16Groups = true;
   static constexpr float kScaleOfSums = 0x1p-126f;  // of scales for sums of codes that were not shifted
   using Zero = None;
   using Factor = HighScale;
+  using Bf16Factor = HighScale;
 
   static __device__ __forceinline__ void weights(const uint4& piece, int step, Zero zero, const Factor& scale,
                                                  uint32_t (&pairs)[2]) {
@@ -287,11 +308,14 @@ struct Rows {
   __device__ __forceinline__ uint4 piece(int half, int index) const {
     return *reinterpret_cast<const uint4*>(tile[half] + (index * kTileThreads + thread) * 16);
   }
-  __device__ __forceinline__ float scale(const Scales& s, int half, int group) const {
+  template <typename Type>
+  __device__ __forceinline__ Type stored_scale(const Scales& s, int half, int group) const {
     const int at = s.scale_rows == kTileRows ? group * kTileRows + thread / 4 : group;
-    const uint8_t* scales = tile[half] + Format::kPieces * kTileThreads * 16;
-    if constexpr (Format::kFloat32Scales) return reinterpret_cast<const float*>(scales)[at];
-    const uint16_t bits = reinterpret_cast<const uint16_t*>(scales)[at];
+    return reinterpret_cast<const Type*>(tile[half] + Format::kPieces * kTileThreads * 16)[at];
+  }
+  __device__ __forceinline__ float scale(const Scales& s, int half, int group) const {
+    if constexpr (Format::kFloat32Scales) return stored_scale<float>(s, half, group);
+    const auto bits = stored_scale<uint16_t>(s, half, group);
     if constexpr (Format::kHasFactors) return __uint_as_float(uint32_t(bits) << 16);
     return s.float16_scales ? __half2float(__ushort_as_half(bits)) : __uint_as_float(uint32_t(bits) << 16);
   }

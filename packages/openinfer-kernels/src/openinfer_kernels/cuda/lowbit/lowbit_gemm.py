@@ -35,6 +35,8 @@ _WEIGHTS_ALONE = ("int4_min", "nvfp4")
 """Kernels that never scale sums of 128 columns: a minimum is no multiple of a scale, and these of NVFP4 have eight."""
 _E4M3_TOKENS = (8, 16)
 """Of kernels that multiply codes as E4M3."""
+_BF16_GROUPS = ("int4",)
+"""Kernels that have one for such groups besides: of `fp4` and `nvfp4` all are."""
 _WOVEN = ("int4", 128)
 """Kernels and tokens of the tile where it was found to be quicker, for scales that are no BF16 numbers."""
 E4M3_THREADS = 128
@@ -50,10 +52,13 @@ class Scaling(StrEnum):
     """The same in E4M3, with activations as two such numbers each."""
     E4M3_GROUPS = "e4m3groups"
     """The same, and the sums of 32 columns are scaled."""
+    BF16_GROUPS = "bf16groups"
+    """Weights that were scaled and rounded to BF16, of groups within a tile whose scales are BF16 and whose zero points
+    are all the middle."""
     WOVEN = "woven"
-    """Weights that were scaled and rounded to BF16, some of the next columns after each product."""
+    """The same of any scales and zero points, one group to a tile: some of the next columns after each product."""
     WEIGHTS = "weights"
-    """The same, all of the next columns between products."""
+    """The same of any groups, all of the next columns between products."""
 
 
 class Problem(ctypes.Structure):
@@ -162,6 +167,8 @@ class LowbitGemm:
         # Codes after the last column are whatever was in memory: as E4M3 they may be NaN, which times zero is NaN.
         if weight.format.code is Code.E4M3 and weight.shape[1] % TILE_COLUMNS:
             usable = usable[1:]
+        if weight.groups > 1 and weight.scales_are_bf16 and not weight.zeros:
+            usable = (Scaling.BF16_GROUPS, *usable)
         if weight.groups == 1 and not weight.scales_are_bf16:
             usable = (*usable, Scaling.WOVEN)
         return [scaling for scaling in (*usable, Scaling.WEIGHTS) if _has(weight.kernels, scaling, size)]
@@ -219,6 +226,8 @@ def _has(kernels: str, scaling: Scaling, size: Size) -> bool:
             return size.tokens in _E4M3_TOKENS and kernels in dispatch.MOST_E4M3_TOKENS
         case Scaling.E4M3_GROUPS:
             return size.tokens in _E4M3_TOKENS and kernels in dispatch.MOST_E4M3_GROUPS_TOKENS
+        case Scaling.BF16_GROUPS:
+            return kernels in _BF16_GROUPS
         case Scaling.WOVEN:
             return (kernels, size.tokens) == _WOVEN
         case Scaling.WEIGHTS:
