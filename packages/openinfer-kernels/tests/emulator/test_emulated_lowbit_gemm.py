@@ -444,7 +444,9 @@ def test_groups_within_a_tile_have_scales_of_their_own(modules, library, on_devi
 
 
 @pytest.mark.parametrize("group", [32, 64])
-@pytest.mark.parametrize(("num_tokens", "gates"), [(1, True), (5, False), (11, False), (60, True), (100, False), (140, True)])
+@pytest.mark.parametrize(
+    ("num_tokens", "gates"), [(1, True), (5, False), (11, False), (60, True), (100, False), (140, True)]
+)
 def test_groups_with_bf16_scales_have_kernels_of_their_own(modules, library, on_device, num_tokens, gates, group):
     matrix = symmetric_matrix(modules, 256 if gates else 192, 288, group=group)
     x = on_device(np.random.default_rng(group).standard_normal((num_tokens, 288)))
@@ -879,6 +881,7 @@ EXPERT_SCALINGS = {
     "fp8": {8: ("e4m3", "sums"), 32: ("sums",), 128: ("weights",), 256: ("weights",)},
     "int4": {8: ("e4m3", "sums"), 32: ("sums",), 128: ("weights",), 256: ("weights",)},
     "int4 in groups": {8: ("e4m3groups", "weights"), 32: ("weights",), 128: ("weights",)},
+    "int4 with BF16 scales": dict.fromkeys((8, 32, 128), ("bf16groups",)),
     "fp4": {8: ("e4m3groups", "weights"), 32: ("weights",), 256: ("weights",)},
 }
 """Of several matrices: by what they hold and the tokens of a tile."""
@@ -925,6 +928,8 @@ def experts_matrix(modules: Any, held: str, experts: int, rows: int, columns: in
             one = fp8_matrix(modules, experts * rows, columns)
         case "fp4":
             one = fp4_matrix(modules, experts * rows, columns)
+        case "int4 with BF16 scales":
+            one = symmetric_matrix(modules, experts * rows, columns, group=32)
         case _:
             one = int4_matrix(modules, experts * rows, columns, group=128 if held == "int4" else 32)
     shape = experts, rows, columns

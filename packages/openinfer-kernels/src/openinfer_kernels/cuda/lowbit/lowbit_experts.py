@@ -8,7 +8,14 @@ from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.tensor_maps import TensorMaps
 from openinfer_kernels.cuda.gemm import dispatch
 from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, Plan
-from openinfer_kernels.cuda.lowbit.lowbit_gemm import E4M3_THREADS, Problem, Scaling, box_of_tokens
+from openinfer_kernels.cuda.lowbit.lowbit_gemm import (
+    BF16_GROUPS,
+    E4M3_THREADS,
+    Problem,
+    Scaling,
+    box_of_tokens,
+    has_bf16_groups,
+)
 from openinfer_kernels.cuda.lowbit.lowbit_partition import SIZES
 from openinfer_kernels.cuda.lowbit.lowbit_tiles import TiledWeight
 from openinfer_kernels.ops import Array
@@ -43,6 +50,8 @@ class LowbitExperts:
         """Loads all kernels of a code, which are not loaded while a graph is captured."""
         pairs = {(tokens, each) for table in _KERNELS[kernels] for tokens, some in table.items() for each in some}
         pairs |= {(tokens, Scaling.WEIGHTS) for tokens in _MANY}
+        if kernels in BF16_GROUPS:
+            pairs |= {(tokens, Scaling.BF16_GROUPS) for tokens in TILE_TOKENS}
         for epilogue in Epilogue:
             for tokens, scaling in sorted(pairs):
                 key = kernels, epilogue, scaling, tokens
@@ -115,6 +124,8 @@ class LowbitExperts:
     def scalings_of(self, weight: TiledWeight, tile_tokens: int) -> Sequence[Scaling]:
         """Those that a kernel has for a weight."""
         usable = (_SUMS if weight.sums_may_be_scaled else _GROUPS).get(tile_tokens, (Scaling.WEIGHTS,))
+        if has_bf16_groups(weight):
+            usable = (Scaling.BF16_GROUPS, *usable)
         # Codes after the last column are whatever was in memory: as E4M3 they may be NaN, which times zero is NaN.
         has_nan = weight.format.code is Code.E4M3 and weight.shape[2] % TILE_COLUMNS
         return [each for each in usable if not (has_nan and each is Scaling.E4M3)]

@@ -35,8 +35,8 @@ _WEIGHTS_ALONE = ("int4_min", "nvfp4")
 """Kernels that never scale sums of 128 columns: a minimum is no multiple of a scale, and these of NVFP4 have eight."""
 _E4M3_TOKENS = (8, 16)
 """Of kernels that multiply codes as E4M3."""
-_BF16_GROUPS = ("int4",)
-"""Kernels that have one for such groups besides: of `fp4` and `nvfp4` all are."""
+BF16_GROUPS = ("int4",)
+"""Kernels that have some for groups with BF16 scales besides: those of `fp4` and `nvfp4` always have such groups."""
 _WOVEN = ("int4", 128)
 """Kernels and tokens of the tile where it was found to be quicker, for scales that are no BF16 numbers."""
 E4M3_THREADS = 128
@@ -167,7 +167,7 @@ class LowbitGemm:
         # Codes after the last column are whatever was in memory: as E4M3 they may be NaN, which times zero is NaN.
         if weight.format.code is Code.E4M3 and weight.shape[1] % TILE_COLUMNS:
             usable = usable[1:]
-        if weight.groups > 1 and weight.scales_are_bf16 and not weight.zeros:
+        if has_bf16_groups(weight):
             usable = (Scaling.BF16_GROUPS, *usable)
         if weight.groups == 1 and not weight.scales_are_bf16:
             usable = (*usable, Scaling.WOVEN)
@@ -193,6 +193,12 @@ class LowbitGemm:
         if key not in self._clusters:
             self._clusters[key] = self._some[size.tokens].most_clusters(blocks, threads=size.threads)
         return self._clusters[key]
+
+
+def has_bf16_groups(weight: TiledWeight) -> bool:
+    """Whether `Scaling.BF16_GROUPS` may scale a weight."""
+    is_one = weight.kernels in BF16_GROUPS and weight.groups > 1
+    return is_one and weight.scales_are_bf16 and not weight.zeros
 
 
 def box_of_tokens(x: Array, size: Size, multicast_ctas: int = 1) -> tuple[TensorBox, bool]:
@@ -227,7 +233,7 @@ def _has(kernels: str, scaling: Scaling, size: Size) -> bool:
         case Scaling.E4M3_GROUPS:
             return size.tokens in _E4M3_TOKENS and kernels in dispatch.MOST_E4M3_GROUPS_TOKENS
         case Scaling.BF16_GROUPS:
-            return kernels in _BF16_GROUPS
+            return kernels in BF16_GROUPS
         case Scaling.WOVEN:
             return (kernels, size.tokens) == _WOVEN
         case Scaling.WEIGHTS:
