@@ -38,14 +38,16 @@ for."""
 
 MOST_E4M3_EXPERT_TOKENS: Mapping[str, int] = {"fp8": 2, "int4": 2}
 """Of the same, by the name of kernels: up to so many tokens of an expert, in the mean, its codes are multiplied as
-numbers of E4M3, where the sums of 128 columns may be scaled. Where those of 32 are, all tiles of 8 tokens do so."""
+numbers of E4M3, where the sums of 128 columns may be scaled. Where those of 32 are, all tiles of 8 tokens do so, but
+for INT4's with BF16 scales and no zero points."""
 
-MOST_E4M3_TOKENS: Mapping[str, int] = {"fp8": 2, "int4": 1}
+MOST_E4M3_TOKENS: Mapping[str, int] = {"fp8": 4, "int4": 1}
 """Of a matrix in tiles, by the name of kernels: up to so many its codes are multiplied as numbers of E4M3, and never
 dequantised, where the sums of 128 columns may be scaled."""
 
-MOST_E4M3_GROUPS_TOKENS: Mapping[str, int] = {"int4": 8, "int4_min": 8, "fp4": 8, "nvfp4": 0}
-"""The same for groups of 64 and of 32 columns."""
+MOST_E4M3_GROUPS_TOKENS: Mapping[str, int] = {"int4": 8, "int4_min": 8, "fp4": 1, "nvfp4": 0}
+"""The same for groups of 64 and of 32 columns, but for INT4's with BF16 scales and no zero points: those are always
+dequantised."""
 
 
 def tile_of(kernels: str, num_tokens: int) -> int | None:
