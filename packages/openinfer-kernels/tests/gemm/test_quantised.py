@@ -228,8 +228,8 @@ def test_ways_are_told_by_format_cut_and_gpu():
     assert way(FP8, 128, 4, 128, 256, grouped=True) is Way.ROWS
     assert way(FP8, 64, 4, 128, 256) is Way.ROWS  # of E4M3 the sums of 128 columns alone are scaled
     assert way(INT4_ZEROS, 32, 4, 128, 256) is Way.EXPERT_TILES
-    assert way(INT4_GROUP_32, 32, 4, 128, 256) is Way.ROWS  # which are faster with few tokens
-    assert way(INT4_GROUP_32, 128, 4, 128, 256) is way(MXFP4, 32, 4, 128, 256) is Way.EXPERT_TILES
+    assert [way(INT4_GROUP_32, each, 4, 128, 256) for each in (32, 128)] == [Way.EXPERT_TILES] * 2
+    assert way(MXFP4, 32, 4, 128, 256) is Way.EXPERT_TILES
     assert way(FP8, 128, 4, 128, 256, has_lowbit=False) is Way.ROWS
     assert way(FP8, 16) is Way.BF16  # a rank's cut inside a group
     assert [way(NVFP4, 16), way(NVFP4, 8)] == [Way.TILES, Way.BF16]

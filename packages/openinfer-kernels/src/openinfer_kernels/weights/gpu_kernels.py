@@ -93,12 +93,10 @@ def expert_tiles_hold(weight_format: WeightFormat, block: tuple[int, int], shape
     if not tiles_hold(weight_format, block, shape) or shape[-2] % _EXPERT_ROWS:
         return False
     match tiles_kernels(weight_format):
-        case "fp4":
+        case "fp4" | "int4":
             return True
-        case "int4" | "fp8":
-            # Of E4M3 the sums of whole tiles alone are scaled; few tokens of narrow groups of INT4 are faster in rows.
-            is_whole = block[1] % TILE_COLUMNS == 0 or block[1] == shape[-1]
-            return is_whole or (weight_format.code is Code.INT4 and not rows_hold(weight_format, block, shape))
+        case "fp8":  # the sums of whole tiles alone are scaled
+            return block[1] % TILE_COLUMNS == 0 or block[1] == shape[-1]
         case _:
             return False
 
