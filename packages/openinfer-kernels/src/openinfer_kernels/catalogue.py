@@ -469,7 +469,7 @@ SERVINGS = (
     Serving(
         part="attention to windows and compressed entries",
         phase=Phase.ANY,
-        operators=("window_attention",),
+        operators=("window_attention", "append_window"),
         kernel="window_attention",
         when="keys of 512",
     ),
@@ -489,7 +489,7 @@ SERVINGS = (
     Serving(
         part="hyper-connections",
         phase=Phase.ANY,
-        operators=("hyper_streams", "hyper_read", "hyper_write", "hyper_head"),
+        operators=("hyper_streams", "hyper_read", "hyper_write", "hyper_head", "hyper_add"),
         kernel="hyper_connections",
         when="4 streams",
     ),

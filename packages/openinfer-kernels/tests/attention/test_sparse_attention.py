@@ -137,16 +137,22 @@ def cpu(request: pytest.FixtureRequest) -> Ops:
     return request.param()
 
 
-@pytest.mark.parametrize(("ratio", "k"), [(0, 0), (4, 3), (16, 0)])
-def test_attention_to_a_window_and_entries_is_a_softmax_with_a_sink(cpu: Ops, ratio: int, k: int) -> None:
+@pytest.mark.parametrize(("ratio", "k", "spare", "first"), [(0, 0, 0, 0), (4, 3, 0, 0), (16, 0, 0, 0), (0, 0, 3, 1)])
+def test_attention_to_a_window_and_entries_is_a_softmax_with_a_sink(
+    cpu: Ops, ratio: int, k: int, spare: int, first: int
+) -> None:
+    """With `spare` room in the window, and no key before position `first`, whatever lies there."""
     rng = np.random.default_rng(3)
     heads, dim, width, scale = 2, 80, 12, 0.4
+    room = width + spare
+    seen_keys = {"num_seen": width, "first_key": first} if spare else {}
     batch = sparse_case(rng, ROWS)
-    window = sparse_state(rng, batch, (width, dim))
+    window = sparse_state(rng, batch, (room, dim))
     before = window.copy()
     num_tokens = len(batch.positions)
     q = rng.normal(size=(num_tokens, heads, dim)).astype(np.float32)
     kv = rng.normal(size=(num_tokens, dim)).astype(np.float32)
+    kv[batch.positions < first] = np.nan
     sinks = rng.normal(size=heads).astype(np.float32)
     entries, cache, selected = None, np.empty(0), None
     if ratio:
@@ -157,15 +163,18 @@ def test_attention_to_a_window_and_entries_is_a_softmax_with_a_sink(cpu: Ops, ra
             selected = cpu.select_entries(scores, k)
         entries = CompressedEntries(cache=cache, layer=1, ratio=ratio, selected=selected)
     got = cpu.window_attention(
-        q, kv, sinks=sinks, window=window, layer=1, entries=entries, rope=ROPE, scale=scale, batch=batch
+        q, kv, sinks=sinks, window=window, layer=1, entries=entries, rope=ROPE, scale=scale, batch=batch, **seen_keys
     )
     assert batch.state_slots is not None
     for row, token, position in tokens_of(batch):
+        if position < first:
+            np.testing.assert_array_equal(got[token], 0)
+            continue
         start = int(batch.context_lens[row] - np.diff(batch.query_starts)[row])
         first_token = int(batch.query_starts[row])
         keys = [
-            kv[first_token + p - start] if p >= start else before[batch.state_slots[row], 1, p % width]
-            for p in range(max(0, position - width + 1), position + 1)
+            kv[first_token + p - start] if p >= start else before[batch.state_slots[row], 1, p % room]
+            for p in range(max(first, position - width + 1), position + 1)
         ]
         seen = range((position + 1) // ratio) if ratio else range(0)
         chosen = seen if selected is None else selected[token][selected[token] >= 0].tolist()
@@ -177,8 +186,10 @@ def test_attention_to_a_window_and_entries_is_a_softmax_with_a_sink(cpu: Ops, ra
             assert np.abs(got.reshape(num_tokens, heads, dim)[token, head] - expected).max() < 1e-4
     for row, context in enumerate(batch.context_lens.tolist()):
         last = int(batch.query_starts[row + 1]) - 1
-        np.testing.assert_array_equal(window[batch.state_slots[row], 1, (context - 1) % width], kv[last])
+        np.testing.assert_array_equal(window[batch.state_slots[row], 1, (context - 1) % room], kv[last])
     np.testing.assert_array_equal(window[:, 0], before[:, 0])
+    cpu.append_window(kv, window=before, layer=1, batch=batch)
+    np.testing.assert_array_equal(window, before)
 
 
 def test_product_per_group(close: Callable[..., None]) -> None:

@@ -31,6 +31,7 @@ _WRITTEN: Mapping[str, int | str] = {
     "compress_overlapping_windows": "cache",
     "compress_windows": "cache",
     "gated_qk_norm_rope_append": "cache",
+    "hyper_add": 1,
     "hyper_write": 1,
     "latent_norm_rope_append": "cache",
     "qk_norm_rope_append": "cache",

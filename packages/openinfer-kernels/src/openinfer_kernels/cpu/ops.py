@@ -16,7 +16,7 @@ from openinfer_kernels.cpu.attention.qk_norm_rope_append import (
     zero_centred_qk_norm_rope_append,
 )
 from openinfer_kernels.cpu.attention.rope_tail import norm_rope_tail, rope_tail
-from openinfer_kernels.cpu.attention.window import window_attention
+from openinfer_kernels.cpu.attention.window import append_window, window_attention
 from openinfer_kernels.cpu.common.weights import upload_weight
 from openinfer_kernels.cpu.gemm.linear import geglu, soft_cap
 from openinfer_kernels.cpu.gemm.lora import lora_expand, lora_expand_swiglu, lora_shrink
@@ -35,7 +35,13 @@ from openinfer_kernels.cpu.linear_attention.kept_inputs import keep_inputs, repl
 from openinfer_kernels.cpu.mla.latent_attention import latent_attention, latent_norm_rope_append
 from openinfer_kernels.cpu.moe.experts import experts, limited_swiglu
 from openinfer_kernels.cpu.moe.routing import table_experts, top_experts
-from openinfer_kernels.cpu.norm.hyper_connections import hyper_head, hyper_read, hyper_streams, hyper_write
+from openinfer_kernels.cpu.norm.hyper_connections import (
+    hyper_add,
+    hyper_head,
+    hyper_read,
+    hyper_streams,
+    hyper_write,
+)
 from openinfer_kernels.cpu.norm.rms_norm import (
     add_rms_norm,
     add_zero_centred_rms_norm,
@@ -95,6 +101,7 @@ class CpuOps:
     hyper_read = staticmethod(hyper_read)
     hyper_write = staticmethod(hyper_write)
     hyper_head = staticmethod(hyper_head)
+    hyper_add = staticmethod(hyper_add)
 
     qk_norm_rope_append = staticmethod(qk_norm_rope_append)
     zero_centred_qk_norm_rope_append = staticmethod(zero_centred_qk_norm_rope_append)
@@ -116,6 +123,7 @@ class CpuOps:
     index_scores = staticmethod(index_scores)
     select_entries = staticmethod(select_entries)
     window_attention = staticmethod(window_attention)
+    append_window = staticmethod(append_window)
 
     top_experts = staticmethod(top_experts)
     table_experts = staticmethod(table_experts)

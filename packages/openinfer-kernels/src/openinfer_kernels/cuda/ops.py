@@ -312,6 +312,7 @@ class CudaOps:
     hyper_read = served_by(_hyper_connections, HyperConnections.read)
     hyper_write = served_by(_hyper_connections, HyperConnections.write)
     hyper_head = served_by(_hyper_connections, HyperConnections.head)
+    hyper_add = served_by(_hyper_connections, HyperConnections.add)
 
     qk_norm_rope_append = served_by(_qk_norm_rope_append, QkNormRopeAppend.qk_norm_rope_append)
     zero_centred_qk_norm_rope_append = served_by(
@@ -335,6 +336,7 @@ class CudaOps:
     index_scores = served_by(_indexer, Indexer.scores)
     select_entries = served_by(_indexer, Indexer.select)
     window_attention = served_by(_window_attention, WindowAttention.window_attention)
+    append_window = served_by(_window_attention, WindowAttention.append_window)
 
     top_experts = served_by(_router, Router.top_experts)
     table_experts = served_by(_router, Router.table_experts)

@@ -67,6 +67,10 @@ class HyperConnectionOps(Protocol):
         """
         ...
 
+    def hyper_add(self, x: Array, residual: Array) -> None:
+        """Adds `x [T, h]` to every stream of `residual [T, n, h]`, in place."""
+        ...
+
     def hyper_head(self, residual: Array, fn: Array, base: Array, scale: Array, *, eps: float, mix_eps: float) -> Array:
         """One vector of all streams, `[T, h]`, each read as `hyper_read` reads it.
 

@@ -163,6 +163,8 @@ class SparseAttentionOps(Protocol):
         rope: Array,
         scale: float,
         batch: AttentionBatch,
+        num_seen: int | None = None,
+        first_key: int = 0,
     ) -> Array:
         """Attention of each token to the last `W` tokens, itself among them, and to compressed entries: `[T, H D]`.
 
@@ -180,7 +182,14 @@ class SparseAttentionOps(Protocol):
             rope: `[2, positions, r / 2]` float32.
             scale: multiplies the scores.
             batch: rows of any length.
+            num_seen: tokens that one sees, itself among them, of a window that has room for more; None: `W`. What is
+                written at later positions then replaces none that a token at an earlier one sees.
+            first_key: the first position that has a key; a token that sees none at all gets zeros.
         """
+        ...
+
+    def append_window(self, kv: Array, *, window: Array, layer: int, batch: AttentionBatch) -> None:
+        """Writes this step's `kv [T, D]` into a window as `window_attention` does; nothing attends."""
         ...
 
     def grouped_linear(self, x: Array, weight: LinearWeight) -> Array:

@@ -140,7 +140,15 @@ def _select_entries(rng: np.random.Generator) -> Iterable[Case]:
 
 def _window_attention(rng: np.random.Generator) -> Iterable[Case]:
     dim, window = 512, 128
-    for heads, ratio, chosen in ((16, 0, 0), (16, 4, 20), (64, 16, 0), (8, 4, 512)):
+    # The last one as a drafter has it: room for tokens that may not come to stay, and no key at the first position.
+    for heads, ratio, chosen, room in (
+        (16, 0, 0, window),
+        (16, 4, 20, window),
+        (64, 16, 0, window),
+        (8, 4, 512, window),
+        (16, 0, 0, window + 3),
+    ):
+        seen = {} if room == window else {"num_seen": window, "first_key": 1}
         batch = sparse_case(rng, _ROWS)
         tokens = len(batch.positions)
         entries = None
@@ -152,7 +160,7 @@ def _window_attention(rng: np.random.Generator) -> Iterable[Case]:
         q[2] = np.nan
         keywords = {
             "sinks": _floats(rng, heads),
-            "window": sparse_state(rng, batch, (window, dim), layers=3),
+            "window": sparse_state(rng, batch, (room, dim), layers=3),
             "layer": 2,
             "entries": entries,
             "rope": _rope(64),
@@ -160,12 +168,21 @@ def _window_attention(rng: np.random.Generator) -> Iterable[Case]:
             "batch": batch,
         }
         yield Case(
-            name=f"{heads} heads, {chosen or 'all'} of {ratio} tokens per entry",
+            name=f"{heads} heads, {chosen or 'all'} of {ratio} tokens per entry, room for {room}",
             positional=(q, _floats(rng, tokens, dim)),
-            keywords=keywords,
+            keywords=keywords | seen,
             mutated=("window",),
             exact=_TABLES,
         )
+
+
+def _append_window(rng: np.random.Generator) -> Iterable[Case]:
+    for room in (128, 131):
+        batch = sparse_case(rng, _ROWS)
+        window = sparse_state(rng, batch, (room, 512), layers=3)
+        kv = _floats(rng, len(batch.positions), 512)
+        keywords = {"window": window, "layer": 2, "batch": batch}
+        yield Case(name=f"room for {room}", positional=(kv,), keywords=keywords, mutated=("window",))
 
 
 def _selected(rng: np.random.Generator, batch: AttentionBatch, ratio: int, k: int) -> HostArray:
@@ -217,6 +234,12 @@ def _hyper_write(rng: np.random.Generator) -> Iterable[Case]:
         yield Case(name=f"{tokens} x 4 x {h}", positional=arrays, keywords={"mix": mix}, mutated=(1,), exact=_TABLES)
 
 
+def _hyper_add(rng: np.random.Generator) -> Iterable[Case]:
+    for tokens, h in ((1, 128), (37, 520)):
+        arrays = _floats(rng, tokens, h), _floats(rng, tokens, 4, h)
+        yield Case(name=f"{tokens} x 4 x {h}", positional=arrays, keywords={}, mutated=(1,))
+
+
 def _hyper_head(rng: np.random.Generator) -> Iterable[Case]:
     for tokens, h in ((1, 128), (37, 512), (1100, 512)):
         residual = _floats(rng, tokens, 4, h)
@@ -231,9 +254,11 @@ def _hyper_head(rng: np.random.Generator) -> Iterable[Case]:
 
 
 SPARSE_CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
+    "append_window": _append_window,
     "compress_overlapping_windows": _compressor(overlapping=True),
     "compress_windows": _compressor(overlapping=False),
     "grouped_linear": _grouped_linear,
+    "hyper_add": _hyper_add,
     "hyper_head": _hyper_head,
     "hyper_read": _hyper_read,
     "hyper_streams": _hyper_streams,

@@ -25,19 +25,22 @@ def window_attention(
     rope: NDArray[Any],
     scale: float,
     batch: AttentionBatch,
+    num_seen: int | None = None,
+    first_key: int = 0,
     tokens_at_once: int = _TOKENS_AT_ONCE,
 ) -> NDArray[Any]:
     out = np.empty_like(q)
-    width = window.shape[2]
+    room = window.shape[2]
+    width = room if num_seen is None else num_seen
     for row in rows_of(batch):
         before = np.arange(max(0, row.start - width + 1), row.start)
-        near = np.concatenate((window[row.slot, layer, before % width], kv[row.tokens]))
+        near = np.concatenate((window[row.slot, layer, before % room], kv[row.tokens]))
         first_near = row.start - len(before)
         far = _entries(row, entries, batch)
         for first in range(row.tokens.start, row.tokens.stop, tokens_at_once):
             tokens = slice(first, min(first + tokens_at_once, row.tokens.stop))
             positions = row.start + np.arange(tokens.start, tokens.stop) - row.tokens.start
-            begin = max(first_near, int(positions[0]) - width + 1)
+            begin = max(first_near, int(positions[0]) - width + 1, first_key)
             keys = near[begin - first_near : int(positions[-1]) + 1 - first_near]
             distance = positions[:, None] - np.arange(begin, int(positions[-1]) + 1)
             seen = (distance >= 0) & (distance < width)
@@ -47,9 +50,20 @@ def window_attention(
                 keys, seen = np.concatenate((far[:last], keys)), np.concatenate((visible[:, :last], seen), axis=1)
             out[tokens] = _attend(q[tokens] * np.float32(scale), keys, seen, sinks)
         # After the row is computed: its tokens overwrite the oldest ones, which its first tokens still see.
-        kept = np.arange(max(row.start, row.end - width), row.end)
-        window[row.slot, layer, kept % width] = kv[row.tokens][-len(kept) :]
+        _keep(row, kv, window, layer)
     return rotate_tail(out, batch.positions, rope, direction=-1.0).reshape(len(q), -1)
+
+
+def append_window(kv: NDArray[Any], *, window: NDArray[Any], layer: int, batch: AttentionBatch) -> None:
+    for row in rows_of(batch):
+        if row.end > 0:  # else padding
+            _keep(row, kv, window, layer)
+
+
+def _keep(row: Row, kv: NDArray[Any], window: NDArray[Any], layer: int) -> None:
+    room = window.shape[2]
+    kept = np.arange(max(row.start, row.end - room), row.end)
+    window[row.slot, layer, kept % room] = kv[row.tokens][len(kv[row.tokens]) - len(kept) :]
 
 
 def _entries(row: Row, entries: CompressedEntries | None, batch: AttentionBatch) -> NDArray[Any]:
@@ -75,7 +89,7 @@ def _attend(queries: NDArray[Any], keys: NDArray[Any], seen: NDArray[Any], sinks
     scores = queries @ keys.T  # [n, H, keys]
     np.copyto(scores, -np.inf, where=~seen[:, None])
     # A sink has a score and no value: it takes part in the sum of weights alone.
-    top = np.maximum(scores.max(axis=2, keepdims=True), sinks[:, None])
+    top = np.maximum(scores.max(axis=2, keepdims=True, initial=-np.inf), sinks[:, None])
     np.exp(scores - top, out=scores)
     total = scores.sum(axis=2, keepdims=True) + np.exp(sinks[:, None] - top)
     return (scores @ keys) / total

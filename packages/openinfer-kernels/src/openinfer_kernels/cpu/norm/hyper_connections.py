@@ -43,6 +43,11 @@ def hyper_write(y: NDArray[Any], residual: NDArray[Any], mix: HyperMix) -> None:
 
 
 @np.errstate(over="ignore", invalid="ignore")
+def hyper_add(x: NDArray[Any], residual: NDArray[Any]) -> None:
+    residual += x[:, None]
+
+
+@np.errstate(over="ignore", invalid="ignore")
 def hyper_head(
     residual: NDArray[Any],
     fn: NDArray[Any],

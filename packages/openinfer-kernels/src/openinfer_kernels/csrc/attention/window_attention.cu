@@ -21,7 +21,7 @@ struct Arguments {
   const bf16* q;        // [T, heads, 512]
   const bf16* kv;       // [T, 512]
   const float* sinks;   // [heads]
-  bf16* window;         // this layer of state slot 0: [W, 512]
+  bf16* window;         // this layer of state slot 0: [room, 512]
   const int* selected;  // [T, k] or null
   bf16* out;            // [T, heads * 512]
   float* partial_values;  // [T, splits, heads, 512]: not divided
@@ -30,7 +30,8 @@ struct Arguments {
   sparse::Entries entries;
   sparse::Rope rope;
   int64_t slot_stride;
-  int window_tokens, num_selected, heads, split_keys;
+  int room, num_seen, first_key;  // a token sees so many of the window's, none before position first_key
+  int num_selected, heads, split_keys;
   float scale;
 };
 
@@ -47,7 +48,7 @@ struct Keys {
     if (key < near) {
       const int position = at.position - near + 1 + key;
       if (position >= at.start) return a.kv + int64_t(at.first + position - at.start) * kSize;
-      return a.window + at.slot * a.slot_stride + int64_t(position % a.window_tokens) * kSize;
+      return a.window + at.slot * a.slot_stride + int64_t(position % a.room) * kSize;
     }
     int entry = key - near;
     if (a.selected != nullptr) entry = a.selected[int64_t(token) * a.num_selected + entry];
@@ -58,7 +59,7 @@ struct Keys {
 __device__ Keys keys_of(const Arguments& a, int token) {
   Keys keys;
   keys.at = sparse::find_token(a.rows, token);
-  keys.near = min(a.window_tokens, keys.at.position + 1);
+  keys.near = max(0, min(a.num_seen, keys.at.position + 1 - a.first_key));
   keys.count = keys.near;
   if (a.entries.cache == nullptr || keys.at.position < 0) return keys;
   const int seen = (keys.at.position + 1) / a.entries.ratio;
@@ -87,7 +88,8 @@ __device__ void attend(const Arguments& a) {
   const int first_head = blockIdx.z * kTiles * 16;
   const Keys keys = keys_of(a, token);
   const int begin = blockIdx.y * a.split_keys, end = min(begin + a.split_keys, keys.count);
-  if (keys.at.position < 0 || begin >= end) {
+  // A token that sees no key at all gets zeros: from the splits' merging, or below.
+  if (keys.at.position < 0 || (begin >= end && gridDim.y > 1)) {
     if (gridDim.y > 1 && blockIdx.z == 0 && thread < a.heads)
       a.partial_sums[(int64_t(token) * gridDim.y + blockIdx.y) * a.heads + thread] = {-CUDART_INF_F, 0};
     return;
@@ -267,11 +269,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   write_pair(a, token, at.position, head, threadIdx.x * 2, {sums.x / total, sums.y / total});
 }
 
-// The last tokens of each row into its window. Grid: (rows, W).
+// The last tokens of each row into its window. Grid: (rows, room).
 extern "C" __global__ void __launch_bounds__(64) keep_window(const __grid_constant__ Arguments a) {
   const StateRow row = state_row(a.rows, blockIdx.x);
   if (int(blockIdx.y) >= row.count) return;
   const int token = row.first + row.count - 1 - blockIdx.y, position = a.rows.context_lens[blockIdx.x] - 1 - blockIdx.y;
-  bf16* to = a.window + row.slot * a.slot_stride + int64_t(position % a.window_tokens) * kSize;
+  bf16* to = a.window + row.slot * a.slot_stride + int64_t(position % a.room) * kSize;
   store(to + threadIdx.x * 8, load<8>(a.kv + int64_t(token) * kSize + threadIdx.x * 8));
 }

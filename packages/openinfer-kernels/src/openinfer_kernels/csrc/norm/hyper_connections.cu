@@ -226,3 +226,19 @@ extern "C" __global__ void __launch_bounds__(kThreads) hyper_streams(const bf16*
   launch_dependents();
   for (int at = threadIdx.x * 8; at < size; at += kThreads * 8) store(to + at, load<8>(from + at));
 }
+
+// `x [T, h]` onto every stream. Grid: (tokens, streams).
+extern "C" __global__ void __launch_bounds__(kThreads) hyper_add(const bf16* x, bf16* residual, int size) {
+  const bf16* from = x + int64_t(blockIdx.x) * size;
+  bf16* to = residual + (int64_t(blockIdx.x) * gridDim.y + blockIdx.y) * size;
+  wait_for_previous_kernel();
+  launch_dependents();
+  for (int at = threadIdx.x * 8; at < size; at += kThreads * 8) {
+    float left[8], right[8];
+    load8(from + at, left);
+    load8(to + at, right);
+#pragma unroll
+    for (int i = 0; i < 8; i++) right[i] += left[i];
+    store(to + at, pack(right));
+  }
+}

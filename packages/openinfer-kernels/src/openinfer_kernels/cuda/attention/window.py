@@ -32,7 +32,8 @@ class _Arguments(ctypes.Structure):
         ("entries", Entries),
         ("rope", Rope),
         ("slot_stride", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("window_tokens", "num_selected", "heads", "split_keys")),
+        *((name, ctypes.c_int) for name in ("room", "num_seen", "first_key")),
+        *((name, ctypes.c_int) for name in ("num_selected", "heads", "split_keys")),
         ("scale", ctypes.c_float),
     )
 
@@ -63,22 +64,25 @@ class WindowAttention:
         rope: Array,
         scale: float,
         batch: AttentionBatch,
+        num_seen: int | None = None,
+        first_key: int = 0,
     ) -> Array:
         """`[T, H * 512]` for keys of 512."""
         require(q, bfloat16, ndim=3, what="the queries")
-        require(kv, bfloat16, ndim=2, what="kv")
         require(sinks, FLOAT32, ndim=1, what="the sinks")
-        require_states(window, bfloat16, ndim=4, what="the window")
+        begin, slot_stride = _window_of(kv, window, layer)
         tokens, heads, size = q.shape
-        if size != _SIZE or kv.shape != (tokens, size) or sinks.shape != (heads,) or window.shape[3] != size:
+        room = window.shape[2]
+        seen: int = room if num_seen is None else num_seen
+        if kv.shape != (tokens, size) or sinks.shape != (heads,) or not 0 < seen <= room or first_key < 0:
             raise ArrayMismatchError(
-                f"queries {q.shape}, kv {kv.shape} and window {window.shape} are not supported: keys have 512 values"
+                f"queries {q.shape}, kv {kv.shape} and window {window.shape} are not supported: keys have 512 values, "
+                f"and {seen} of them are seen, from {first_key} on"
             )
-        begin, slot_stride = layer_of_states(window, layer)
         selected = None if entries is None else entries.selected
         if selected is not None:
             require(selected, INT32, ndim=2, what="the selected entries")
-        splits, split_keys = self._splits(tokens, window.shape[2], entries, batch)
+        splits, split_keys = self._splits(tokens, seen, entries, batch)
         out = empty((tokens, heads * size), bfloat16)
         several = splits > 1
         values = empty((tokens, splits, heads, size), FLOAT32) if several else None
@@ -98,7 +102,9 @@ class WindowAttention:
             else entries_of(entries.cache, entries.layer, ratio=entries.ratio, batch=batch),
             rope_of(rope),
             slot_stride,
-            window.shape[2],
+            room,
+            seen,
+            first_key,
             0 if selected is None else selected.shape[1],
             heads,
             split_keys,
@@ -109,8 +115,14 @@ class WindowAttention:
         if several:
             self._merge((tokens, heads, 1), (_THREADS, 1, 1), [arguments, ctypes.c_int(splits)])
         # The window is written last: the attention reads what it held before this step.
-        self._keep((len(batch.context_lens), window.shape[2], 1), (64, 1, 1), [arguments])
+        self._keep((len(batch.context_lens), room, 1), (64, 1, 1), [arguments])
         return out
+
+    def append_window(self, kv: Array, *, window: Array, layer: int, batch: AttentionBatch) -> None:
+        begin, slot_stride = _window_of(kv, window, layer)
+        room = window.shape[2]
+        arguments = _Arguments(kv=address(kv), window=begin, rows=state_rows(batch), slot_stride=slot_stride, room=room)
+        self._keep((len(batch.context_lens), room, 1), (64, 1, 1), [arguments])
 
     def _splits(
         self, tokens: int, window: int, entries: CompressedEntries | None, batch: AttentionBatch
@@ -124,6 +136,15 @@ class WindowAttention:
         splits = max(1, wanted)
         keys = -(-most // splits)
         return splits, -(-keys // _TILE_KEYS) * _TILE_KEYS
+
+
+def _window_of(kv: Array, window: Array, layer: int) -> tuple[int, int]:
+    """Where a layer of slot 0 begins, and values from slot to slot."""
+    require(kv, bfloat16, ndim=2, what="kv")
+    require_states(window, bfloat16, ndim=4, what="the window")
+    if kv.shape[1] != _SIZE or window.shape[3] != _SIZE:
+        raise ArrayMismatchError(f"kv {kv.shape} and window {window.shape} are not supported: keys have 512 values")
+    return layer_of_states(window, layer)
 
 
 def _shared_bytes(heads: int) -> int:

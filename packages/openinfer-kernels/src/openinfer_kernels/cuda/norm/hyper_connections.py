@@ -55,6 +55,7 @@ class HyperConnections:
             for dtype, name in ((bfloat16, "bf16"), (FLOAT32, "float"))
         }
         self._streams = device.kernel("hyper_connections", "hyper_streams")
+        self._add = device.kernel("hyper_connections", "hyper_add")
 
     def streams(self, x: Array, num_streams: int) -> Array:
         require(x, bfloat16, ndim=2, what="x")
@@ -84,6 +85,15 @@ class HyperConnections:
         grid = (tokens, -(-size // (8 * _THREADS)), 1)
         arguments = [y, residual, mix.post, mix.mixing, ctypes.c_int(size)]
         self._write[y.dtype](grid, (_THREADS, 1, 1), arguments, overlap=True)
+
+    def add(self, x: Array, residual: Array) -> None:
+        require(x, bfloat16, ndim=2, what="x")
+        require(residual, bfloat16, ndim=3, what="the residual streams")
+        tokens, size = x.shape
+        _require_vectors(size, residual.shape[1])
+        if residual.shape != (tokens, _STREAMS, size):
+            raise ArrayMismatchError(f"x {x.shape} and streams {residual.shape} do not agree")
+        self._add((tokens, _STREAMS, 1), (_THREADS, 1, 1), [x, residual, ctypes.c_int(size)], overlap=True)
 
     def head(self, residual: Array, fn: Array, base: Array, scale: Array, *, eps: float, mix_eps: float) -> Array:
         return self._run(residual, fn, base, scale, None, eps=eps, mix_eps=mix_eps, iterations=0)
