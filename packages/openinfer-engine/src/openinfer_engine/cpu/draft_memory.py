@@ -8,7 +8,7 @@ block that is sealed, shared or moved, and drafting needs no room in the blocks 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,7 +58,8 @@ class CpuDraftMemory:
         begun = np.flatnonzero(starts % block_tokens)
         self._copy(tables[begun, known[begun]], own[begun, 0])
         np.put_along_axis(tables, known[:, None] + np.arange(per_row), own.astype(np.int32), axis=1)
-        return _CpuSpan(starts, tables, block_tokens=block_tokens, ops=self._ops)
+        states = slots, self.states
+        return _CpuSpan(starts, tables, states, block_tokens=block_tokens, ops=self._ops)
 
     def _copy(self, sources: HostArray, targets: HostArray) -> None:
         for cache in self._caches:
@@ -68,8 +69,17 @@ class CpuDraftMemory:
 
 
 class _CpuSpan:
-    def __init__(self, starts: HostArray, tables: HostArray, *, block_tokens: int, ops: Ops) -> None:
+    def __init__(
+        self,
+        starts: HostArray,
+        tables: HostArray,
+        states: tuple[Array, Mapping[str, Array]],
+        *,
+        block_tokens: int,
+        ops: Ops,
+    ) -> None:
         self._starts = starts
+        self._slots, self._states = states
         self._tables = tables
         self._block_tokens = block_tokens
         self._ops = ops
@@ -78,7 +88,8 @@ class _CpuSpan:
         positions = (self._starts[:, None] + first + np.arange(count)).ravel()
         ends = self._starts + first + count
         query_starts = np.arange(len(ends) + 1) * count
-        return self._batch(np.repeat(self._tables, count, axis=0), positions, ends, query_starts, self._tables)
+        batch = self._batch(np.repeat(self._tables, count, axis=0), positions, ends, query_starts, self._tables)
+        return replace(batch, state_slots=self._slots, states=self._states)
 
     def whole(self, count: int) -> AttentionBatch:
         positions = (self._starts[:, None] + np.arange(count)).ravel()

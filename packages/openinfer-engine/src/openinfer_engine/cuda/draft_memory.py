@@ -66,15 +66,20 @@ class CudaDraftMemory:
         )
 
     def span(self, slots: Array, lengths: Array) -> DraftSpan:
-        return _CudaSpan(self._spans, *self._spans.tables_of(slots, lengths))
+        starts, tables = self._spans.tables_of(slots, lengths)
+        return _CudaSpan(self._spans, starts, tables, (slots, self.states))
 
 
 class _CudaSpan:
-    def __init__(self, spans: DraftSpans, starts: Array, tables: Array) -> None:
+    def __init__(
+        self, spans: DraftSpans, starts: Array, tables: Array, states: tuple[Array, Mapping[str, Array]]
+    ) -> None:
         self._spans, self._starts, self._tables = spans, starts, tables
+        self._slots, self._states = states
 
     def rows(self, first: int, count: int) -> AttentionBatch:
-        return self._spans.batch(self._starts, self._tables, first=first, count=count, whole=False)
+        batch = self._spans.batch(self._starts, self._tables, first=first, count=count, whole=False)
+        return replace(batch, state_slots=self._slots, states=self._states)
 
     def whole(self, count: int) -> AttentionBatch:
         return self._spans.batch(self._starts, self._tables, first=0, count=count, whole=True)

@@ -111,7 +111,11 @@ class DraftSpan(Protocol):
     """Positions after the known tokens of some rows, whose KV lies where no other step sees it."""
 
     def rows(self, first: int, count: int) -> AttentionBatch:
-        """`count` tokens of each row, from the `first` new position on; contexts end with them."""
+        """`count` tokens of each row, from the `first` new position on; contexts end with them.
+
+        It has the states of the sequences, too, of which a drafter may write its own: later steps go on from what it
+        leaves there, and a window must have room for what may not come to stay.
+        """
         ...
 
     def whole(self, count: int) -> AttentionBatch:
