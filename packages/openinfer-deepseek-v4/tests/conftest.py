@@ -1,5 +1,6 @@
 """The recorded models, and a harness that runs one with batches made by hand."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from openinfer_deepseek_v4.family import DeepseekV4Definition
 from openinfer_engine.testing import FamilyHarness
 
+sys.path.insert(0, str(Path(__file__).parent))  # the helpers of these tests are imported by name
 FIXTURES = Path(__file__).parent / "fixtures"
 FIXTURE_NAMES = sorted(path.name for path in FIXTURES.iterdir())
 

@@ -83,6 +83,8 @@ class DeepseekV4Config(msgspec.Struct, frozen=True, kw_only=True):
     hc_eps: PositiveFloat
     rms_norm_eps: PositiveFloat
     max_position_embeddings: Positive
+    num_nextn_predict_layers: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Blocks that draft tokens, after the layers: `mtp.py`. transformers keeps the number and not their tensors."""
     layer_types: tuple[LayerKind, ...]
     mlp_layer_types: tuple[RouterKind, ...]
     sparse_ratio: Positive

@@ -85,7 +85,7 @@ class DeepseekV4Definition(ModelDefinition[DeepseekV4Config]):
         )
 
     def ignorable_tensors(self, config: DeepseekV4Config) -> Collection[str]:
-        """The block that drafts tokens: nothing drafts yet."""
+        """The block that drafts tokens, which its drafter reads."""
         return {f"{MTP_PREFIX}.", stored_name(config, f"{MTP_PREFIX}.")}
 
     def kv_spec(

@@ -26,6 +26,9 @@ tokens of the window, `m` tokens per compressed entry, `G` output groups, `E` ro
 vocabulary; in the weights and in `forward`, `H`, `Hi`, `G`, `E` and `F` are one rank's share. A matrix is `[out, in]`.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from openinfer_deepseek_v4.config import DeepseekV4Config, LayerKind
 from openinfer_deepseek_v4.weights import (
     AttentionWeights,
@@ -41,7 +44,7 @@ from openinfer_deepseek_v4.weights import (
 from openinfer_deepseek_v4.weights import tensors as tensors  # noqa: PLC0414 - of `ModelDefinition.module`
 from openinfer_engine.distributed.communicator import Communicator, gather_columns
 from openinfer_engine.model import KvLayers, WeightSource
-from openinfer_kernels import Array, AttentionBatch, CompressedEntries, Ops, rope_table
+from openinfer_kernels import Array, AttentionBatch, CompressedEntries, HyperMix, HyperWeights, Ops, rope_table
 
 
 def load(
@@ -96,14 +99,30 @@ class DeepseekV4Model:
             kv_cache: empty.
         """
         del kv_cache
-        return self.read_out(self.streams(token_ids, batch=batch))
+        return self.read_out(self._streams(token_ids, batch=batch, taps=(), tapped={}))
 
-    def streams(self, token_ids: Array, *, batch: AttentionBatch) -> Array:
-        """The residual streams after the last layer, `[T, n, h]`."""
+    def forward_tapped(
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, taps: Sequence[int]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """As `forward`, and of each tap `i` the streams before layer `i`, one after the other: `[T, n h]`."""
+        del kv_cache
+        tapped: dict[int, Array] = {}
+        hidden = self.read_out(self._streams(token_ids, batch=batch, taps=taps, tapped=tapped))
+        return hidden, tuple(tapped[tap] for tap in taps)
+
+    def _streams(
+        self, token_ids: Array, *, batch: AttentionBatch, taps: Sequence[int], tapped: dict[int, Array]
+    ) -> Array:
+        """The residual streams after the last layer, `[T, n, h]`; `tapped` gets those before the layers of `taps`."""
         ops, weights = self._ops, self.weights
         residual = ops.hyper_streams(ops.embedding(token_ids, weights.embed), self._config.hc_mult)
-        for layer in weights.layers:
+        flat = residual.reshape(len(token_ids), self._config.hc_mult * self._config.hidden_size)  # a view
+        for index, layer in enumerate(weights.layers):
+            if index in taps:
+                tapped[index] = ops.join_columns(flat)
             self.block.forward(residual, layer, token_ids, batch=batch)
+        if len(weights.layers) in taps:
+            tapped[len(weights.layers)] = flat
         return residual
 
     def read_out(self, residual: Array) -> Array:
@@ -118,28 +137,62 @@ class DeepseekV4Model:
 
 
 class Block:
-    """The equations of one layer; that which drafts tokens has the same."""
+    """The equations of one layer; that which drafts tokens has the same.
 
-    def __init__(self, config: DeepseekV4Config, weights: Weights, *, ops: Ops, communicator: Communicator) -> None:
+    Args:
+        config: of the model.
+        weights: whose RoPE tables are read.
+        ops: of the device.
+        communicator: of the ranks.
+        first_key: as in `Ops.window_attention`; for a layer whose window has room for drafts.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        weights: Weights,
+        *,
+        ops: Ops,
+        communicator: Communicator,
+        first_key: int = 0,
+    ) -> None:
         self._config = config
         self._ropes = {LayerKind.SLIDING: weights.main_rope}
         self._compress_rope = weights.compress_rope
         self._ops = ops
         self._communicator = communicator
+        # Operators of other packages need not know of what only a drafter asks for.
+        self._seen: dict[str, Any] = {"num_seen": config.sliding_window, "first_key": first_key} if first_key else {}
 
     def forward(
         self, residual: Array, layer: LayerWeights, token_ids: Array, *, batch: AttentionBatch, window: str = "window"
     ) -> None:
         """Changes the streams `residual [T, n, h]`; `window` names the group of its window."""
         ops, eps = self._ops, self._config.rms_norm_eps
-        hyper = {"eps": eps, "mix_eps": self._config.hc_eps}
-        iterations = self._config.hc_sinkhorn_iters
-        x, mix = ops.hyper_read(residual, layer.attn_hyper, **hyper, num_iterations=iterations)
+        x, mix = self._read(residual, layer.attn_hyper)
         x = self._attention(ops.rms_norm(x, layer.attn_norm, eps=eps), layer.attention, batch=batch, window=window)
         ops.hyper_write(x, residual, mix)
-        x, mix = ops.hyper_read(residual, layer.ffn_hyper, **hyper, num_iterations=iterations)
+        x, mix = self._read(residual, layer.ffn_hyper)
         x = self._mixture(ops.rms_norm(x, layer.ffn_norm, eps=eps), layer.mixture, token_ids, batch=batch)
         ops.hyper_write(x, residual, mix)
+
+    def append(self, residual: Array, layer: LayerWeights, *, batch: AttentionBatch, window: str) -> None:
+        """Of a sliding layer what later tokens see alone: its keys, for the streams `residual [T, n, h]` before it."""
+        x, _ = self._read(residual, layer.attn_hyper)
+        x = self._ops.rms_norm(x, layer.attn_norm, eps=self._config.rms_norm_eps)
+        kv = self._keys(x, layer.attention, batch=batch)
+        state = batch.states[f"{window}.kv"]
+        self._ops.append_window(kv, window=state, layer=layer.attention.layer, batch=batch)
+
+    def _read(self, residual: Array, weights: HyperWeights) -> tuple[Array, HyperMix]:
+        config = self._config
+        return self._ops.hyper_read(
+            residual,
+            weights,
+            eps=config.rms_norm_eps,
+            mix_eps=config.hc_eps,
+            num_iterations=config.hc_sinkhorn_iters,
+        )
 
     def read_out(self, residual: Array, head: HyperHead) -> Array:
         """`[T, h]` of streams `[T, n, h]`, before the last norm."""
@@ -151,13 +204,12 @@ class Block:
     def _attention(self, x: Array, weights: AttentionWeights, *, batch: AttentionBatch, window: str) -> Array:
         """`[T, h]` for the normed `x [T, h]`."""
         ops, d, eps = self._ops, self._config.head_dim, self._config.rms_norm_eps
-        rope = self._ropes.get(weights.kind, self._compress_rope)
+        rope = self._rope_of(weights)
         low = ops.rms_norm(ops.linear(x, weights.wq_a, batch), weights.q_norm, eps=eps)  # [T, q_lora_rank]
-        kv = ops.linear(x, weights.wkv, batch).reshape(len(x), 1, d)
-        kv = ops.norm_rope_tail(kv, weights.kv_norm, eps=eps, rope=rope, batch=batch)
+        kv = self._keys(x, weights, batch=batch)
         attended = ops.window_attention(  # [T, H D]
             self._queries(low, weights, rope, batch=batch),
-            kv.reshape(len(x), d),
+            kv,
             sinks=weights.sinks,
             window=batch.states[f"{window}.kv"],
             layer=weights.layer,
@@ -165,9 +217,22 @@ class Block:
             rope=rope,
             scale=d**-0.5,
             batch=batch,
+            **self._seen,
         )
         grouped = ops.grouped_linear(attended, weights.wo_a)  # [T, G o_lora_rank]
         return self._communicator.all_reduce(ops.linear(grouped, weights.wo_b, batch))
+
+    def _rope_of(self, weights: AttentionWeights) -> Array:
+        return self._ropes.get(weights.kind, self._compress_rope)
+
+    def _keys(self, x: Array, weights: AttentionWeights, *, batch: AttentionBatch) -> Array:
+        """`[T, D]`, which are values, too."""
+        ops, config = self._ops, self._config
+        kv = ops.linear(x, weights.wkv, batch).reshape(len(x), 1, config.head_dim)
+        rope = self._rope_of(weights)
+        return ops.norm_rope_tail(kv, weights.kv_norm, eps=config.rms_norm_eps, rope=rope, batch=batch).reshape(
+            len(x), config.head_dim
+        )
 
     def _queries(self, low: Array, weights: AttentionWeights, rope: Array, *, batch: AttentionBatch) -> Array:
         """`[T, H, D]`; the attention alone holds them, as they are the largest array of a step."""

@@ -95,8 +95,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "v_head_dim": 8,
     },
+    "deepseek_v4": {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "compress_rope_theta": 160000,
+        "hc_eps": 1e-6,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 4,
+        "head_dim": 16,
+        "hidden_size": 64,
+        "index_head_dim": 16,
+        "index_n_heads": 4,
+        "index_topk": 5,
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "max_position_embeddings": 512,
+        "mlp_layer_types": ["hash_moe", "moe"],
+        "model_type": "deepseek_v4",
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_attention_heads": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_nextn_predict_layers": 1,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.5,
+        "sliding_window": 12,
+        "swiglu_limit": 10.0,
+        "vocab_size": VOCAB,
+    },
 }
-PLUGINS = {"qwen3": "qwen3", "qwen3_5": "qwen35", "deepseek_v3": "deepseek_v3"}
+PLUGINS = {"qwen3": "qwen3", "qwen3_5": "qwen35", "deepseek_v3": "deepseek_v3", "deepseek_v4": "deepseek_v4"}
 
 
 class PaddedModel:

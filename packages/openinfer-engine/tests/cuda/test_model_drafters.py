@@ -10,7 +10,9 @@ import pytest
 SCRIPT = Path(__file__).with_name("model_drafters_on_host.py")
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "dflash", "dspark", "mtp", "draft-model", "deepseek-mtp"])
+@pytest.mark.parametrize(
+    "drafter", ["eagle3", "dflash", "dspark", "mtp", "draft-model", "deepseek-mtp", "deepseek-v4-mtp"]
+)
 def test_a_drafter_drafts_what_it_drafts_on_a_cpu(drafter: str) -> None:
     if shutil.which("g++") is None:
         pytest.skip("there is no g++ to compile the kernels for the host with")
