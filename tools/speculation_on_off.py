@@ -101,7 +101,7 @@ DRAFTED_CASES: dict[str, dict[str, Any]] = {
 }
 """Of drafters that are models; all have grammars."""
 REFUSED = {
-    "fp8": ("eagle3", "deepseek-mtp"),
+    "fp8": ("eagle3", "deepseek-mtp", "deepseek-v4-mtp"),
     "adapters": (
         "eagle3",
         "dspark",
@@ -109,11 +109,12 @@ REFUSED = {
         "draft-model",
         "draft-model, states",
         "deepseek-mtp",
+        "deepseek-v4-mtp",
     ),  # made for another shape
 }
 """Cases that a drafter is not run in: the engine refuses it, or the adapters are another model's."""
 SPOILED = ", spoiled"
-REPLACED = tuple(f"{name}{SPOILED}" for name in ("dflash", "deepseek-mtp"))
+REPLACED = tuple(f"{name}{SPOILED}" for name in ("dflash", "deepseek-mtp", "deepseek-v4-mtp"))
 """Drafters with random weights, whose own drafts are hardly ever right."""
 SAME = ("tensor_parallel_size", "kv_cache_dtype", "lora", "max_lora_rank")
 """What has bits of its own: sums over ranks, KV that is rounded, adapters."""

@@ -14,6 +14,8 @@ from safetensors.numpy import save_file
 from openinfer_core import read_config
 from openinfer_deepseek.family import DeepseekV3Definition
 from openinfer_deepseek.mtp import mtp_tensors
+from openinfer_deepseek_v4 import weights as v4_weights
+from openinfer_deepseek_v4.family import DeepseekV4Definition
 from openinfer_engine import Checkpoint
 from openinfer_engine.testing.quantised_checkpoints import write_safetensors
 from openinfer_engine.testing.random_weights import spread_tensors
@@ -28,6 +30,7 @@ QWEN3 = PACKAGES / "openinfer-qwen3/tests/fixtures/tied"
 EAGLE3 = PACKAGES / "openinfer-qwen3/tests/fixtures_eagle3"
 QWEN35 = PACKAGES / "openinfer-qwen35/tests/fixtures_mtp"
 DEEPSEEK = PACKAGES / "openinfer-deepseek/tests/fixtures_v3/moonlight"
+DEEPSEEK_V4 = PACKAGES / "openinfer-deepseek-v4/tests/fixtures/all_kinds"
 _BLOCKS: dict[str, Any] = {
     "block_size": 8,
     "head_dim": 32,
@@ -184,6 +187,25 @@ def _of_deepseek_mtp(target: Path) -> DraftedModel:
     return DraftedModel("deepseek_v3", model, "deepseek-mtp,k=3")
 
 
+def _of_deepseek_v4_mtp(target: Path) -> DraftedModel:
+    with Checkpoint.open(DEEPSEEK_V4) as checkpoint:
+        definition = DeepseekV4Definition()
+        config = definition.as_stored(definition.parse(read_config(DEEPSEEK_V4)), checkpoint.tensors)
+        parts = {name: checkpoint.read(name) for name in checkpoint.tensors}
+        tensors: dict[str, Any] = {
+            name: np.array(part) if name.endswith("tid2eid") else np.asarray(CpuOps().upload_weight(part), np.float32)
+            for name, part in parts.items()
+        }
+    rng = np.random.default_rng(1)
+    for name, spec in v4_weights.mtp_tensors(config).items():
+        shape = spec.shape if isinstance(spec, StoredTensor) else spec
+        values = rng.normal(size=shape) * (1.5 * shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
+        tensors[name] = values.astype(np.float32)
+    model = with_tokenizer(DEEPSEEK_V4, target / "model")
+    save_file(tensors, model / "model.safetensors")
+    return DraftedModel("deepseek_v4", model, "deepseek-v4-mtp,k=3")
+
+
 _MAKERS = {
     "eagle3": _of_eagle3,
     "dflash": _of_dflash,
@@ -192,6 +214,7 @@ _MAKERS = {
     "draft-model": _of_draft_model,
     "draft-model, states": _of_draft_model_with_states,
     "deepseek-mtp": _of_deepseek_mtp,
+    "deepseek-v4-mtp": _of_deepseek_v4_mtp,
 }
 DRAFTED = tuple(_MAKERS)
 """Drafters that are models."""
