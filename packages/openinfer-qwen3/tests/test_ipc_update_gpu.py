@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from gpu_model import CONFIG
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from openinfer_core import InvalidCheckpoint
 from openinfer_core.control import IPC_HANDLE_BYTES, DeviceTensor, Sleep, UpdateWeights, Wake
@@ -98,6 +98,71 @@ def test_answers_after_an_update_by_handles_are_those_of_a_fresh_engine(make_loo
     loop.control(Sleep(keeps_weights=False))
     loop.control(Wake())
     assert loop.stats().state is EngineState.WITHOUT_WEIGHTS
+
+
+def test_weights_come_from_gpu_to_gpu(make_loop: MakeLoop, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = make_loop("old")
+    with trainer(folder / "new/model.safetensors") as (tensors, _), caplog.at_level("INFO"):
+        loop.control(UpdateWeights(tensors=tensors))
+    num_bytes = sum(each.nbytes for each in load_file(folder / "new/model.safetensors").values())
+    assert f"{num_bytes / 1e9:.3f} GB copied from GPU to GPU, 0.000 GB by way of the host" in caplog.text
+
+
+def test_two_ranks_get_their_pieces(make_loop: MakeLoop, folder: Path) -> None:
+    from openinfer_kernels.cuda.common.device import gpu_count
+
+    if gpu_count() < 2:
+        pytest.skip("two GPUs are needed")
+    fresh = said(make_loop("new", tensor_parallel_size=2))
+    loop = make_loop("old", tensor_parallel_size=2)
+    with trainer(folder / "new/model.safetensors") as (tensors, _):
+        loop.control(UpdateWeights(tensors=tensors))
+    assert said(loop) == fresh
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16], ids=lambda dtype: str(np.dtype(dtype)))
+def test_pieces_of_memory_of_another_process_are_those_of_the_host(tmp_path: Path, dtype: Any) -> None:
+    cupy = pytest.importorskip("cupy", reason="this needs CuPy and a GPU")
+    from openinfer_kernels import DeviceUnavailableError, ForeignWeight
+    from openinfer_kernels.cuda.common.device import Device
+    from openinfer_kernels.cuda.common.ipc import IpcMemory
+    from openinfer_kernels.cuda.ops import CudaOps
+
+    try:
+        device = Device()
+    except DeviceUnavailableError as reason:
+        pytest.skip(str(reason))
+    ops = CudaOps(device)
+    values = np.random.default_rng(0).uniform(-2, 2, (2, 300, 514)).astype(np.float32)
+    stored = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == np.uint16 else values.astype(dtype)
+    save_file({"padding": np.zeros(3, dtype), "x": stored}, tmp_path / "x.safetensors")
+    with trainer(tmp_path / "x.safetensors") as (tensors, _):
+        (told,) = (each for each in tensors if each.name == "x")
+        memory = IpcMemory(device, told.handle)
+        whole = ForeignWeight.whole(memory, told.offset_bytes, np.dtype(dtype), stored.shape)
+        flat, rows = whole.flattened(), stored.reshape(600, 514)
+        for part, expected in (
+            ((whole,), stored),
+            ((flat,), rows),
+            ((flat.rows(7, 300),), rows[7:300]),
+            ((flat.columns(3, 260),), rows[:, 3:260]),
+            ((flat.rows(1, 5).columns(500, 514), flat.rows(0, 1).columns(0, 14)), [*rows[1:5, 500:], rows[0, :14]]),
+        ):
+            for context in (nullcontext, ops.loading):
+                with context():
+                    got = ops.upload_weight(*part)
+                np.testing.assert_array_equal(ops.download(got), ops.download(ops.upload_weight(np.array(expected))))
+            np.testing.assert_array_equal(
+                ops.download(ops.upload_float32(*part)), ops.download(ops.upload_float32(np.array(expected)))
+            )
+        assert memory.device_bytes > memory.host_bytes > 0
+        for wrong in (flat.rows(10**8, 10**8 + 1), flat.rows(-(10**8), 1 - 10**8)):
+            with pytest.raises(ValueError, match="none of an open allocation"):
+                ops.upload_weight(wrong)
+        memory.close()
+        with pytest.raises(ValueError, match="none of an open allocation"):
+            whole.on_host()
+    cupy.cuda.get_current_stream().synchronize()
 
 
 def test_what_does_not_fit_changes_nothing(make_loop: MakeLoop, folder: Path) -> None:

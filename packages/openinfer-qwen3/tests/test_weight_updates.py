@@ -45,7 +45,6 @@ from openinfer_core.engine import EngineState
 from openinfer_core.shared_weights import SharedTensor, SharedWeights, content_hash
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.cpu.backend import CpuBackend
-from openinfer_engine.lifecycle.device_tensors import ForeignMemory
 from openinfer_engine.testing import Answer, random_requests, random_weights
 from openinfer_engine.testing.answers import run_at_once
 from openinfer_engine.testing.quantised_checkpoints import SCHEMES, write_quantised, write_safetensors
@@ -154,7 +153,7 @@ class GpuOfOthers(CpuBackend):
         self._memory = memory
         self.num_open = 0
 
-    def open_foreign(self, handle: bytes) -> ForeignMemory:
+    def open_foreign(self, handle: bytes) -> "Allocation":
         if handle not in self._memory:
             raise Refused("a CUDA IPC handle cannot be opened")
         self.num_open += 1
@@ -164,9 +163,13 @@ class GpuOfOthers(CpuBackend):
 class Allocation:
     def __init__(self, values: NDArray[np.uint8], gpu: GpuOfOthers) -> None:
         self.size_bytes, self._values, self._gpu = values.size, values, gpu
+        self.device_bytes = self.host_bytes = 0
 
     def read(self, offset_bytes: int, num_bytes: int) -> NDArray[np.uint8]:
         return self._values[offset_bytes : offset_bytes + num_bytes].copy()
+
+    def copy_rows(self, offset_bytes: int, pitch_bytes: int, out: object) -> None:
+        raise AssertionError("a CPU has no copy on a device")
 
     def close(self) -> None:
         self._gpu.num_open -= 1

@@ -12,7 +12,6 @@ from openinfer_core import Refused
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafting import SharedDrafter
-from openinfer_engine.lifecycle.device_tensors import ForeignMemory
 from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import DeviceKind, EngineOptions
@@ -20,7 +19,7 @@ from openinfer_engine.ranks.placement import Placement
 from openinfer_engine.tracing.trace import Tracer
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_engine.worker.runner import Worker
-from openinfer_kernels import Code, KernelsError, Ops, WeightFormat
+from openinfer_kernels import Code, ForeignMemory, KernelsError, Ops, WeightFormat
 from openinfer_kernels.driver import wake_driver
 from openinfer_kernels.weights.gpu_kernels import Way
 from openinfer_kv_cache import KvDtype, KvLayout
@@ -113,8 +112,11 @@ class Backend(Protocol):
     def drafter_memory(self) -> AbstractContextManager[None]:
         """Within it, arrays that the calling thread makes are a drafter's: after a sleep as they are at its end.
 
+        Where a worker `keeps_drafter`, those of a second time take the places of the first ones.
+
         Raises:
             Refused: they cannot be kept for that.
+            DeviceMemoryStateError: they are others than the first time, which are again what they were.
         """
         ...
 

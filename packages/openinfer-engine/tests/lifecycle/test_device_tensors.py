@@ -9,7 +9,10 @@ import pytest
 from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_core.control import IPC_HANDLE_BYTES, ControlCommand, DeviceTensor, UpdateWeights
 from openinfer_engine.lifecycle.device_tensors import DeviceTensors
-from openinfer_kernels import HostArray
+from openinfer_engine.model import Shard
+from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
+from openinfer_engine.weights.fused import matrices_of_stack
+from openinfer_kernels import ForeignWeight, HostArray
 
 FIRST, SECOND = b"1" * IPC_HANDLE_BYTES, b"2" * IPC_HANDLE_BYTES
 
@@ -21,10 +24,19 @@ class Allocation:
         self.size_bytes = size_bytes
         self.num_reads = 0
         self.is_open = True
+        self.device_bytes = self.host_bytes = 0
 
     def read(self, offset_bytes: int, num_bytes: int) -> HostArray:
         self.num_reads += 1
         return np.arange(self.size_bytes).astype(np.uint8)[offset_bytes : offset_bytes + num_bytes].copy()
+
+    def copy_rows(self, offset_bytes: int, pitch_bytes: int, out: HostArray) -> None:
+        self.num_reads += 1
+        for row, place in enumerate(out.view(np.uint8).reshape(len(out), -1)):
+            begin = offset_bytes + row * pitch_bytes
+            assert 0 <= begin <= begin + place.size <= self.size_bytes
+            place[:] = np.arange(begin, begin + place.size)
+        self.device_bytes += out.nbytes
 
     def close(self) -> None:
         self.is_open = False
@@ -70,6 +82,38 @@ def test_tensors_are_read_from_where_they_lie_and_each_allocation_is_opened_once
     assert not any(each.is_open for each in gpu.opened)
     with pytest.raises(KeyError):
         tensors.read("a")
+
+
+def test_plain_weights_are_cut_where_they_lie_and_the_log_says_by_which_way_bytes_came(
+    gpu: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = DeviceTensors(
+        [DeviceTensor("a", "BF16", (3, 5), FIRST, 7), DeviceTensor("b", "BF16", (2, 3, 4), FIRST, 3)], gpu.open
+    )
+    checkpoint = Checkpoint([tensors])
+    whole = checkpoint.read("a")
+    ranks = [RankWeights(checkpoint, rank=rank, size=size) for rank, size in ((0, 1), (1, 3), (3, 5))]
+    pieces = [
+        (ranks[0].read("a"), whole),
+        (ranks[1].read("a", Shard.COLUMN_PARALLEL), whole[1:2]),
+        (ranks[2].read("a", Shard.ROW_PARALLEL), whole[:, 3:4]),
+        (matrices_of_stack(ranks[0].read("b"), range(1, 2)), checkpoint.read("b")[1]),
+    ]
+    num_bytes = 0
+    for part, expected in pieces:
+        assert isinstance(part, ForeignWeight)
+        assert part.shape == expected.shape
+        np.testing.assert_array_equal(part.on_host(), expected)
+        out = np.zeros((len(part), part.row_values), np.uint16)
+        part.copy(0, out)
+        np.testing.assert_array_equal(out, expected)
+        num_bytes += out.nbytes
+    assert gpu.opened[0].device_bytes == num_bytes
+    with pytest.raises(InvalidCheckpoint, match="cannot be sharded"):
+        ranks[1].read("a", Shard.ROW_PARALLEL)
+    with caplog.at_level("INFO"):
+        tensors.close()
+    assert "0.000 GB copied from GPU to GPU, 0.000 GB by way of the host" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ from openinfer_kernels.ops import (
     TokenMask,
 )
 from openinfer_kernels.rope import RopeParameters, YarnScaling, attention_factor, rope_table, softmax_factor
+from openinfer_kernels.weights.foreign import ForeignMemory, ForeignWeight
 from openinfer_kernels.weights.plain import RandomWeight, WeightPart
 from openinfer_kernels.weights.quantised import Code, QuantisedPart, RandomCodes, ScaleType, WeightFormat
 
@@ -61,6 +62,8 @@ __all__ = [
     "DeviceMemoryStateError",
     "DeviceUnavailableError",
     "ExpertChoice",
+    "ForeignMemory",
+    "ForeignWeight",
     "GroupScore",
     "HiddenMemory",
     "HostArray",

@@ -9,7 +9,6 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.distributed.socket_communicator import SocketCommunicator
 from openinfer_engine.drafting import SharedDrafter
-from openinfer_engine.lifecycle.device_tensors import ForeignMemory
 from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import EngineOptions, LowBitActivations
@@ -19,7 +18,7 @@ from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_engine.worker.paged_tensors import make_pool
 from openinfer_engine.worker.runner import Worker
-from openinfer_kernels import Code, Ops, WeightFormat
+from openinfer_kernels import Code, ForeignMemory, Ops, WeightFormat
 from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps, LowBitCpuOps
 from openinfer_kernels.weights.gpu_kernels import Way
 from openinfer_kernels.weights.low_bit_activations import PromptSteps

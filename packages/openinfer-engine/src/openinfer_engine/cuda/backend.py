@@ -13,7 +13,6 @@ from openinfer_engine.cuda.worker import CudaWorker
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.nccl_communicator import NcclCommunicator
 from openinfer_engine.drafting import SharedDrafter
-from openinfer_engine.lifecycle.device_tensors import ForeignMemory
 from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import THREAD_RANKS, EngineOptions, LowBitActivations
@@ -24,7 +23,7 @@ from openinfer_engine.weights.dummy import DeviceDummyWeights
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_engine.worker.paged_tensors import make_pool
 from openinfer_engine.worker.runner import Worker
-from openinfer_kernels import KernelsError, Ops
+from openinfer_kernels import ForeignMemory, KernelsError, Ops
 from openinfer_kernels.cuda.batch_invariant import BatchInvariantCudaOps
 from openinfer_kernels.cuda.comm.nccl import library as nccl_library
 from openinfer_kernels.cuda.comm.nccl import register_no_buffers, unique_id, use_interface

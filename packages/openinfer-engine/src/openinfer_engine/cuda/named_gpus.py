@@ -8,10 +8,9 @@ from typing import Any
 from openinfer_core import InvalidRequest, Refused
 from openinfer_engine.cuda.planned_gpu import PlannedGpu
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.lifecycle.device_tensors import ForeignMemory
 from openinfer_engine.model import WeightSource
 from openinfer_engine.worker.runner import Worker
-from openinfer_kernels import Ops
+from openinfer_kernels import ForeignMemory, Ops
 
 _GIB = 1 << 30
 

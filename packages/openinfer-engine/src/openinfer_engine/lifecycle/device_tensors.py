@@ -1,32 +1,20 @@
 """`DeviceTensors`: weights that another process has on a GPU, read tensor by tensor like those of a file.
 
-Each goes through host memory, where weights are cut for a rank and laid out for its products, wherever they come from.
+Plain weights are copied from GPU to GPU, cut for a rank on the way. Codes and scales of quantised weights, and the few
+vectors that stay in float32, go by way of the host, which lays them out wherever they come from.
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from openinfer_core import InvalidCheckpoint
 from openinfer_core.control import DeviceTensor
 from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES, TensorInfo, checked_tensor
-from openinfer_kernels import HostArray
+from openinfer_kernels import ForeignMemory, ForeignWeight, HostArray
 
-
-class ForeignMemory(Protocol):
-    """An allocation of another process on a GPU."""
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    def read(self, offset_bytes: int, num_bytes: int) -> HostArray:
-        """`[num_bytes]` uint8, copied to the host."""
-        ...
-
-    def close(self) -> None:
-        """Idempotent."""
-        ...
+logger = logging.getLogger("openinfer.engine")
 
 
 class DeviceTensors:
@@ -66,13 +54,29 @@ class DeviceTensors:
         copied = self._memory[tensor.handle].read(tensor.offset_bytes, info.num_bytes)
         return copied.view(NUMPY_DTYPES[info.dtype]).reshape(info.array_shape)
 
+    def part(self, name: str) -> ForeignWeight:
+        """A whole tensor where it is, for `Ops.upload_weight`; raises as `read`."""
+        tensor, info = self._asked[name], self.tensors[name]
+        return ForeignWeight.whole(
+            self._memory[tensor.handle], tensor.offset_bytes, NUMPY_DTYPES[info.dtype], info.array_shape
+        )
+
     def check_unwritten(self) -> None:
         """Nothing tells: the caller has promised it."""
 
     def close(self) -> None:
         """Idempotent."""
+        on_device = by_host = 0
         while self._memory:
-            self._memory.popitem()[1].close()
+            _, memory = self._memory.popitem()
+            memory.close()
+            on_device, by_host = on_device + memory.device_bytes, by_host + memory.host_bytes
+        if on_device or by_host:
+            logger.info(
+                "weights of another process: %.3f GB copied from GPU to GPU, %.3f GB by way of the host",
+                on_device / 1e9,
+                by_host / 1e9,
+            )
 
     def _check_place(self, tensor: DeviceTensor) -> None:
         size_bytes, num_bytes = self._memory[tensor.handle].size_bytes, self.tensors[tensor.name].num_bytes

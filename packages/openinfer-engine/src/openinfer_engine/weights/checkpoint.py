@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Self
 
 import msgspec
+import numpy as np
 
 from openinfer_core import InvalidCheckpoint
 from openinfer_core.family import check_model_file
@@ -22,7 +23,7 @@ from openinfer_engine.weights.rank_files import Pieces, TensorFile, rank_files
 from openinfer_engine.weights.safetensors_file import SafetensorsFile, TensorInfo
 from openinfer_engine.weights.stored_tensor import StoredTensor, TensorSpec
 from openinfer_engine.weights.unique_json import decode_unique_json
-from openinfer_kernels import HostArray
+from openinfer_kernels import HostArray, WeightPart
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -146,10 +147,17 @@ class Checkpoint:
         Raises:
             InvalidCheckpoint: there is none of that name.
         """
+        return self._pieces(name).read()
+
+    def part(self, name: str) -> WeightPart:
+        """A whole tensor, for `Ops.upload_weight`; raises as `read`."""
+        return self._pieces(name).part()
+
+    def _pieces(self, name: str) -> Pieces:
         pieces = self._pieces_of.get(name)
         if pieces is None:
             raise InvalidCheckpoint(f"the checkpoint has no tensor {name!r}, or is closed")
-        return pieces.read()
+        return pieces
 
 
 class RankWeights:
@@ -160,11 +168,17 @@ class RankWeights:
         self._rank = rank
         self._size = size
 
-    def read(self, name: str, shard: Shard = Shard.WHOLE) -> HostArray:
-        return shard_for_rank(self._checkpoint.read(name), name, shard, rank=self._rank, size=self._size)
+    def read(self, name: str, shard: Shard = Shard.WHOLE) -> WeightPart:
+        whole = self._checkpoint.part(name)
+        if isinstance(whole, np.ndarray):
+            return shard_for_rank(whole, name, shard, rank=self._rank, size=self._size)
+        begin, end = share_of_rank(whole.shape, name, shard, rank=self._rank, size=self._size)
+        if shard is Shard.WHOLE:
+            return whole
+        return whole.rows(begin, end) if shard is Shard.COLUMN_PARALLEL else whole.columns(begin, end)
 
     def read_stored(self, name: str, shard: Shard = Shard.WHOLE) -> HostArray:
-        return self.read(name, shard)
+        return shard_for_rank(self._checkpoint.read(name), name, shard, rank=self._rank, size=self._size)
 
 
 def shard_for_rank(whole: HostArray, name: str, shard: Shard, *, rank: int, size: int) -> HostArray:

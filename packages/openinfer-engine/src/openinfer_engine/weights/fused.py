@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from openinfer_kernels import RandomWeight, WeightPart
+from openinfer_kernels import WeightPart
 
 
 def pad_rows(table: WeightPart, multiple: int) -> tuple[WeightPart, ...]:
@@ -38,8 +38,8 @@ def with_zeros(table: WeightPart, rows: int) -> tuple[WeightPart, ...]:
 def matrices_of_stack(stack: WeightPart, matrices: range) -> WeightPart:
     """Some of the matrices `[E, out, in]` that are next to each other, below each other: two axes."""
     some = _rows(stack, matrices.start, matrices.stop)
-    return some.flattened() if isinstance(some, RandomWeight) else some.reshape(-1, some.shape[-1])
+    return some.reshape(-1, some.shape[-1]) if isinstance(some, np.ndarray) else some.flattened()
 
 
 def _rows(table: WeightPart, begin: int, end: int) -> WeightPart:
-    return table.rows(begin, end) if isinstance(table, RandomWeight) else table[begin:end]
+    return table[begin:end] if isinstance(table, np.ndarray) else table.rows(begin, end)

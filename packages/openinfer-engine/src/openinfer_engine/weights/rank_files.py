@@ -8,14 +8,14 @@ cut into other numbers of ranks than its files.
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 
 from openinfer_core import InvalidCheckpoint
 from openinfer_engine.weights.safetensors_file import TensorInfo
-from openinfer_kernels import HostArray
+from openinfer_kernels import HostArray, WeightPart
 
 _NAME = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
 
@@ -41,6 +41,15 @@ class TensorFile(Protocol):
 
     def read(self, name: str) -> HostArray:
         """A whole tensor, not to be written to."""
+        ...
+
+
+@runtime_checkable
+class HasParts(Protocol):
+    """A `TensorFile` whose tensors need not come to the host."""
+
+    def part(self, name: str) -> WeightPart:
+        """A whole tensor, for `Ops.upload_weight`."""
         ...
 
 
@@ -91,3 +100,8 @@ class Pieces:
         if not self._repeated:
             raise InvalidCheckpoint(f"tensor {self._name!r} is in {len(self.files)} pieces, whose whole is not known")
         return self.files[0].read(self._name)
+
+    def part(self) -> WeightPart:
+        """The whole tensor, for `Ops.upload_weight`; raises as `read`."""
+        first = self.files[0]
+        return first.part(self._name) if isinstance(first, HasParts) else self.read()

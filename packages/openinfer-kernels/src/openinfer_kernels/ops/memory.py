@@ -24,7 +24,8 @@ class MemoryOps(Protocol):
 
         Args:
             parts: one or more, which lie below each other in the result: rows of the same shape. Arrays are float32,
-                float16, or uint16 holding BF16 bit patterns, of any strides; a `RandomWeight` is computed there.
+                float16, or uint16 holding BF16 bit patterns, of any strides; a `RandomWeight` is computed there,
+                a `ForeignWeight` copied from GPU to GPU.
 
         Raises:
             WeightDtypeError: an array of any other dtype.

@@ -1,10 +1,12 @@
-"""What a weight is uploaded from: arrays of a checkpoint, or random numbers that no host ever holds."""
+"""What a weight is uploaded from: arrays of a checkpoint, or what no host holds, random or another process's."""
 
 import math
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
+
+from openinfer_kernels.weights.foreign import ForeignWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class RandomWeight:
         return replace(self, shape=(math.prod(self.shape[:-1]), columns), row_length=columns)
 
 
-WeightPart: TypeAlias = NDArray[Any] | RandomWeight
+WeightPart: TypeAlias = NDArray[Any] | RandomWeight | ForeignWeight
 """Rows of a weight. Arrays: float32, float16, or uint16 holding BF16 bits; any strides."""
 
 

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.common.random_weight import random_weight
 from openinfer_kernels.errors import WeightDtypeError
+from openinfer_kernels.weights.foreign import ForeignWeight
 from openinfer_kernels.weights.plain import RandomWeight, WeightPart, stacked_shape
 
 
@@ -19,7 +20,7 @@ def upload_weight(*parts: WeightPart) -> NDArray[np.float32]:
         if isinstance(part, RandomWeight):
             piece[...] = random_weight(part)
         else:
-            _convert(part, piece)
+            _convert(part.on_host() if isinstance(part, ForeignWeight) else part, piece)
     return out
 
 

@@ -22,6 +22,7 @@ from openinfer_kernels.cuda.common.mapped_memory import temporaries
 from openinfer_kernels.cuda.common.uploads import Check, Convert, Progress, Uploads
 from openinfer_kernels.errors import WeightDtypeError
 from openinfer_kernels.ops import Array, HostArray
+from openinfer_kernels.weights.foreign import ForeignWeight
 from openinfer_kernels.weights.plain import RandomWeight, WeightPart, stacked_shape
 
 _THREADS = 256
@@ -81,6 +82,8 @@ class Memory:
             begin += len(part)
             if isinstance(part, RandomWeight):
                 self._fill(part, piece)
+            elif isinstance(part, ForeignWeight):
+                self._take(part, piece)
             elif self._uploads is not None:
                 self._uploads.add(part, piece)
             else:
@@ -206,6 +209,23 @@ class Memory:
     def _convert(self, values: Array, out: Array) -> None:
         grid = (-(-values.size // _THREADS), 1, 1)
         self._conversions[values.dtype](grid, (_THREADS, 1, 1), [values, out, ctypes.c_int64(values.size)])
+
+    def _take(self, weight: ForeignWeight, out: Array) -> None:
+        values = weight.row_values
+        if not out.size:
+            return
+        written = out.reshape(-1, values)
+        at_once = max(1, _PIECE_VALUES // values)
+        for begin in range(0, len(written), at_once):
+            piece = written[begin : begin + at_once]
+            if weight.dtype == np.uint16:
+                weight.copy(begin, piece)
+                continue
+            with temporaries():
+                copied = cupy.empty(piece.shape, weight.dtype)
+                weight.copy(begin, copied)
+                self._convert(copied, piece)
+        self._progress(out.nbytes)
 
     def _fill(self, weight: RandomWeight, out: Array) -> None:
         arguments = [
