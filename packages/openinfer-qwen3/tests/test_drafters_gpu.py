@@ -3,20 +3,24 @@
 Skipped, with the reason, where there is no GPU.
 """
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from dspark_bigrams import make_bigram_folder
+from safetensors.numpy import save_file
 
 from openinfer_core import EngineStats
 from openinfer_core.control import Sleep, UpdateWeights, Wake
 from openinfer_core.errors import Refused
-from openinfer_engine import EngineOptions, build_loop, resolve
+from openinfer_engine import Checkpoint, EngineOptions, build_loop, resolve
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.testing import random_requests, run_at_once
+from openinfer_kernels.cpu import CpuOps
 from openinfer_qwen3.family import Qwen3Definition
 
 pytestmark = pytest.mark.gpu
@@ -99,6 +103,56 @@ def test_a_drafter_that_slept_is_right_as_often_as_before(name: str, capture: bo
             assert shares[0] > 0.05
             assert abs(shares[1] - shares[0]) < 0.1 * shares[0]
         assert loop.stats().drafter_faults == 0
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_an_update_brings_a_drafter_weights_of_its_own(capture: bool, tmp_path: Path) -> None:
+    for name in ("model", "drafter"):
+        shutil.copytree(FIXTURES / name, tmp_path / name)
+    rng = np.random.default_rng(0)
+    worse = tmp_path / "worse"
+    shutil.copytree(FIXTURES / "drafter", worse)
+    mixed: dict[str, Any] = {}
+    with Checkpoint.open(tmp_path / "drafter") as checkpoint:
+        for name, info in checkpoint.tensors.items():
+            stored = checkpoint.read(name)
+            each = CpuOps().upload_weight(stored) if info.dtype == "BF16" else stored
+            mixed[name] = rng.permutation(each) if each.ndim > 1 else each
+    save_file(mixed, worse / "model.safetensors")
+    asked = random_requests(24, vocab_size=128, max_prompt_tokens=60)
+    given = EngineOptions(
+        device=DeviceKind.CUDA,
+        cuda_graph=capture,
+        speculative=f"eagle3,k=3,adaptive=false,model={tmp_path / 'drafter'}",
+        enable_sleep=True,
+        weights_root=str(tmp_path),
+        **SIZES,
+    )
+    try:
+        made = build_loop(resolve(Qwen3Definition(), tmp_path / "model", given))
+    except Refused as reason:
+        pytest.skip(str(reason))
+    update, to_worse = UpdateWeights(path="model"), UpdateWeights(path="model", drafter_path="worse")
+    commands = [[update], [to_worse], [Sleep(), Wake()], [Sleep(keeps_weights=False), Wake()], [update]]
+    commands.append([UpdateWeights(path="model", drafter_path="drafter")])
+    shares: list[float] = []
+    with closing(made) as loop:
+        before = run_at_once(loop, asked)
+        counts = loop.stats()
+        for several in ([], *commands):
+            for command in several:
+                loop.control(command)
+            assert run_at_once(loop, asked) == before
+            found = loop.stats()
+            change = _difference(found, counts)
+            shares.append(change.spec_decode_num_accepted_tokens / change.spec_decode_num_draft_tokens)
+            counts = found
+        assert loop.stats().drafter_faults == 0
+    good, updated, *of_worse, again = shares
+    assert good > 0.05
+    assert all(abs(each - good) < 0.1 * good for each in (updated, again))
+    assert len(of_worse) == 4
+    assert all(each < 0.25 * good for each in of_worse)
 
 
 def _difference(after: EngineStats, before: EngineStats) -> EngineStats:

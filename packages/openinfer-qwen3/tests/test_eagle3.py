@@ -1,7 +1,9 @@
 """EAGLE-3 folders: what they draft, that they change no token, and what is refused."""
 
 import json
+import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from openinfer_core import InvalidCheckpoint, Refused, read_config
-from openinfer_core.control import UpdateWeights
+from openinfer_core.control import Sleep, UpdateWeights, Wake
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine import Checkpoint, EngineOptions, build_loop, resolve
 from openinfer_engine.options import KvCacheDtype, LoadFormat
@@ -337,6 +339,75 @@ def test_weights_replaced_while_it_drafts_are_drafted_for_anew(folder: Path, tmp
         fresh.close()
     assert stats.drafter_faults == 0
     assert stats.spec_decode_num_draft_tokens > compared
+
+
+def worse_drafter(folder: Path, source: Path) -> Path:
+    """A folder of the same drafter, whose matrices have their rows in another order."""
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    mixed: dict[str, Any] = {}
+    with Checkpoint.open(source) as checkpoint:
+        for name, info in checkpoint.tensors.items():
+            stored = checkpoint.read(name)
+            each = CpuOps().upload_weight(stored) if info.dtype == "BF16" else stored
+            mixed[name] = rng.permutation(each) if each.ndim > 1 else each
+    save_file(mixed, folder / "model.safetensors")
+    return folder
+
+
+def test_an_update_brings_a_drafter_weights_of_its_own(tmp_path: Path) -> None:
+    for name in ("model", "drafter"):
+        shutil.copytree(TRAINED / name, tmp_path / name)
+    worse = worse_drafter(tmp_path / "worse", tmp_path / "drafter")
+    shutil.copytree(worse, tmp_path / "other")
+    (tmp_path / "other/config.json").write_text(json.dumps(read_config(worse) | {"rope_theta": 5.0}))
+    shutil.copytree(worse, tmp_path / "cut")
+    tensors = load_file(worse / "model.safetensors")
+    save_file({name: tensors[name] for name in list(tensors)[1:]}, tmp_path / "cut/model.safetensors")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link/config.json").write_bytes((worse / "config.json").read_bytes())
+    (tmp_path / "link/model.safetensors").symlink_to(TRAINED / "drafter/model.safetensors")
+    requests = random_requests(12, vocab_size=128, max_prompt_tokens=40)
+    sizes: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 4, "batch_invariant": True, "max_model_tokens": 160}
+    sizes["weights_root"] = str(tmp_path)
+    named = f"eagle3,k=3,adaptive=false,model={tmp_path / 'drafter'}"
+    loop = build_loop(resolve(Qwen3Definition(), tmp_path / "model", EngineOptions(speculative=named, **sizes)))
+    shares: list[float] = []
+
+    def ask() -> Any:
+        before = loop.stats()
+        answers = run_at_once(loop, requests)
+        after = loop.stats()
+        accepted = after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
+        shares.append(accepted / (after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens))
+        return answers
+
+    with closing(loop):
+        answers = ask()
+        for wrong in ("other", "cut", "link", "../drafter", "gone"):
+            with pytest.raises((Refused, InvalidCheckpoint)):
+                loop.control(UpdateWeights(path="model", drafter_path=wrong))
+        for command in (
+            UpdateWeights(path="model"),
+            UpdateWeights(path="model", drafter_path="worse"),
+            UpdateWeights(path="model"),
+            UpdateWeights(path="model", drafter_path="drafter"),
+        ):
+            loop.control(command)
+            assert ask() == answers
+            if command.drafter_path == "worse":
+                loop.control(Sleep(keeps_weights=False))
+                loop.control(Wake())
+                assert ask() == answers
+        assert loop.stats().drafter_faults == 0
+    good, updated, worse_share, woken, kept, again = shares
+    assert good == updated == again > 0.1
+    assert worse_share == woken == kept < good / 4
+
+    plain = build_loop(resolve(Qwen3Definition(), tmp_path / "model", EngineOptions(speculative="ngram", **sizes)))
+    with closing(plain), pytest.raises(Refused, match="no drafter with a folder of its own"):
+        plain.control(UpdateWeights(path="model", drafter_path="worse"))
 
 
 def test_dummy_weights_need_no_files_of_weights(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from openinfer_core import InvalidCheckpoint, Refused, read_config
+from openinfer_core.control import UpdateWeights
+from openinfer_core.shared_weights import SharedTensor, SharedWeights
 from openinfer_engine import Checkpoint, EngineOptions, build_loop, resolve
-from openinfer_engine.options import KvCacheDtype
+from openinfer_engine.options import DeviceKind, KvCacheDtype
 from openinfer_engine.testing import (
     Answer,
     DraftLog,
@@ -252,6 +255,72 @@ def test_trained_layer_drafts_what_the_model_samples(prefix_cache: bool, kv_cach
     assert stats.drafter_faults == 0
     assert (stats.cached_tokens > 0) == prefix_cache
     assert shares[0] == shares[1] > 0.6
+
+
+@pytest.mark.parametrize("device", [DeviceKind.CPU, pytest.param(DeviceKind.CUDA, marks=pytest.mark.gpu)], ids=str)
+def test_an_update_brings_new_weights_of_the_layer(device: DeviceKind, tmp_path: Path) -> None:
+    """From a folder, and from memory of another process."""
+    rng = np.random.default_rng(0)
+    good = load_float32(TRAINED)
+    worse = {
+        name: rng.permutation(each) if name.startswith("mtp.") and each.ndim > 1 else each
+        for name, each in good.items()
+    }
+    for name, tensors in (("good", good), ("worse", worse)):
+        (tmp_path / name).mkdir()
+        for path in TRAINED.glob("*.json"):
+            shutil.copy(path, tmp_path / name)
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    sizes: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 4, "max_model_tokens": 200, "batch_invariant": True}
+    options = EngineOptions(
+        device=device,
+        enable_sleep=device is DeviceKind.CUDA,
+        speculative="mtp,k=2,adaptive=false",
+        weights_root=str(tmp_path),
+        **sizes,
+    )
+    try:
+        loop = build_loop(resolve(Qwen35Definition(), tmp_path / "good", options))
+    except Refused as reason:
+        if device is DeviceKind.CPU:
+            raise
+        pytest.skip(str(reason))
+    requests = random_requests(8, vocab_size=128, max_prompt_tokens=60)
+    shares: list[float] = []
+
+    def ask() -> Any:
+        before = loop.stats()
+        answers = run_at_once(loop, requests)
+        after = loop.stats()
+        accepted = after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
+        shares.append(accepted / (after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens))
+        return {key: each.token_ids for key, each in answers.items()}
+
+    with closing(loop):
+        answers = ask()
+        for by_memory in (False, True):
+            for name, tensors in (("worse", worse), ("good", good)):
+                if by_memory:
+                    told = {key: SharedTensor("F32", each.shape, each.data) for key, each in tensors.items()}
+                    with SharedWeights(told) as shared:
+                        loop.control(UpdateWeights(segments=shared.names))
+                else:
+                    loop.control(UpdateWeights(path=name))
+                assert ask() == answers
+        wrong = {key: SharedTensor("F32", each.shape, each.data) for key, each in good.items()}
+        name = next(key for key in wrong if key.startswith("mtp.") and good[key].ndim > 1)
+        cut = np.ascontiguousarray(good[name][1:])
+        wrong[name] = SharedTensor("F32", cut.shape, cut.data)
+        with SharedWeights(wrong) as shared, pytest.raises(InvalidCheckpoint, match=name):
+            loop.control(UpdateWeights(segments=shared.names))
+        assert ask() == answers
+        assert loop.stats().drafter_faults == 0
+    first, *by_folder_and_memory, last = shares
+    assert first > 0.1
+    for found in (by_folder_and_memory[:2], by_folder_and_memory[2:]):
+        assert found[0] < first / 3
+        assert abs(found[1] - first) <= 0.1 * first
+    assert abs(last - first) <= 0.1 * first
 
 
 def test_drafts_of_a_part_of_the_vocabulary_are_the_likeliest_of_it(mtp_dir: Path) -> None:

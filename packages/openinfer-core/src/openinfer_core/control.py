@@ -146,6 +146,9 @@ class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_we
     tensors: Annotated[tuple[DeviceTensor, ...], msgspec.Meta(max_length=MAX_DEVICE_TENSORS)] = ()
     """In memory of the engine's GPU, by CUDA IPC handles; of an engine on a GPU alone. It must not be freed or written
     to until the command is answered, and what wrote it must have ended."""
+    drafter_path: _Path | None = None
+    """A folder below the same root with new weights of a drafter that has a folder of its own. Without one such a
+    drafter is read from the folder that it had."""
 
     def __post_init__(self) -> None:
         if (self.path is not None) + bool(self.segments) + bool(self.tensors) != 1:

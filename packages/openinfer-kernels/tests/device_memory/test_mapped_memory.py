@@ -176,6 +176,27 @@ def test_a_drafter_is_after_each_sleep_what_it_was_when_it_was_made(
     assert (memory.used_bytes, memory.reserved_bytes) == (0, 0)
 
 
+def test_a_drafter_that_is_made_again_lies_where_it_was(cupy: Cupy, mapped: Any, memory: FakePhysicalMemory) -> None:
+    def make(sizes: tuple[int, ...], written: bytes) -> list[Any]:
+        with mapped.of_drafter():
+            found = [cupy.array(size) for size in sizes]
+            memory.write(found[0].ptr, written)
+        return found
+
+    first = make((MIB, 3 * MIB), b"old")
+    again = make((MIB, 3 * MIB), b"new")
+    assert [each.ptr for each in again] == [each.ptr for each in first]
+    del again  # the first ones are in use
+    for sizes in ((MIB,), (2 * MIB, 3 * MIB), (MIB, 3 * MIB, MIB)):
+        with pytest.raises(DeviceMemoryStateError, match=r"array|arrays"):
+            make(sizes, b"bad")
+        assert memory.read(first[0].ptr, 3) == b"new", "as it was before it"
+    mapped.give_back()
+    mapped.take_back()
+    assert memory.read(first[0].ptr, 3) == b"new"
+    assert [each.ptr for each in make((MIB, 3 * MIB), b"end")] == [each.ptr for each in first]
+
+
 def test_dropped_weights_are_not_brought_back(cupy: Cupy, mapped: Any, memory: FakePhysicalMemory) -> None:
     (weights,) = load(cupy, mapped, (MIB,))
     memory.write(weights.ptr, b"old")

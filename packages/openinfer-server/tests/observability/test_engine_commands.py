@@ -87,8 +87,8 @@ def test_commands_are_for_operators(server, loop):
         ("/update_weights", {"path": "step-1"}, UpdateWeights(path="step-1"), "serving"),
         (
             "/update_weights",
-            {"path": "step-1", "content_hash": "ab" * 32, "mode": "abort"},
-            UpdateWeights(path="step-1", content_hash="ab" * 32, requests=InFlight.ABORT),
+            {"path": "step-1", "content_hash": "ab" * 32, "mode": "abort", "drafter_path": "drafter-1"},
+            UpdateWeights(path="step-1", content_hash="ab" * 32, requests=InFlight.ABORT, drafter_path="drafter-1"),
             "serving",
         ),
     ],
@@ -109,6 +109,7 @@ def test_engine_is_told_what_was_asked(server, loop, path, body, command, state)
         ("/update_weights", {"path": ""}),
         ("/update_weights", {"path": "x" * 5000}),
         ("/update_weights", {"path": "x", "content_hash": "not hexadecimal"}),
+        ("/update_weights", {"path": "x", "drafter_path": "x" * 4097}),
         ("/update_weights", {"path": "x", "segments": ["y"]}),
         ("/update_weights", {}),
     ],

@@ -1,7 +1,7 @@
 """Asking a drafter what it requires, and checking it against the model's folder, before a weight is read."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,22 @@ class AskedDrafter:
         asked = self.requirements(num_ranks)
         return SPAN_ROWS * blocks_of_span(asked, self.options.block_size_tokens) if asked.paged else 0
 
+    def is_in(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint of the model has all of its tensors: where it has no folder of its own."""
+        tensors = self.requirements(self.options.tensor_parallel_size).tensors
+        return self.drafter_dir is None and bool(tensors) and tensors.keys() <= checkpoint.tensors.keys()
+
+    def check_tensors(self, checkpoint: Checkpoint, folder: str, *, others: Collection[str] | None = None) -> None:
+        """Raises `InvalidCheckpoint` where its tensors do not fit; None: what else may be there is what it says."""
+        asked = self.requirements(self.options.tensor_parallel_size)
+        others = asked.other_tensors if others is None else others
+        if others is None:
+            others = checkpoint.tensors.keys()
+        try:
+            checkpoint.validate(asked.tensors, ignorable=others - asked.tensors.keys())
+        except InvalidCheckpoint as error:
+            raise InvalidCheckpoint(f"drafter {self.name}, {folder}: {error}") from error
+
     def check(self, layout: KvLayout) -> None:
         """Raises `Refused` for what no worker hands over yet, and `InvalidCheckpoint` for tensors that do not fit."""
         asked = self.requirements(layout.num_ranks)
@@ -137,7 +153,9 @@ class AskedDrafter:
                 f"drafter {self.name}: its KV has another shape than the model's, and a block is one array of one shape"
             )
         if self.options.load_format is LoadFormat.SAFETENSORS:
-            _check_tensors(self.name, asked, self.drafter_dir or self.model_dir)
+            folder = self.drafter_dir or self.model_dir
+            with Checkpoint.open(folder) as checkpoint:
+                self.check_tensors(checkpoint, str(folder))
 
 
 def blocks_of_span(asked: DrafterRequirements, block_size_tokens: int) -> int:
@@ -188,14 +206,3 @@ def _tensors_of(name: str, folder: Path, options: EngineOptions) -> Mapping[str,
             return dict(checkpoint.tensors)
     except InvalidCheckpoint as error:
         raise InvalidCheckpoint(f"drafter {name}: {error}") from error
-
-
-def _check_tensors(name: str, asked: DrafterRequirements, folder: Path) -> None:
-    with Checkpoint.open(folder) as checkpoint:
-        others = asked.other_tensors
-        if others is None:
-            others = checkpoint.tensors.keys() - asked.tensors.keys()
-        try:
-            checkpoint.validate(asked.tensors, ignorable=others)
-        except InvalidCheckpoint as error:
-            raise InvalidCheckpoint(f"drafter {name}, {folder}: {error}") from error

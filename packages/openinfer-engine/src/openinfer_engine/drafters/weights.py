@@ -12,7 +12,7 @@ from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.safetensors_file import TensorInfo
 from openinfer_engine.weights.stored_tensor import TensorSpec
-from openinfer_kernels import WeightPart
+from openinfer_kernels import ForeignWeight, WeightPart
 
 _BF16_EXPONENT = np.uint16(0x7F80)
 _NAN_CODES: Mapping[str, tuple[int, ...]] = {"F8_E4M3": (0x7F, 0xFF), "F8_E8M0": (0xFF,)}
@@ -34,6 +34,8 @@ class FiniteWeights:
     def read(self, name: str, shard: Shard = Shard.WHOLE) -> WeightPart:
         """As `WeightSource.read`; `InvalidCheckpoint` names a tensor with NaN or infinity."""
         part = self._weights.read(name, shard)
+        if isinstance(part, ForeignWeight):
+            part = part.on_host()  # to be looked at
         _check(name, part)
         return part
 
@@ -53,8 +55,13 @@ def drafter_weights(
 ) -> Generator[WeightSource]:
     """Those of a folder, as one rank sees them; `tensors` are what is read of it, with whole shapes."""
     with Checkpoint.open(folder) as checkpoint:
-        checkpoint.join_pieces(tensors)
-        yield FiniteWeights(RankWeights(checkpoint, rank=rank, size=size), checkpoint.tensors)
+        yield weights_of(checkpoint, tensors, rank=rank, size=size)
+
+
+def weights_of(checkpoint: Checkpoint, tensors: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
+    """The same of a checkpoint that is open."""
+    checkpoint.join_pieces(tensors)
+    return FiniteWeights(RankWeights(checkpoint, rank=rank, size=size), checkpoint.tensors)
 
 
 def _check(name: str, part: Any) -> None:

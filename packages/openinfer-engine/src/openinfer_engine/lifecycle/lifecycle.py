@@ -195,11 +195,17 @@ class Lifecycle:
         logger.info("weights are those of %s; KV is known as %r", source.described, version)
 
     def _source_of(self, command: UpdateWeights) -> WeightsSource:
-        if command.path is None:
-            return WeightsSource(segments=command.segments, tensors=command.tensors)
         root = self._weights.root
-        folder = folder_below(root, command.path)
-        return WeightsSource(folder=str(folder), root=None if root is None else str(Path(root).resolve()))
+        resolved = None if root is None else str(Path(root).resolve())
+        if command.path is None:
+            source = WeightsSource(segments=command.segments, tensors=command.tensors)
+        else:
+            source = WeightsSource(folder=str(folder_below(root, command.path)), root=resolved)
+        if command.drafter_path is None:
+            drafter_folder, drafter_root = self._weights.source.drafter_folder, self._weights.source.drafter_root
+        else:
+            drafter_folder, drafter_root = str(folder_below(root, command.drafter_path)), resolved
+        return msgspec.structs.replace(source, drafter_folder=drafter_folder, drafter_root=drafter_root)
 
     def _read(self, source: WeightsSource) -> bool:
         """Replaces the weights by what is open, which is closed then; if that fails, there are none."""

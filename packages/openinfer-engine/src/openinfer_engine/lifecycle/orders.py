@@ -18,6 +18,10 @@ class WeightsSource(msgspec.Struct, frozen=True, array_like=True):
     """Names of shared memory, each the bytes of a safetensors file."""
     tensors: tuple[DeviceTensor, ...] = ()
     """On a GPU."""
+    drafter_folder: str | None = None
+    """Of a drafter that has a folder of its own, absolute, without links; None: the one that the engine began with."""
+    drafter_root: str | None = None
+    """Below which every file of that folder lies, links resolved."""
 
     @property
     def is_gone(self) -> bool:

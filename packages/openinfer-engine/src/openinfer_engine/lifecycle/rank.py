@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from openinfer_core import InvalidCheckpoint, OpenInferError, read_config
+from openinfer_core import InvalidCheckpoint, OpenInferError, Refused, read_config
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.engine_plan import EnginePlan
@@ -69,8 +69,7 @@ class ReloadableWorker:
     Args:
         worker: the rank, which is asked for everything else.
         engine_plan: of the engine.
-        read: makes the model and the drafter of this rank of a checkpoint, or of random numbers, and of the folder that
-            it is in, if it is in one.
+        read: makes the model and the drafter of this rank of what is open.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class ReloadableWorker:
         worker: Worker,
         holder: HoldsModel,
         engine_plan: EnginePlan,
-        read: Callable[[Checkpoint | None, Path | None], tuple[Model, SharedDrafter | None]],
+        read: "Callable[[OpenedWeights], tuple[Model, SharedDrafter | None]]",
     ) -> None:
         self._worker = worker
         self._holder = holder
@@ -128,7 +127,7 @@ class ReloadableWorker:
     def _load(self) -> None:
         if self._open is None:
             raise InvalidCheckpoint("no weights are open")
-        model, drafter = self._read(self._open.checkpoint, self._open.folder)
+        model, drafter = self._read(self._open)
         self._open.check_unwritten()
         self._holder.put_model(model, drafter)
         settle()
@@ -145,6 +144,9 @@ class OpenedWeights:
 
     checkpoint: Checkpoint | None  # None for random numbers
     folder: Path | None
+    drafter: Checkpoint | None = None
+    """Of a folder of the drafter's own that an update named."""
+    drafter_folder: Path | None = None
     files: list[CopiedSafetensorsFile | DeviceTensors] = field(
         default_factory=list[CopiedSafetensorsFile | DeviceTensors]
     )
@@ -155,8 +157,9 @@ class OpenedWeights:
             file.check_unwritten()
 
     def close(self) -> None:
-        if self.checkpoint is not None:
-            self.checkpoint.close()
+        for checkpoint in (self.checkpoint, self.drafter):
+            if checkpoint is not None:
+                checkpoint.close()
         for file in self.files:
             file.close()
 
@@ -180,6 +183,7 @@ def open_weights(engine_plan: EnginePlan, source: WeightsSource) -> OpenedWeight
             opened.checkpoint = _open_folder(engine_plan, source, opened)
         if opened.checkpoint is not None:
             _check(engine_plan, source, opened.checkpoint)
+        _open_drafter(engine_plan, source, opened)
     except BaseException:
         opened.close()
         raise
@@ -196,6 +200,27 @@ def _open_folder(engine_plan: EnginePlan, source: WeightsSource, opened: OpenedW
         return file
 
     return Checkpoint.open(folder, keeps_gguf=engine_plan.options.keeps_gguf, open_file=open_file)
+
+
+def _open_drafter(engine_plan: EnginePlan, source: WeightsSource, opened: OpenedWeights) -> None:
+    """Opens the drafter's own folder, if an update has named one, and checks its tensors, or those of its layers."""
+    asked = None if engine_plan.drafter is None else engine_plan.drafter.asked
+    if source.drafter_folder is None:
+        if asked is not None and opened.checkpoint is not None and asked.is_in(opened.checkpoint):
+            asked.check_tensors(opened.checkpoint, source.described, others=opened.checkpoint.tensors.keys())
+        return
+    if asked is None or asked.drafter_dir is None:
+        raise Refused("drafter_path: this engine has no drafter with a folder of its own")
+    folder = opened.drafter_folder = Path(source.drafter_folder)
+    if read_config(folder) != read_config(asked.drafter_dir):
+        raise InvalidCheckpoint(f"{folder}: its config.json is not that of the drafter that runs")
+
+    def open_file(path: Path) -> CopiedSafetensorsFile:
+        opened.files.append(file := CopiedSafetensorsFile.open(file_below(source.drafter_root, path)))
+        return file
+
+    opened.drafter = Checkpoint.open(folder, open_file=open_file)
+    asked.check_tensors(opened.drafter, str(folder))
 
 
 def _check(engine_plan: EnginePlan, source: WeightsSource, checkpoint: Checkpoint) -> None:

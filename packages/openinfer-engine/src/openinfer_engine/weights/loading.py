@@ -1,22 +1,22 @@
 """Loading one rank, or all ranks of a process: weights, then memory and warm-up."""
 
 import io
+import logging
 import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TextIO, TypeAlias
 
 from openinfer_core import InvalidCheckpoint, read_config
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.expert_group import is_first
-from openinfer_engine.drafters.weights import drafter_weights
+from openinfer_engine.drafters.weights import drafter_weights, weights_of
 from openinfer_engine.drafting import DrafterContext, SharedDrafter
 from openinfer_engine.engine_plan import EnginePlan
 from openinfer_engine.kernel_providers import with_providers
-from openinfer_engine.lifecycle.rank import HoldsModel, ReloadableWorker
+from openinfer_engine.lifecycle.rank import HoldsModel, OpenedWeights, ReloadableWorker
 from openinfer_engine.lora.arena import AdaptedSource, AdapterArena
 from openinfer_engine.lora.choice import make_arena, make_rank_adapters
 from openinfer_engine.lora.rank_adapters import RankAdapters
@@ -26,8 +26,10 @@ from openinfer_engine.tracing.trace import NoTrace, Tracer
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.load_progress import LoadProgress
 from openinfer_engine.worker.runner import Worker
-from openinfer_kernels import Ops, WeightValueError
+from openinfer_kernels import DeviceMemoryStateError, Ops, WeightValueError
 from openinfer_kernels.adapted import with_adapters
+
+logger = logging.getLogger("openinfer.engine")
 
 _Loaded: TypeAlias = tuple[Model, Ops, RankAdapters | None]
 
@@ -115,7 +117,7 @@ def _read_model(
 
 def _make_worker(engine_plan: EnginePlan, loaded: _Loaded, communicator: Communicator, tracer: Tracer) -> Worker:
     model, ops, adapters = loaded
-    drafter = _make_drafter(engine_plan, model, ops, communicator, engine_plan.model_dir)
+    drafter = _make_drafter(engine_plan, model, ops, communicator, OpenedWeights(None, None))
     worker = engine_plan.backend.make_worker(
         model,
         ops=ops,
@@ -134,26 +136,31 @@ def _make_worker(engine_plan: EnginePlan, loaded: _Loaded, communicator: Communi
         return worker
     arena = None if adapters is None else adapters.arena
 
-    def read(checkpoint: Checkpoint | None, folder: Path | None) -> tuple[Model, SharedDrafter | None]:
+    def read(opened: OpenedWeights) -> tuple[Model, SharedDrafter | None]:
         progress = LoadProgress(engine_plan.weights_bytes, stream=io.StringIO())
         with progress, nullcontext() if arena is None else arena.loading_again():
-            model = _read_model(engine_plan, checkpoint, communicator, ops, progress, arena=arena)
-        if worker.keeps_drafter:
-            return model, None
-        # A drafter is told by being made anew: what it has read of the model, or keeps of sequences, is void.
-        return model, _make_drafter(engine_plan, model, ops, communicator, folder or engine_plan.model_dir)
+            model = _read_model(engine_plan, opened.checkpoint, communicator, ops, progress, arena=arena)
+        # A drafter is told by being made anew: what it has read of the model, or keeps of sequences, is void. Where the
+        # worker keeps the one that it has, the new one's arrays lie where that one's are, and it is gone again.
+        try:
+            made = _make_drafter(engine_plan, model, ops, communicator, opened)
+        except DeviceMemoryStateError as error:
+            logger.warning("the drafter keeps the weights that it had: %s", error)
+            made = None
+        return model, None if worker.keeps_drafter else made
 
     return ReloadableWorker(worker, worker, engine_plan, read)
 
 
 def _make_drafter(
-    engine_plan: EnginePlan, model: Model, ops: Ops, communicator: Communicator, model_dir: Path
+    engine_plan: EnginePlan, model: Model, ops: Ops, communicator: Communicator, opened: OpenedWeights
 ) -> SharedDrafter | None:
     if engine_plan.drafter is None:
         return None
     limits, asked = engine_plan.worker_limits, engine_plan.drafter.asked
+    own = None if asked is None else asked.drafter_dir
     context = DrafterContext(
-        model_dir=model_dir,
+        model_dir=opened.folder or engine_plan.model_dir,
         config=read_config(engine_plan.model_dir),
         model=model,
         ops=with_providers(ops, engine_plan.kernel_providers),
@@ -164,25 +171,33 @@ def _make_drafter(
         max_drafts=engine_plan.drafter.max_drafts,
         options=engine_plan.drafter.options,
         model_config=engine_plan.config,
-        drafter_dir=None if asked is None else asked.drafter_dir,
+        drafter_dir=opened.drafter_folder or own,
         requirements=None if asked is None else asked.requirements(communicator.size),
     )
-    with engine_plan.backend.drafter_memory(), _drafter_weights(engine_plan, context) as weights, ops.loading():
+    with engine_plan.backend.drafter_memory(), _drafter_weights(engine_plan, context, opened) as weights, ops.loading():
         return engine_plan.drafter.make(replace(context, weights=weights))
 
 
 @contextmanager
-def _drafter_weights(engine_plan: EnginePlan, context: DrafterContext) -> Generator[WeightSource | None]:
+def _drafter_weights(
+    engine_plan: EnginePlan, context: DrafterContext, opened: OpenedWeights
+) -> Generator[WeightSource | None]:
     """The tensors that a drafter asked for; None if it asked for none."""
     if context.requirements is None:
         yield None
         return
     ranks = {"rank": context.communicator.rank, "size": context.communicator.size}
-    if engine_plan.options.load_format is LoadFormat.DUMMY:
-        yield engine_plan.backend.dummy_weights(context.requirements.tensors, **ranks)
+    tensors, asked = context.requirements.tensors, engine_plan.drafter and engine_plan.drafter.asked
+    checkpoint = opened.drafter
+    if checkpoint is None and opened.checkpoint is not None and asked is not None and asked.is_in(opened.checkpoint):
+        checkpoint = opened.checkpoint  # with the layers that drafts are made of
+    if checkpoint is not None:
+        yield weights_of(checkpoint, tensors, **ranks)
         return
-    folder, tensors = context.drafter_dir or context.model_dir, context.requirements.tensors
-    with drafter_weights(folder, tensors, **ranks) as weights:
+    if engine_plan.options.load_format is LoadFormat.DUMMY:
+        yield engine_plan.backend.dummy_weights(tensors, **ranks)
+        return
+    with drafter_weights(context.drafter_dir or context.model_dir, tensors, **ranks) as weights:
         yield weights
 
 

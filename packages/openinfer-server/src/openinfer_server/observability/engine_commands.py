@@ -58,6 +58,7 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     path: str  # a folder of safetensors below `--weights-root`, on the server's machine
     content_hash: str | None = None  # of every byte of the weights, 32 to 128 hexadecimal digits
     mode: Mode = "keep"  # requests in flight go on with the new weights, or end
+    drafter_path: str | None = None  # a folder below the same root, of a drafter that has a folder of its own
 
 
 class CommandDone(msgspec.Struct, frozen=True):
@@ -110,11 +111,16 @@ class EngineCommands:
     async def update_weights(self, http_request: HttpRequest) -> None:
         """Replaces all weights by those of a folder, between two steps."""
         update = await http_request.read_json(_update_decoder)
-        command = UpdateWeights(path=update.path, content_hash=update.content_hash, requests=InFlight(update.mode))
+        command = UpdateWeights(
+            path=update.path,
+            content_hash=update.content_hash,
+            requests=InFlight(update.mode),
+            drafter_path=update.drafter_path,
+        )
         try:  # a Struct checks what it is made of only where it is decoded
             command = msgspec.convert(msgspec.to_builtins(command), UpdateWeights)
         except msgspec.ValidationError as error:
-            raise ApiError(400, f"path or content_hash: {error}", code="invalid_value") from error
+            raise ApiError(400, f"path, content_hash or drafter_path: {error}", code="invalid_value") from error
         await self._answer(http_request, command)
 
     async def is_sleeping(self, http_request: HttpRequest) -> None:

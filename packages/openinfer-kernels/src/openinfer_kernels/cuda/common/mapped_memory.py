@@ -84,11 +84,11 @@ class MappedMemory:
         ranges = (MappedRange(memory, reserved_bytes) for _ in range(4))
         self._weights, self._drafter, self._kv, self._scratch = ranges
         self._repeated = RepeatedArena(Arena(self._weights))
-        self._drafter_arena = Arena(self._drafter)
+        self._repeated_drafter = RepeatedArena(Arena(self._drafter))
         self._kv_arena = Arena(self._kv)
         self._scratch_arena = Arena(self._scratch)
         self._copy, self._drafter_copy = HostCopy(device), HostCopy(device)
-        self._is_kept = False
+        self._is_kept = self._has_drafter = False
 
     # --- what arrays are made in ------------------------------------------------------------------------
 
@@ -100,13 +100,28 @@ class MappedMemory:
     def of_drafter(self) -> Generator[None]:
         """Within it the calling thread's arrays are a drafter's: `take_back` makes them what they are at its end.
 
+        From the second time on they take the places of the first ones, array by array, whoever still has those.
+
         Raises:
             MemoryError: the host has no room for a copy of them.
+            DeviceMemoryStateError: they are others than the first ones, which are again what they were.
         """
-        with _allocating(_allocator(self._drafter_arena)):
-            yield
+        is_again = self._has_drafter
+        if is_again:
+            self._repeated_drafter.restart()
+        try:
+            with _allocating(_allocator(self._repeated_drafter)):
+                yield
+            self._repeated_drafter.check_complete()
+        except BaseException:
+            if is_again:
+                self._device.synchronize()
+                self._drafter_copy.begin_restore(self._drafter.begin)
+                self._device.synchronize()
+            raise
         self._device.synchronize()
-        self._drafter_copy.save(self._drafter.begin, self._drafter_arena.used_bytes)
+        self._drafter_copy.save(self._drafter.begin, self._repeated_drafter.used_bytes)
+        self._has_drafter = True
 
     def of_kv(self) -> AbstractContextManager[None]:
         """Within it the calling thread's arrays are KV or recurrent states: zero after each `take_back`."""
