@@ -100,7 +100,7 @@ class MappedMemory:
     def of_drafter(self) -> Generator[None]:
         """Within it the calling thread's arrays are a drafter's: `take_back` makes them what they are at its end.
 
-        From the second time on they take the places of the first ones, array by array, whoever still has those.
+        From the second time on they take the places of the first ones, array by array, though these are still in use.
 
         Raises:
             MemoryError: the host has no room for a copy of them.
