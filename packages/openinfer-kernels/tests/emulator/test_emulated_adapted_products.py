@@ -284,7 +284,7 @@ def test_few_tokens_have_what_their_adapters_add(modules, libraries, on_device, 
 
 MANY = {
     "Q, K and V": ((192, 64, 64), 256, 16, 4),
-    "K divided": ((64,), 4096, 16, 4),
+    "K divided": ((64,), 512, 16, 4),
     "A in two tiles": ((64, 64), 128, 32, 4),
     "gate and up": ((128, 128), 192, 16, 3),
     "several tiles": ((640,), 128, 64, 1),

@@ -3,17 +3,7 @@
 import numpy as np
 import pytest
 
-from openinfer_kernels.cuda.gemm.tiles import (
-    CHUNK,
-    TILES,
-    Epilogue,
-    Partition,
-    PartsPartition,
-    Room,
-    Tile,
-    partition_in_parts,
-    partition_product,
-)
+from openinfer_kernels.cuda.gemm.tiles import CHUNK, TILES, Epilogue, Partition, Room, Tile, partition_product
 from openinfer_kernels.testing.paged import make_batch
 
 BATCH = make_batch(1)
@@ -58,21 +48,6 @@ def test_divide_gives_the_gates_product_tiles_that_fill_the_multiprocessors(num_
 )
 def test_divide_takes_what_keeps_the_multiprocessors_busy(epilogue, num_tokens, num_rows, expected):
     assert partition_of(epilogue, num_tokens, num_rows) == expected
-
-
-@pytest.mark.parametrize(
-    ("epilogue", "shape", "pieces", "expected"),
-    [
-        (Epilogue.STORE, (6144, 2560), 3, PartsPartition(Partition(Tile(64, 96), 1, 1), 5)),
-        (Epilogue.STORE, (2560, 4096), 1, PartsPartition(Partition(Tile(64, 96), 1, 3), 5)),
-        (Epilogue.SWIGLU, (19456, 2560), 2, PartsPartition(Partition(Tile(64, 160), 1, 1), 5)),
-        (Epilogue.STORE, (2560, 9728), 1, PartsPartition(Partition(Tile(64, 96), 1, 3), 3)),
-    ],
-    ids=["Q, K and V", "O", "gate and up", "down"],
-)
-def test_divide_next_to_four_adapters_is_among_the_quickest_that_were_found(epilogue, shape, pieces, expected):
-    assert partition_in_parts(epilogue, 64, *shape, H200, shrink_rows=64 * pieces) == expected
-    assert partition_in_parts(epilogue, 193, *shape, H200, shrink_rows=64 * pieces) is None
 
 
 def eighths(rng: np.random.Generator, *shape: int) -> np.ndarray:
