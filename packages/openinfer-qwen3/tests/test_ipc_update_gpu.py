@@ -129,7 +129,7 @@ def test_pieces_of_memory_of_another_process_are_those_of_the_host(tmp_path: Pat
     from openinfer_kernels.cuda.ops import CudaOps
 
     try:
-        device = Device()
+        device = Device.open()
     except DeviceUnavailableError as reason:
         pytest.skip(str(reason))
     ops = CudaOps(device)
