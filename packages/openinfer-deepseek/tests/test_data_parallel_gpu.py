@@ -241,6 +241,17 @@ def test_tiers_of_each_rank(model_dir: Path) -> None:
     assert num_different({10 + each: tokens for each, tokens in tokens_of(first).items()}, tokens_of(again)) <= 1
 
 
+def test_what_an_earlier_engine_left_on_disks_is_found_on_each_rank(model_dir: Path, tmp_path: Path) -> None:
+    tiers: dict[str, Any] = {"kv_tier": [f"disk={tmp_path}/kv-{{rank}},64MiB"], "kv_load_timeout_ms": 60_000}
+    first = run(apart(model_dir, **tiers), long_prompts(0, count=4, num_tokens=200))
+    loop = apart(model_dir, **tiers)
+    with closing(loop):
+        again = run_at_once(loop, long_prompts(10, count=4, num_tokens=200)[::-1])
+        assert [each.stats().tier_tokens for each in loop.loops] == [384, 384]
+    assert [each.cached_tokens for each in again.values()] == [192] * 4
+    assert num_different({10 + each: tokens for each, tokens in tokens_of(first).items()}, tokens_of(again)) <= 1
+
+
 def run_to_the_end(loop: EngineLoop) -> None:
     while loop.busy:
         loop.step()

@@ -7,7 +7,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 
 from openinfer_bench.served import served
 from openinfer_core import GenerateRequest, InvalidRequest, Plugin, Refused, RequestId, SamplingParams, find_plugin
+from openinfer_core.control import FlushCache
 from openinfer_core.events import Finished, Tokens
 from openinfer_engine import EngineOptions, EnginePlan, LoadFormat, StepLoop, build_loop, resolve
 from openinfer_engine.data_parallel.loop import DataParallelLoop
@@ -227,6 +228,82 @@ def test_each_data_parallel_rank_has_tiers_of_its_own(rank_host: str) -> None:
     said, loaded = ask(kv_tier=["host=4MiB"], kv_load_timeout_ms=60_000)
     assert said == without
     assert all(blocks > 0 for rank in loaded for blocks in rank), loaded
+
+
+@pytest.mark.parametrize("rank_host", ["thread", "process"])
+@pytest.mark.parametrize("tiers", [["disk"], ["host", "disk"]])
+def test_each_data_parallel_rank_finds_what_an_earlier_engine_left_on_its_disk(
+    rank_host: str, tiers: Sequence[str], tmp_path: Path
+) -> None:
+    """A request goes to the rank whose disk has its prefix, with that of the other one's the first to come."""
+    draw = random.Random(1)
+    prompts = [tuple(draw.randrange(100) for _ in range(160)) for _ in range(4)]
+    settings = {"disk": f"disk={tmp_path / 'kv'}-{{rank}},64MiB", "host": "host=4MiB"}
+    options: dict[str, Any] = {**POOL, "load_format": LoadFormat.DUMMY, "data_parallel_size": 2}
+    options |= {"kv_tier": [settings[each] for each in tiers], "kv_load_timeout_ms": 60_000, "rank_host": rank_host}
+    definition = find_plugin("openinfer.models", "deepseek_v2").load().definition
+
+    def ask(order: Sequence[int]) -> tuple[dict[int, list[int]], list[int], list[int]]:
+        """Tokens by prompt, the rank that said them, and how many tokens each rank had from its tiers."""
+        loop = build_engine_loop(resolve(definition, FIXTURES / "deepseek_v2", EngineOptions(**options)))
+        assert isinstance(loop, DataParallelLoop)
+        said, ranks = dict[int, list[int]](), [0] * len(prompts)
+        try:
+            for place in order:
+                asked = GenerateRequest(
+                    request_id=RequestId(place),
+                    prompt_token_ids=prompts[place],
+                    sampling=SamplingParams(max_tokens=4, temperature=0.0),
+                )
+                before = loop.loops[1].stats().steps
+                said[place] = run_at_once(loop, [asked])[asked.request_id].token_ids
+                ranks[place] = int(loop.loops[1].stats().steps > before)
+            return said, ranks, [each.stats().tier_tokens for each in loop.loops]
+        finally:
+            loop.close()
+
+    said, ranks, loaded = ask(range(4))
+    assert (sorted(ranks), loaded) == ([0, 0, 1, 1], [0, 0])
+    again, ranks_again, loaded = ask([3, 2, 1, 0])
+    assert (again, ranks_again) == (said, ranks)
+    assert loaded == [2 * 144, 2 * 144]  # a prompt's last block is computed
+
+
+@pytest.mark.parametrize("rank_host", ["thread", "process"])
+def test_each_data_parallel_rank_finds_what_another_engine_stores_meanwhile(rank_host: str, tmp_path: Path) -> None:
+    """The ranks read the folder that the other engine writes to."""
+    draw = random.Random(2)
+    asked = [
+        GenerateRequest(
+            request_id=RequestId(number),
+            prompt_token_ids=tuple(draw.randrange(100) for _ in range(160)),
+            sampling=SamplingParams(max_tokens=4, temperature=0.0),
+        )
+        for number in range(2)
+    ]
+    definition = find_plugin("openinfer.models", "deepseek_v2").load().definition
+    given: dict[str, Any] = {**POOL, "load_format": LoadFormat.DUMMY, "kv_load_timeout_ms": 60_000}
+    disk = f"disk={tmp_path / 'kv'},64MiB"
+
+    def start(**options: Any) -> Any:
+        return build_engine_loop(resolve(definition, FIXTURES / "deepseek_v2", EngineOptions(**given, **options)))
+
+    with (
+        closing(start(kv_tier=[disk])) as writer,
+        closing(
+            start(kv_tier=[f"{disk},access=read,refresh_s=0.05"], data_parallel_size=2, rank_host=rank_host)
+        ) as ranks,
+    ):
+        said = run_at_once(writer, asked)
+        deadline_s, again = time.monotonic() + 60, dict[int, Any]()
+        # What is missed lets the tiers look for news, which the next request may find.
+        while not all(each.stats().tier_tokens for each in ranks.loops):
+            assert time.monotonic() < deadline_s
+            ranks.control(FlushCache())
+            again = run_at_once(ranks, asked)
+    assert {number: answer.token_ids for number, answer in again.items()} == {
+        number: answer.token_ids for number, answer in said.items()
+    }
 
 
 def test_tokens_are_the_same_while_everything_goes_wrong(model: str, without_tiers: dict[int, Any]) -> None:

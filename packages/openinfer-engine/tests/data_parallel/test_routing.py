@@ -2,10 +2,14 @@
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_engine.data_parallel.routing import OPEN_REQUEST_TOKENS, UNCACHED_WEIGHT, RankRouter
+from openinfer_engine.kv_tiers import TierContents
+from openinfer_kv_cache import PrefixHasher
+
+HASHER = PrefixHasher(16, key=bytes(16))
 
 
 def make_router(num_ranks: int = 2, *, num_blocks: int = 100) -> RankRouter:
-    return RankRouter(num_ranks, num_blocks=num_blocks, block_size_tokens=16, key=bytes(16))
+    return RankRouter([None] * num_ranks, num_blocks=num_blocks, hasher=HASHER)
 
 
 def request(request_id: int, *, prompt: int, tokens: int = 320, salt: str | None = None) -> GenerateRequest:
@@ -108,3 +112,32 @@ def test_flushed_caches_hold_nothing() -> None:
     router.ended(RequestId(5))
     router.forget()
     assert router.choose(request(6, prompt=2)) != other
+
+
+def test_a_prefix_that_the_tiers_of_a_rank_tell_of_goes_there() -> None:
+    """Without having been sent there: an earlier engine, or another one, left it."""
+    tiers = [TierContents(), TierContents()]
+    router = RankRouter(tiers, num_blocks=100, hasher=HASHER)
+    left = request(0, prompt=7)
+    tiers[1].stored(HASHER.chain(HASHER.root(), left.prompt_token_ids))
+    assert router.choose(left) == 1
+    router.ended(left.request_id)
+    router.forget()  # of pools alone
+    assert router.choose(request(1, prompt=7)) == 1
+    salted = request(2, prompt=7, salt="another tenant's")
+    router.ended(RequestId(1))
+    assert router.choose(salted) == 0
+
+
+def test_a_prefix_may_begin_in_the_pool_and_go_on_in_the_tiers() -> None:
+    tiers = [TierContents(), TierContents()]
+    router = RankRouter(tiers, num_blocks=100, hasher=HASHER)
+    for place in range(2):
+        assert router.choose(request(place, prompt=place, tokens=160)) == place
+    for place in range(2):
+        router.ended(RequestId(place))
+    longer = request(2, prompt=1, tokens=640)
+    digests = HASHER.chain(HASHER.root(), longer.prompt_token_ids)
+    tiers[0].stored(digests[:20])
+    tiers[1].stored(digests[10:])
+    assert router.choose(longer) == 1

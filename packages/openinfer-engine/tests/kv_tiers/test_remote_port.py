@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.kv_tiers import RemoteTierPort
-from openinfer_kv_cache import Digest, TierTransfer
+from openinfer_engine.kv_tiers import RemoteTierPort, TierContents
+from openinfer_engine.kv_tiers.remote_port import LOOK_S
+from openinfer_kv_cache import Digest, TierMedium, TierTransfer
 
 
 class Moving:
@@ -37,9 +38,14 @@ class Share:
 
     faults = 3
 
-    def __init__(self) -> None:
+    def __init__(self, contents: TierContents | None = None) -> None:
+        self.contents = contents
         self.asked: list[tuple[str, Sequence[Digest], Sequence[int]]] = []
         self.moving: list[Moving] = []
+        self.looked: list[Digest] = []
+
+    def look(self, digest: Digest) -> None:
+        self.looked.append(digest)
 
     def load(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:
         return self._begin("load", digests, places)
@@ -112,6 +118,57 @@ def test_it_remembers_so_many_blocks_those_that_were_used_last_and_ends_of_chain
     share.moving[-1].end(4)
     saved(port, share, third)
     assert [port.find(each).num_blocks for each in (first, second, third)] == [4, 2, 4]
+
+
+def test_what_tiers_tell_of_is_found_without_having_been_saved_and_no_longer_when_all_have_dropped_it() -> None:
+    """Both tiers of a stack have the first blocks; the disk has what an earlier engine left."""
+    contents = TierContents()
+    digests = chain(0, 6)
+    contents.stored(digests[:5], TierMedium.STORAGE)
+    contents.stored(digests[:2], TierMedium.CPU)
+    share = Share(contents)
+    port = RemoteTierPort(share, num_blocks=1)
+    assert port.find(digests).num_blocks == 5
+    contents.removed(digests[:1], TierMedium.CPU)
+    assert port.find(digests).num_blocks == 5
+    contents.removed(digests[:1], TierMedium.STORAGE)
+    assert port.find(digests).num_blocks == 0
+    contents.stored(digests[:1], TierMedium.CPU)
+    port.save(digests, range(6))
+    share.moving[-1].end(6)
+    assert port.find(digests).num_blocks == 5  # what was saved, the tier tells
+
+
+def test_what_tiers_tell_of_and_cannot_load_is_not_asked_for_again() -> None:
+    contents = TierContents()
+    digests = chain(0, 4)
+    contents.stored(digests)
+    share = Share(contents)
+    port = RemoteTierPort(share, num_blocks=1)
+    port.load(port.find(digests), range(4))
+    share.moving[-1].end(3)
+    assert port.find(digests).num_blocks == 3
+    contents.removed(digests[3:])
+    assert port.find(digests).num_blocks == 3
+    contents.stored(digests[3:])
+    assert (port.find(digests).num_blocks, len(contents)) == (4, 4)
+
+
+def test_a_miss_lets_the_rank_look_for_news_once_in_a_while() -> None:
+    now_s = [100.0]
+    contents = TierContents()
+    contents.stored(chain(0, 2))
+    share = Share(contents)
+    port = RemoteTierPort(share, num_blocks=1, clock=lambda: now_s[0])
+    assert port.find(chain(0, 2)).num_blocks == 2
+    assert share.looked == []
+    for _ in range(3):
+        port.find(chain(0, 4))
+        port.find(chain(1, 4))
+    assert share.looked == [chain(0, 4)[2]]
+    now_s[0] += LOOK_S
+    port.find(chain(1, 4))
+    assert share.looked == [chain(0, 4)[2], chain(1, 1)[0]]
 
 
 def test_after_its_end_nothing_moves_and_the_rank_ends_its_tiers_itself() -> None:

@@ -13,8 +13,16 @@ from openinfer_engine.kv_tiers.remote_share import RemoteShare
 from openinfer_engine.kv_tiers.share_service import ShareService
 from openinfer_engine.kv_tiers.stats import total_of_ranks
 from openinfer_engine.kv_tiers.transfer import RankedTransfer
-from openinfer_engine.worker.messages import CancelTransfer, LoadShare, PrefetchShare, SaveShare, TransferEnded
-from openinfer_kv_cache import Digest, PortPrefetch
+from openinfer_engine.worker.messages import (
+    CancelTransfer,
+    LoadShare,
+    LookShare,
+    PrefetchShare,
+    SaveShare,
+    TiersChanged,
+    TransferEnded,
+)
+from openinfer_kv_cache import Digest, PortPrefetch, PrefixHit, TellingTier, TierListener, TierMedium
 
 DIGESTS = [Digest(bytes([number]) * 16) for number in range(3)]
 PLACES = [7, 5, 300]
@@ -112,6 +120,10 @@ class FakePort:
     def find_looking_up(self, digests: Sequence[Digest]) -> Sequence[Digest]:
         return digests
 
+    def find(self, digests: Sequence[Digest]) -> PrefixHit:
+        self.asked.append(("find", digests, ()))
+        return PrefixHit([])
+
     def load(self, found: Sequence[Digest], places: Sequence[int]) -> FakeMove | None:
         return self._begin("load", found, places)
 
@@ -141,16 +153,25 @@ class FakePort:
 class Service:
     """A service, and what it says."""
 
-    def __init__(self) -> None:
+    def __init__(self, telling: TellingTier | None = None) -> None:
         self.port = FakePort()
-        self.said: queue.SimpleQueue[TransferEnded] = queue.SimpleQueue()
+        self.said: queue.SimpleQueue[TransferEnded | TiersChanged] = queue.SimpleQueue()
         self.errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self.entered = threading.Event()
         self._sent = RemoteShare(lambda message: self.service.take(cast("Any", message), self.fence))
         self.fence: Callable[[], None] = lambda: None
         self.service = ShareService(
-            cast("PoolTierPort", self.port), answer=self.said.put, fail=self.errors.put, enter_thread=self.entered.set
+            cast("PoolTierPort", self.port),
+            answer=self.said.put,
+            fail=self.errors.put,
+            enter_thread=self.entered.set,
+            telling=telling,
         )
+
+    def next_end(self) -> int:
+        said = self.said.get(timeout=10)
+        assert isinstance(said, TransferEnded)
+        return said.number
 
     @property
     def sent(self) -> RemoteShare:
@@ -221,10 +242,76 @@ def test_rank_cancels_what_is_on_its_way_and_ignores_what_is_over(service: Servi
     second = service.port.moves.get(timeout=10)
     assert move.is_cancelled
     move.end(0)
-    assert service.said.get(timeout=10).number == 0
+    assert service.next_end() == 0
     service.service.take(CancelTransfer(0), service.fence)
     second.end(3)
-    assert service.said.get(timeout=10).number == 1
+    assert service.next_end() == 1
+    service.service.close()
+
+
+class Telling:
+    """Of a tier, what `listen` is."""
+
+    def __init__(self, *known: Digest) -> None:
+        self.known = known
+        self.listener: TierListener | None = None
+
+    def listen(self, listener: TierListener) -> None:
+        listener.stored(self.known, TierMedium.STORAGE)
+        self.listener = listener
+
+    def change(self, *, stored: Sequence[Digest] = (), removed: Sequence[Digest] = ()) -> None:
+        assert self.listener is not None
+        for digest in stored:
+            self.listener.stored([digest], TierMedium.STORAGE)
+        for digest in removed:
+            self.listener.removed([digest], TierMedium.STORAGE)
+
+
+def test_rank_tells_at_once_what_its_tiers_hold_and_then_what_changes() -> None:
+    tier = Telling(*DIGESTS[:2])
+    service = Service(cast("TellingTier", tier))
+    assert service.said.get(timeout=10) == TiersChanged(b"", is_stored=True)
+    assert service.said.get(timeout=10) == TiersChanged(b"".join(DIGESTS[:2]), is_stored=True)
+    tier.change(removed=DIGESTS[:1])  # while nothing is asked of it
+    assert service.said.get(timeout=10) == TiersChanged(DIGESTS[0], is_stored=False)
+    service.service.close()
+
+
+def test_rank_tells_of_a_whole_save_before_it_ends() -> None:
+    tier = Telling()
+    service = Service(cast("TellingTier", tier))
+    service.sent.save(DIGESTS, PLACES)
+    save = service.port.moves.get(timeout=10)
+    tier.change(stored=DIGESTS)
+    save.end(3)
+    said = [service.said.get(timeout=10) for _ in range(3)]
+    assert said[1:] == [TiersChanged(b"".join(DIGESTS), is_stored=True), TransferEnded(0, 3, 0, STATS)]
+    service.service.close()
+
+
+def test_what_a_rank_tells_of_its_tiers_is_known() -> None:
+    told: list[Any] = []
+    share = RemoteShare(told.append)
+    assert share.contents is None
+    share.hear_of_tiers(TiersChanged(b"", is_stored=True))
+    contents = share.contents
+    assert contents is not None
+    share.hear_of_tiers(TiersChanged(b"".join(DIGESTS), is_stored=True))
+    share.hear_of_tiers(TiersChanged(DIGESTS[1], is_stored=False))
+    assert [contents.count(DIGESTS[begin:]) for begin in range(3)] == [1, 0, 1]
+    assert share.contents is contents
+    share.look(DIGESTS[1])
+    assert told == [LookShare(DIGESTS[1])]
+
+
+def test_rank_looks_for_what_it_is_not_known_to_hold_without_an_answer(service: Service) -> None:
+    service.fence = never
+    service.sent.look(DIGESTS[1])
+    service.sent.prefetch(DIGESTS)
+    service.port.moves.get(timeout=10).end(3)
+    assert service.next_end() == 0
+    assert service.port.asked == [("find", [DIGESTS[1]], ()), ("prefetch", DIGESTS, ())]
     service.service.close()
 
 

@@ -36,6 +36,9 @@ class HeldPrefixes:
         self._num_blocks = num_blocks
         self._held: OrderedDict[bytes, None] = OrderedDict()
 
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._held
+
     def count(self, digests: Sequence[bytes]) -> int:
         return sum(1 for _ in itertools.takewhile(self._held.__contains__, digests))
 

@@ -19,12 +19,21 @@ from openinfer_engine.data_parallel.routing import RankRouter
 from openinfer_engine.data_parallel.runner import PlanRunner, SharedRank, StepRound, ThreadRank
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
 from openinfer_engine.engine_plan import EnginePlan
-from openinfer_engine.kv_tiers import OpenTiers, PoolTierPort, RemoteTierPort, open_port, require_tiered
+from openinfer_engine.kv_tiers import (
+    OpenTiers,
+    PoolTierPort,
+    RemoteTierPort,
+    TierContents,
+    open_port,
+    read_digest_key,
+    require_tiered,
+)
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.tracing.trace import NoTrace, Tracer, open_trace
 from openinfer_engine.weights.loading import load_workers
 from openinfer_engine.worker.process_group import ProcessGroup
 from openinfer_engine.worker.process_runner import agreed_plan
+from openinfer_kv_cache import PrefixHasher, TellingTier
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -43,7 +52,7 @@ def build_data_parallel_loop(engine_plan: EnginePlan, processes: ProcessGroup | 
         Refused: a device or tier cannot be had, or the file of a trace not be written.
         GroupBroken: the process of a rank died.
     """
-    options, num_ranks = engine_plan.options, engine_plan.options.data_parallel_size
+    options = engine_plan.options
     with contextlib.ExitStack() as undo:
         if processes is not None:
             undo.callback(processes.close)
@@ -58,20 +67,23 @@ def build_data_parallel_loop(engine_plan: EnginePlan, processes: ProcessGroup | 
             undo.callback(ranks[0].close)
         step_round = StepRound(ranks, processes)
         loops: list[StepLoop] = []
-        digest_key: bytes | None = None  # the first rank's: tiers of one in another process take any
+        contents: list[TierContents | None] = []
+        digest_key: bytes | None = None
         for rank, runner in enumerate(step_round.runners):
             tiers = None if runner.share is not None else engine_plan.open_tiers(rank=rank)
-            digest_key = digest_key if tiers is None else tiers.digest_key
+            # All ranks name blocks alike, as the first one's tiers do: others' take any names.
+            digest_key = digest_key or _digest_key(engine_plan, tiers)
             loops.append(_make_loop(engine_plan, runner, tiers, digest_key=digest_key, tracer=tracer))
             undo.callback(loops[-1].close)
+            contents.append(_contents(runner, tiers))
         undo.pop_all()
     engine_plan.mark("ranks")
     logger.info("the engine started in %s", engine_plan.timeline)
+    layout_digest = engine_plan.scheduler_config.layout_digest
     router = RankRouter(
-        num_ranks,
-        num_blocks=_held_blocks(engine_plan),
-        block_size_tokens=options.block_size_tokens,
-        key=secrets.token_bytes(_KEY_BYTES),
+        contents,
+        num_blocks=engine_plan.num_blocks if None not in contents else _held_blocks(engine_plan),
+        hasher=PrefixHasher(options.block_size_tokens, key=digest_key, layout_digest=layout_digest),
     )
     return DataParallelLoop(loops, step_round=step_round, router=router)
 
@@ -89,8 +101,26 @@ def _load_threads(engine_plan: EnginePlan, tracer: Tracer, undo: contextlib.Exit
     return [ThreadRank(index, *each, engine_plan.backend.enter_thread) for index, each in enumerate(parts)]
 
 
+def _digest_key(engine_plan: EnginePlan, tiers: OpenTiers | None) -> bytes:
+    """What the first rank's tiers find their blocks under, or the key file's; drawn where neither is."""
+    key_file = engine_plan.options.kv_key_file
+    kept = None if tiers is None else tiers.digest_key
+    return kept or (secrets.token_bytes(_KEY_BYTES) if key_file is None else read_digest_key(key_file))
+
+
+def _contents(runner: PlanRunner, tiers: OpenTiers | None) -> TierContents | None:
+    """What a rank's tiers hold from now on; None where they do not tell."""
+    if runner.share is not None:
+        return runner.share.contents
+    if tiers is None or not isinstance(tiers.tier, TellingTier):
+        return None
+    contents = TierContents()
+    tiers.tier.listen(contents)
+    return contents
+
+
 def _held_blocks(engine_plan: EnginePlan) -> int:
-    """What the router remembers of each rank: how much tiers hold, none of them tells."""
+    """What is remembered of a rank whose tiers, if it has any, do not tell what they hold."""
     num_blocks = engine_plan.num_blocks
     return num_blocks if engine_plan.tiers is None else max(num_blocks, min(_TIER_FACTOR * num_blocks, _MOST_HELD))
 

@@ -8,7 +8,7 @@ from openinfer_engine.data_parallel.runner import SharedRank, ThreadRank
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
 from openinfer_engine.engine_plan import EnginePlan
 from openinfer_engine.kv_tiers.pool import PoolMemory
-from openinfer_engine.kv_tiers.share import RankShare
+from openinfer_engine.kv_tiers.share import TellingShare
 from openinfer_engine.tracing.trace import Tracer
 from openinfer_engine.worker.process_group import ProcessGroup
 from openinfer_engine.worker.process_runner import load_first_rank
@@ -49,7 +49,7 @@ class FirstRank:
 class RemoteRank:
     """A rank whose process ends with the first rank."""
 
-    def __init__(self, steps: RemoteSteps, share: RankShare) -> None:
+    def __init__(self, steps: RemoteSteps, share: TellingShare) -> None:
         self.begin = steps.begin
         self.share = share
 

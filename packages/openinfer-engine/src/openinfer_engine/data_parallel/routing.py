@@ -3,13 +3,18 @@
 The least sum wins of the prompt tokens that a rank has yet to compute, a share for each request that it has open, and
 twice the request's tokens that it does not hold: to compute them makes a step of all ranks longer. What a rank holds is
 what was sent there (`HeldPrefixes`), so that a prefix counts from the moment at which it comes, not only once it is
-computed. Where sums are equal, as among idle ranks, the pool that was filled least is.
+computed, and what its tiers tell that they hold (`TierContents`), whichever engine stored it. Where sums are equal, as
+among idle ranks, the pool that was filled least is.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from openinfer_core import GenerateRequest, RequestId
-from openinfer_core.replicas.held_prefixes import HeldPrefixes, prefix_digests
+from openinfer_core.replicas.held_prefixes import HeldPrefixes
+from openinfer_engine.kv_tiers.contents import TierContents
+from openinfer_kv_cache import Digest, PrefixHasher
 
 OPEN_REQUEST_TOKENS = 64
 """What an open request counts as: each step computes a row of it, and how many will follow is not known."""
@@ -21,16 +26,14 @@ class RankRouter:
     """Not for several threads.
 
     Args:
-        num_ranks: to choose from.
-        num_blocks: that each holds, in its pool and tiers.
-        block_size_tokens: of a block.
-        key: 16 to 64 secret bytes.
+        tiers: what those of each rank hold; None of a rank without, or whose tiers do not tell.
+        num_blocks: that are remembered of what was sent to each.
+        hasher: names blocks as the ranks' schedulers do.
     """
 
-    def __init__(self, num_ranks: int, *, num_blocks: int, block_size_tokens: int, key: bytes) -> None:
-        self._block_size_tokens = block_size_tokens
-        self._key = key
-        self._ranks = [_Load(HeldPrefixes(num_blocks)) for _ in range(num_ranks)]
+    def __init__(self, tiers: Sequence[TierContents | None], *, num_blocks: int, hasher: PrefixHasher) -> None:
+        self._hasher = hasher
+        self._ranks = [_Load(HeldPrefixes(num_blocks), each) for each in tiers]
         self._open: dict[RequestId, int] = {}
 
     def rank_of(self, request_id: RequestId) -> int | None:
@@ -42,8 +45,9 @@ class RankRouter:
 
     def choose(self, request: GenerateRequest) -> int:
         """The rank for a request, which counts as its work until `ended`."""
-        digests = prefix_digests(request, block_size_tokens=self._block_size_tokens, key=self._key)
-        costs = [self._cost(request, each.held.count(digests)) for each in self._ranks]
+        root = self._hasher.root(lora_name=request.lora, cache_salt=request.cache_salt)
+        digests = self._hasher.chain(root, request.prompt_token_ids)
+        costs = [self._cost(request, each.count_held(digests)) for each in self._ranks]
         sums = [each.tokens + UNCACHED_WEIGHT * cost for each, cost in zip(self._ranks, costs, strict=True)]
         rank = min(range(len(sums)), key=lambda each: (sums[each], self._ranks[each].sent_tokens, each))
         chosen = self._ranks[rank]
@@ -64,13 +68,13 @@ class RankRouter:
             del self._ranks[rank].pending[request_id]
 
     def forget(self) -> None:
-        """No rank holds anything any longer: their caches were flushed."""
+        """No pool holds anything any longer: they were flushed."""
         for each in self._ranks:
             each.held.clear()
 
     def _cost(self, request: GenerateRequest, held_blocks: int) -> int:
         """Tokens to compute: a prompt's last token is always computed."""
-        return max(1, len(request.prompt_token_ids) - held_blocks * self._block_size_tokens)
+        return max(1, len(request.prompt_token_ids) - held_blocks * self._hasher.block_size_tokens)
 
 
 @dataclass(slots=True)
@@ -78,6 +82,7 @@ class _Load:
     """What one rank has."""
 
     held: HeldPrefixes
+    tiers: TierContents | None
     sent_tokens: int = 0
     """Uncached ones, of all requests that it was sent."""
     pending: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
@@ -86,3 +91,10 @@ class _Load:
     @property
     def tokens(self) -> int:
         return sum(self.pending.values()) + OPEN_REQUEST_TOKENS * len(self.pending)
+
+    def count_held(self, digests: Sequence[Digest]) -> int:
+        """Blocks from the beginning of a prompt on that need not be computed."""
+        held, tiers = self.held, self.tiers
+        if tiers is None:
+            return held.count(digests)
+        return sum(1 for _ in itertools.takewhile(lambda digest: digest in held or digest in tiers, digests))

@@ -16,7 +16,7 @@ from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.data_parallel.step_sizes import is_decode
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
 from openinfer_engine.kv_tiers.pool import PoolMemory
-from openinfer_engine.kv_tiers.share import RankShare
+from openinfer_engine.kv_tiers.share import TellingShare
 from openinfer_engine.worker.runner import PendingStep, Worker, raise_first
 
 
@@ -35,7 +35,7 @@ class SharedRank(Protocol):
         ...
 
     @property
-    def share(self) -> RankShare | None:
+    def share(self) -> TellingShare | None:
         """Its blocks and tiers, of a rank in another process; None of one that has them here."""
         ...
 
@@ -103,7 +103,7 @@ class PlanRunner:
         return None if self._watch is None else self._watch.failure
 
     @property
-    def share(self) -> RankShare | None:
+    def share(self) -> TellingShare | None:
         return self._rank.share
 
     def pool_memory(self) -> PoolMemory:

@@ -7,15 +7,17 @@ port.py     PoolTierPort: loads and saves of the pool's blocks and states, as `o
 transfer.py what is on its way
 share.py    RankShare: another rank's share of it, in this process (local_share.py) or another (remote_share.py asks,
             share_service.py answers); remote_port.py: RemoteTierPort, of a rank there that has a scheduler of its own
+contents.py TierContents: what the tiers of such a rank tell that they hold
 """
 
 from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, choose_tiers, read_digest_key
+from openinfer_engine.kv_tiers.contents import TierContents
 from openinfer_engine.kv_tiers.joining import begin_prefault, open_port, require_tiered
 from openinfer_engine.kv_tiers.local_share import LocalShare
 from openinfer_engine.kv_tiers.port import PoolTierPort
 from openinfer_engine.kv_tiers.prefault import MemoryPrefault
 from openinfer_engine.kv_tiers.remote_port import RemoteTierPort
-from openinfer_engine.kv_tiers.share import RankShare
+from openinfer_engine.kv_tiers.share import RankShare, TellingShare
 
 __all__ = [
     "ChosenTiers",
@@ -25,6 +27,8 @@ __all__ = [
     "PoolTierPort",
     "RankShare",
     "RemoteTierPort",
+    "TellingShare",
+    "TierContents",
     "begin_prefault",
     "choose_tiers",
     "open_port",

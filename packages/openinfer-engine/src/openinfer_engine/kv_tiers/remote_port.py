@@ -1,7 +1,8 @@
 """`RemoteTierPort`: the tiers of a data-parallel rank that is a process, as its scheduler, in the engine's, has them.
 
-The rank loads and saves (`share_service.py`). What its tiers hold is known here from what they saved for this engine:
-to ask them would take as long as a step. What they have dropped meanwhile is a load that ends early: its blocks are
+The rank loads and saves (`share_service.py`). What its tiers hold they tell, also what an earlier engine left there or
+another one has stored since: to ask them would take as long as a step. Of tiers that do not tell (`TellingTier`), what
+they saved for this engine is known. What they have dropped meanwhile is a load that ends early: its blocks are
 computed, and forgotten here.
 """
 
@@ -12,8 +13,11 @@ from dataclasses import dataclass
 from openinfer_core.engine import KvTierStats
 from openinfer_core.replicas.held_prefixes import HeldPrefixes
 from openinfer_engine.kv_tiers.port import CHUNK_BLOCKS
-from openinfer_engine.kv_tiers.share import RankShare
+from openinfer_engine.kv_tiers.share import TellingShare
 from openinfer_kv_cache import Digest, PrefixHit, TierTransfer
+
+LOOK_S = 1.0
+"""How often a rank is told of a block that its tiers are not known to hold; they look for news when they choose to."""
 
 
 class RemoteTierPort:
@@ -21,15 +25,16 @@ class RemoteTierPort:
 
     Args:
         share: of the rank, which has its blocks and tiers.
-        num_blocks: that are remembered at most, those that were used last.
+        num_blocks: that are remembered at most of tiers that do not tell, those that were used last.
         clock: monotonic seconds.
     """
 
     chunks_per_slot = 0
 
-    def __init__(self, share: RankShare, *, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, share: TellingShare, *, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._share = share
-        self._held = HeldPrefixes(num_blocks)
+        self._held = HeldPrefixes(num_blocks) if share.contents is None else share.contents
+        self._next_look_s = clock()
         self._transfers: dict[TierTransfer, Callable[[TierTransfer], None]] = {}
         self.clock = clock
 
@@ -45,6 +50,9 @@ class RemoteTierPort:
     def find(self, digests: Sequence[Digest]) -> PrefixHit:
         self.settle()
         count = self._held.count(digests)
+        if count < len(digests) and self.clock() >= self._next_look_s:
+            self._next_look_s = self.clock() + LOOK_S
+            self._share.look(digests[count])
         chunks = (digests[begin : min(begin + CHUNK_BLOCKS, count)] for begin in range(0, count, CHUNK_BLOCKS))
         return PrefixHit([_Known(chunk) for chunk in chunks])
 

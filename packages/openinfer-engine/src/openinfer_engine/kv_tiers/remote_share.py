@@ -8,8 +8,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.worker.messages import CancelTransfer, LoadShare, PrefetchShare, SaveShare, ToRank, TransferEnded
+from openinfer_engine.kv_tiers.contents import TierContents
+from openinfer_engine.worker.messages import (
+    CancelTransfer,
+    LoadShare,
+    LookShare,
+    PrefetchShare,
+    SaveShare,
+    TiersChanged,
+    ToRank,
+    TransferEnded,
+)
 from openinfer_kv_cache import Digest, TierTransfer
+from openinfer_kv_cache.digest import DIGEST_BYTES
 
 
 class RemoteShare:
@@ -26,6 +37,7 @@ class RemoteShare:
         self._transfers: dict[int, _RemoteTransfer] = {}
         self._is_gone = False
         self._last: TransferEnded | None = None
+        self.contents: TierContents | None = None
 
     def load(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:
         transfer = self._begin(len(digests))
@@ -39,6 +51,9 @@ class RemoteShare:
 
     def prefetch(self, digests: Sequence[Digest]) -> None:
         self._tell(PrefetchShare(next(self._numbers), b"".join(digests)))
+
+    def look(self, digest: Digest) -> None:
+        self._tell(LookShare(digest))
 
     @property
     def faults(self) -> int:
@@ -59,6 +74,14 @@ class RemoteShare:
             transfer = self._transfers.pop(message.number, None)
         if transfer is not None:
             transfer.end(message.completed_blocks)
+
+    def hear_of_tiers(self, message: TiersChanged) -> None:
+        """What the rank's tiers hold has changed; first, before it is ready, that they tell."""
+        if self.contents is None:
+            self.contents = TierContents()
+        packed, contents = message.digests, self.contents
+        digests = [Digest(packed[begin : begin + DIGEST_BYTES]) for begin in range(0, len(packed), DIGEST_BYTES)]
+        (contents.stored if message.is_stored else contents.removed)(digests)
 
     def end_all(self) -> None:
         """The rank is gone, and with it whatever it copied; by the thread that listened to it."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from openinfer_core.engine import KvTierStats
+from openinfer_engine.kv_tiers.contents import TierContents
 from openinfer_kv_cache import Digest, TierTransfer
 
 
@@ -37,4 +38,17 @@ class RankShare(Protocol):
 
     def close(self) -> None:
         """Closes the rank's tiers, if they are this process's."""
+        ...
+
+
+class TellingShare(RankShare, Protocol):
+    """Of a rank whose scheduler is in another process than its tiers, and knows of them what they tell."""
+
+    @property
+    def contents(self) -> TierContents | None:
+        """None of tiers that do not tell."""
+        ...
+
+    def look(self, digest: Digest) -> None:
+        """Lets the rank's tiers look for what other processes have stored, if they do so when they miss a block."""
         ...

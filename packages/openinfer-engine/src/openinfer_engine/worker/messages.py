@@ -2,12 +2,13 @@
 
     engine ─► Build · Agree · RunStep … · Leave
               RunShared in the place of RunStep, where ranks are data-parallel
-              LoadShare, SaveShare, PrefetchShare, CancelTransfer between the steps, with KV tiers
+              LoadShare, SaveShare, PrefetchShare, LookShare, CancelTransfer between the steps, with KV tiers
               HoldAdapter, DropAdapter
               Obey between the steps, when weights change
     rank   ─► Resolved · WorkerReady · Fault
               Obeyed, once for each Obey; StepDone, once for each RunShared with a plan
               TransferEnded, once for each load, save and prefetch; AdapterHeld, once for each HoldAdapter
+              TiersChanged, of a data-parallel rank, before WorkerReady and whenever its KV tiers change
     both   ─► Heartbeat, whatever else is said
 
 Frames are those of `openinfer_core.process.wire`. End of file means that the other side is gone. Only the two ends
@@ -178,6 +179,12 @@ class PrefetchShare(msgspec.Struct, frozen=True, array_like=True, tag="prefetch"
     digests: bytes
 
 
+class LookShare(msgspec.Struct, frozen=True, array_like=True, tag="look"):
+    """The rank's KV tiers look for what other processes have stored; not answered."""
+
+    digest: bytes  # of a block that they were not known to hold
+
+
 class CancelTransfer(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     """A load or save is to end early; one that has ended is not meant."""
 
@@ -238,6 +245,13 @@ class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     completed_blocks: int  # of a load, how many leading blocks hold their right bytes
     faults: int  # of the rank's tiers, so far
     stats: tuple[KvTierStats, ...]  # of the rank's tiers, so far
+
+
+class TiersChanged(msgspec.Struct, frozen=True, array_like=True, tag="tiers"):
+    """Blocks can be found in the rank's KV tiers from now on, or no longer."""
+
+    digests: bytes  # one after the other
+    is_stored: bool
 
 
 class StepDone(msgspec.Struct, frozen=True, array_like=True, tag="done"):
@@ -302,6 +316,7 @@ ToRank: TypeAlias = (
     | LoadShare
     | SaveShare
     | PrefetchShare
+    | LookShare
     | CancelTransfer
     | HoldAdapter
     | DropAdapter
@@ -309,7 +324,9 @@ ToRank: TypeAlias = (
     | Heartbeat
     | Leave
 )
-FromRank: TypeAlias = Resolved | WorkerReady | StepDone | TransferEnded | AdapterHeld | Obeyed | Heartbeat | Fault
+FromRank: TypeAlias = (
+    Resolved | WorkerReady | StepDone | TransferEnded | TiersChanged | AdapterHeld | Obeyed | Heartbeat | Fault
+)
 
 to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 from_rank_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

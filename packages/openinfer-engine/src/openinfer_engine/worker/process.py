@@ -67,6 +67,7 @@ from openinfer_engine.worker.messages import (
     to_rank_decoder,
 )
 from openinfer_engine.worker.runner import Worker
+from openinfer_kv_cache import TellingTier
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -160,6 +161,8 @@ def _load(orders: "Orders", answers: "Answers", *, model_dir: Path | None) -> "t
             answer=answers.send,
             fail=orders.fail,
             enter_thread=engine_plan.backend.enter_thread,
+            # Its scheduler is the engine's; without one of its own it holds what rank 0 holds.
+            telling=tiers.tier if is_data_parallel and isinstance(tiers.tier, TellingTier) else None,
         )
     if shared is not None:
         enter_thread = engine_plan.backend.enter_thread

@@ -47,6 +47,7 @@ from openinfer_engine.worker.messages import (
     Resolved,
     RunStep,
     StepDone,
+    TiersChanged,
     ToRank,
     TransferEnded,
     from_rank_decoder,
@@ -327,6 +328,9 @@ class ProcessGroup:
             return
         if isinstance(message, TransferEnded):
             worker.share.hear(message)
+            return
+        if isinstance(message, TiersChanged):
+            worker.share.hear_of_tiers(message)
             return
         if isinstance(message, AdapterHeld):
             worker.adapters.hear(message)
