@@ -1,10 +1,11 @@
 """An engine whose two ranks are on two nodes, as far as NCCL knows, against one whose ranks are on one: bits and times.
 
-    python3 tools/device/nodes.py MODEL OUT.json [--device cpu]
+    python3 tools/device/nodes.py MODEL OUT.json [--device cpu] [--parallel data]
 
 MODEL needs a config.json alone: weights are random. Each way is an engine in a process of its own: one whose ranks are
 its own (NVLink, and our kernel for few rows), and one that a rank joins over TCP (`openinfer rank`) under another
-`NCCL_HOSTID`, with sockets on loopback as the only way between the two. NCCL's log says which way it took.
+`NCCL_HOSTID`, with sockets on loopback as the only way between the two. NCCL's log says which way it took. Ranks are
+tensor-parallel, or data-parallel with experts dealt out, whose rows NCCL gathers where they are on two nodes.
 
 Last, the node of rank 1 is killed while both decode: seconds until the engine says so, until it is closed, and until
 an engine that is started anew has answered.
@@ -26,21 +27,21 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from data_parallel import timed
 from tensor_parallel import answers
 
-from openinfer_bench.offline import measure_offline
 from openinfer_core import GenerateRequest, RequestId, SamplingParams, claim, list_plugins, read_config
 from openinfer_core.plugins import MODELS
 from openinfer_core.provenance import provenance
-from openinfer_engine import GroupBroken, StepLoop, build_loop, resolve
+from openinfer_engine import GroupBroken, resolve
 from openinfer_engine.engine_spec import EngineSpec
+from openinfer_engine.launch import build_engine_loop
 from openinfer_engine.worker.process_group import start_workers
 
 WAYS = ("one-node", "two-nodes")
 KILLED = "killed"
 SIZES = ((1, 1024), (8, 1024))
-STEP_TOKENS = 256  # that a step takes at least: where sums are slow, prompts are cut into shorter ones
-LIMIT_S = 60
+LIMIT_S = {"cuda": 60, "cpu": 300}
 JOIN = "import sys; from openinfer_engine.ranks.command import run; sys.exit(run(sys.argv[1:]))"
 TRANSPORT = re.compile(r"via (NET/Socket|NET/IB|P2P|SHM)")
 
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--parallel", choices=("tensor", "data"), default="tensor")
     parser.add_argument("--way", choices=(*WAYS, KILLED))
     parser.add_argument("--options", type=json.loads, default={}, help="further options of the engine, as JSON")
     arguments = parser.parse_args()
@@ -61,7 +63,8 @@ def main() -> None:
         said = [np.load(Path(folder) / f"{way}.npy") for way in WAYS]
     delta = np.abs(said[0] - said[1])
     is_equal = bool(np.array_equal(*said))
-    report = {"is_equal": is_equal, "positions": len(delta), "largest_difference": float(delta.max()), "ways": found}
+    report: dict[str, Any] = {"parallel": arguments.parallel, "options": arguments.options}
+    report |= {"is_equal": is_equal, "positions": len(delta), "largest_difference": float(delta.max()), "ways": found}
     text = json.dumps({**msgspec.to_builtins(provenance(commit=os.environ.get("COMMIT"))), **report}, indent=2)
     arguments.out.write_text(text + "\n")
     print(f"log-probabilities of {len(delta)} positions, bits equal: {is_equal}, at most {delta.max():.2e} apart")
@@ -73,8 +76,8 @@ def run(way: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     environment = os.environ | {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder / f"{way}-%p.log")}
     environment |= {} if way == "one-node" else node(0)
     command = [sys.executable, __file__, str(arguments.model), str(folder / way), "--device", arguments.device]
-    command += ["--way", way, "--options", json.dumps(arguments.options)]
-    subprocess.run(command, env=environment, check=True, timeout=LIMIT_S)
+    command += ["--parallel", arguments.parallel, "--way", way, "--options", json.dumps(arguments.options)]
+    subprocess.run(command, env=environment, check=True, timeout=LIMIT_S[arguments.device])
     found = json.loads((folder / f"{way}.json").read_text())
     logs = [log.read_text(errors="replace") for log in folder.glob(f"{way}-*.log")]
     ways = [name for log in logs for name in TRANSPORT.findall(log)]
@@ -93,7 +96,7 @@ class Ranks:
         model_dir = arguments.model
         family: Any = claim(read_config(model_dir), list_plugins(MODELS))[0]
         given = {"load_format": "dummy", "prefix_cache": False, "grammar_compiler": "none", **arguments.options}
-        given |= {"device": arguments.device, "tensor_parallel_size": 2, "rank_host": "process"}
+        given |= {"device": arguments.device, f"{arguments.parallel}_parallel_size": 2, "rank_host": "process"}
         self.joined: subprocess.Popen[bytes] | None = None
         if arguments.way != "one-node":
             with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -110,7 +113,7 @@ class Ranks:
         processes = start_workers(EngineSpec.of(family.definition, model_dir, options), options)
         placement = None if processes is None else processes.placement
         plan = resolve(family.definition, model_dir, options, placement=placement)
-        self.loop: StepLoop = build_loop(plan, processes)
+        self.loop: Any = build_engine_loop(plan, processes)
         self.start_s = time.perf_counter() - begin_s
 
 
@@ -120,8 +123,7 @@ def one_way(arguments: argparse.Namespace) -> None:
     first, second = answers(loop), answers(loop)
     found["is_repeatable"] = bool(np.array_equal(first, second))
     for batch, prompt in SIZES if arguments.device == "cuda" else ():
-        timed = measure_offline(loop, max_step_tokens=STEP_TOKENS, batch=batch, prompt_tokens=prompt, output_tokens=33)
-        found["rows"].append({"rows": batch, "prompt": prompt, "tpot_ms": timed.tpot_ms, "prefill_s": timed.prefill_s})
+        found["rows"].append(timed(loop, batch=batch, prompt=prompt))
     loop.close()
     if ranks.joined is not None:
         found["rank_exit_code"] = ranks.joined.wait(20)
