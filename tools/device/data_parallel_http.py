@@ -150,7 +150,7 @@ def alone(given: argparse.Namespace, model_dir: Path) -> list[list[int]]:
     said: list[list[int]] = []
     with contextlib.closing(loop):
         for place, prompt in enumerate(prompts()):
-            sampling = SamplingParams(max_tokens=SAID_TOKENS, temperature=0.0, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=SAID_TOKENS, temperature=0.0)
             request = GenerateRequest(request_id=RequestId(place), prompt_token_ids=tuple(prompt), sampling=sampling)
             said.append(list(run_at_once(loop, [request])[request.request_id].token_ids))
     return said
