@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,10 @@ import msgspec
 import numpy as np
 from experts_hit import PROMPT_TOKENS, Run, ops_of
 from tensor_parallel import answers, describe
+from timed_steps import timed
 
-from openinfer_core import (
-    Failed,
-    GenerateRequest,
-    RequestId,
-    SamplingParams,
-    TokenEvent,
-    Tokens,
-    claim,
-    list_plugins,
-    read_config,
-)
+from openinfer_core import claim, list_plugins, read_config
 from openinfer_core.plugins import MODELS
-from openinfer_core.process.host import EngineLoop
 from openinfer_core.provenance import provenance
 from openinfer_engine import resolve
 from openinfer_engine.engine_spec import EngineSpec
@@ -45,7 +34,6 @@ from openinfer_engine.worker.process_group import start_workers
 
 WAYS = ("tensor", "data", "spread")
 LIMIT_S = 50
-TIMED_STEPS = 64
 SPREAD_LAYERS, SPREAD_ROWS = 4, 256
 
 
@@ -111,48 +99,6 @@ def one_way(given: argparse.Namespace) -> None:
         print(given.way, found["rows"][-1], flush=True)
     loop.close()
     given.out.write_text(json.dumps({**found, "answers": first.tolist()}))
-
-
-def timed(loop: EngineLoop, *, batch: int, prompt: int) -> dict[str, Any]:
-    """Times of so many requests at once, of which all have their first tokens when the clock is started.
-
-    Ranks have as many requests as the router gives them, so steps need not have all rows' tokens: tokens are counted.
-    """
-    rng = np.random.default_rng(batch)
-    counts: dict[RequestId, int] = {}
-    sampling = SamplingParams(max_tokens=1000, temperature=0.0)
-    begin_s = time.perf_counter()
-    for index in range(batch):
-        ids = tuple(rng.integers(0, loop.info.num_token_ids, prompt).tolist())
-        request = GenerateRequest(request_id=RequestId(index), prompt_token_ids=ids, sampling=sampling)
-        counts[request.request_id] = 0
-        count(loop.submit(request), counts)
-    while not all(counts.values()):
-        count(loop.step(), counts)
-    first_s, before = time.perf_counter(), sum(counts.values())
-    for _ in range(TIMED_STEPS):
-        count(loop.step(), counts)
-    took_s, tokens = time.perf_counter() - first_s, sum(counts.values()) - before
-    for request_id in counts:
-        loop.abort(request_id)
-    while loop.busy:
-        loop.step()
-    return {
-        "rows": batch,
-        "prompt": prompt,
-        "tpot_ms": took_s * 1e3 / TIMED_STEPS,
-        "prefill_s": first_s - begin_s,
-        "tokens": tokens,
-        "tokens_per_s": round(tokens / took_s),
-    }
-
-
-def count(events: Sequence[TokenEvent], counts: dict[RequestId, int]) -> None:
-    for event in events:
-        if isinstance(event, Tokens):
-            counts[event.request_id] += len(event.token_ids)
-        elif isinstance(event, Failed):
-            raise RuntimeError(event.message)
 
 
 class Choices(Run):

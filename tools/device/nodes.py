@@ -27,8 +27,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from data_parallel import timed
 from tensor_parallel import answers
+from timed_steps import timed
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams, claim, list_plugins, read_config
 from openinfer_core.plugins import MODELS
