@@ -309,7 +309,7 @@ def alive(pid: int) -> bool:
 
 def refused(flags: Sequence[str]) -> dict[str, Any]:
     done = subprocess.run(
-        [*OPENINFER, "serve", *flags, "--port", "0"], check=False, capture_output=True, text=True, timeout=WAIT_S
+        [*OPENINFER, "serve", *flags, "--port", "0"], check=False, capture_output=True, text=True, timeout=5 * WAIT_S
     )
     said = [line for line in done.stderr.splitlines() if line.strip()]
     return {"flags": list(flags[-2:]), "code": done.returncode, "said": said[-1][:300] if said else ""}
