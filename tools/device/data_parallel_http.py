@@ -48,7 +48,7 @@ REFUSED = (
     ["--speculative", "ngram"],
     ["--lora", "one=FOLDER"],
     ["--tensor-parallel-size", "2"],
-    ["--enable-sleep"],
+    ["--enable-sleep", "true"],
     ["--kv-events", "tcp://127.0.0.1:5557"],
 )
 
