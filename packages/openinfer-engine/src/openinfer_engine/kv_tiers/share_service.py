@@ -98,7 +98,7 @@ class ShareService:
             self._keep(order.number, self._port.prefetch(_digests(order.digests)).transfer)
             return
         if isinstance(order, LookShare):
-            self._port.find([Digest(order.digest)]).close()  # whoever misses a block looks for news, in threads
+            self._port.find([Digest(order.digest)]).close()  # a tier that misses a block looks for news, in its threads
             return
         fence()
         digests, places = _unpacked(order)
