@@ -65,6 +65,19 @@ def test_no_two_rows_are_equal_although_the_sequence_repeats() -> None:
     assert len(np.unique(matrix, axis=0)) == len(matrix)
 
 
+@pytest.mark.parametrize("num_rows", [1, 1000, 1048, 1049, 2500])
+def test_a_tensor_is_a_piece_of_the_sequence_whatever_its_size(num_rows: int) -> None:
+    period, width = 1_048_573, 1000
+    names = [f"{index}.weight" for index in range(8)]  # with 1,000 rows all of them go past the end of a period
+    longer, shorter = (
+        DummyWeights(dict.fromkeys(names, (rows, width)), rank=0, size=1) for rows in (num_rows + 1, num_rows)
+    )
+    for name in names:
+        found = longer.read(name)
+        assert np.array_equal(shorter.read(name), found[:num_rows])
+        assert np.array_equal(found.ravel()[period:], found.ravel()[: max(0, found.size - period)])
+
+
 def test_unknown_name_is_refused() -> None:
     with pytest.raises(InvalidCheckpoint, match=r"no tensor 'v.weight'"):
         weights().read("v.weight")

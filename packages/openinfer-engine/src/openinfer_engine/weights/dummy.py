@@ -81,9 +81,11 @@ class DummyWeights:
         """This rank's piece, in uint16 as BF16 bits: equal to the same piece of the whole tensor."""
         shape = _shape_of(name, self._shapes)
         mean, deviation = _spread_of(name, shape)
-        period = rounded_bits(self._normal * np.float32(deviation) + np.float32(mean))
-        start = _place(name, self._seed) % _PERIOD
-        whole = np.resize(np.roll(period, -start), math.prod(shape)).reshape(shape)
+        # No more of the sequence than the tensor has: a whole period takes 20 ms, most tensors of small models a thousandth.
+        start, count = _place(name, self._seed) % _PERIOD, min(math.prod(shape), _PERIOD)
+        normal = np.concatenate((self._normal[start : start + count], self._normal[: max(0, start + count - _PERIOD)]))
+        period = rounded_bits(normal * np.float32(deviation) + np.float32(mean))
+        whole = np.resize(period, shape)
         return shard_for_rank(whole, name, shard, rank=self._rank, size=self._size)
 
     def read_stored(self, name: str, shard: Shard = Shard.WHOLE) -> HostArray:
