@@ -103,6 +103,27 @@ def test_expect_continue_is_answered(shared):
         assert status(read_all(connection)) == 200
 
 
+def test_old_client_that_expects_continue_gets_its_answer_and_nothing_else(shared):
+    data = talk(shared, request(BODY, b"expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+    assert status(data) == 200
+    assert data.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"x, Chunked"])
+def test_transfer_codings_other_than_chunked_are_refused_by_name(shared, coding):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    data = talk(shared, head + b"transfer-encoding: " + coding + b"\r\n\r\n0\r\n\r\n", wait_for_close=False)
+    assert status(data) == 501
+    assert error(data)["code"] == "unsupported_transfer_encoding"
+
+
+def test_chunks_may_have_extensions_and_trailers(shared):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    chunks = b'0%x;name="a;b";c\r\n%s\r\n000\r\nx-sum: 1\r\n\r\n' % (len(BODY), BODY)
+    data = talk(shared, head + b"transfer-encoding: Chunked\r\n\r\n" + chunks, wait_for_close=False)
+    assert status(data) == 200
+
+
 @pytest.mark.parametrize(
     "head",
     [

@@ -240,6 +240,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.slot.asks()
         if self.hand_over is not None and not self._is_given_back:
             self._hand_over(self.hand_over)
+        if cast("Any", self.parser).get_http_version() == "1.0":
+            self.expect_100_continue = False  # RFC 9110, 10.1.1: an old client would take it for the answer
         super().on_headers_complete()
 
     def _hand_over(self, hand_over: HandOver) -> None:

@@ -192,6 +192,10 @@ class HttpRequest:
         if encoding.strip().lower() not in {b"", b"identity"}:
             message = "the body must come as it is, without a content-encoding"
             raise ApiError(415, message, code="unsupported_media_type")
+        transfer = self.header(b"transfer-encoding") or b""
+        if transfer.strip().lower() not in {b"", b"chunked"}:  # RFC 9112, 6.1; what the parser reads is in chunks alone
+            message = "the only transfer-encoding is chunked"
+            raise ApiError(501, message, code="unsupported_transfer_encoding")
 
     async def _read_body(self) -> bytes:
         limit = self.options.max_body_bytes
