@@ -10,7 +10,7 @@
 
 #define __device__
 #define __host__
-#define __global__
+#define __global__ inline  // kernels that no test of a library calls are not compiled
 #define __forceinline__ inline
 #define __noinline__
 #define __shared__
