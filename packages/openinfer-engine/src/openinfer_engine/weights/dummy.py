@@ -81,7 +81,7 @@ class DummyWeights:
         """This rank's piece, in uint16 as BF16 bits: equal to the same piece of the whole tensor."""
         shape = _shape_of(name, self._shapes)
         mean, deviation = _spread_of(name, shape)
-        # No more of the sequence than the tensor has: a whole period takes 20 ms, most tensors of small models a thousandth.
+        # No more of the sequence than the tensor has: to scale and round a whole period takes 7 ms.
         start, count = _place(name, self._seed) % _PERIOD, min(math.prod(shape), _PERIOD)
         normal = np.concatenate((self._normal[start : start + count], self._normal[: max(0, start + count - _PERIOD)]))
         period = rounded_bits(normal * np.float32(deviation) + np.float32(mean))
