@@ -277,15 +277,9 @@ def emulated_ops(ops: Any, kernels: Kernels) -> Any:
 
 def _with_addresses(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = {name: _plain(each) for name, each in kwargs.items()}
-        return _addressed(function(*map(_plain, args), **given))
+        return _addressed(function(*args, **kwargs))
 
     return call
-
-
-def _plain(value: Any) -> Any:
-    """The same memory without a check of each index: operators loop over single rows."""
-    return value.view(np.ndarray) if isinstance(value, Array) else value
 
 
 def _addressed(result: Any) -> Any:
