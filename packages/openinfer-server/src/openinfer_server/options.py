@@ -45,8 +45,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Processes that serve the port, all before one engine. Each has its own bounds, and its own stored responses."""
     large_request_bytes: int = 32 * 2**10
     """Requests with a body of so many bytes, or of no told length, are read, rendered, encoded and answered in a
-    process of their own, which the first of them starts, so that streams of others do not wait for them (Linux, without
-    TLS). 0: in the same process."""
+    process of their own, so that streams of others do not wait for them (Linux, without TLS). It is started with the
+    server if the model's context has 16,384 tokens or more, else by the first of them. 0: in the same process."""
     large_request_workers: int = 1
     """Processes for large requests. A conversation's turns come to one of them, by its owner and the first 32 KiB of
     the body: conversations that begin alike for as long share one. Each keeps --known-prefix-bytes of its own."""

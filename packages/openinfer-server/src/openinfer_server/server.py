@@ -50,6 +50,7 @@ from openinfer_server.workers.group import WorkerGroup, can_share_ports
 logger = logging.getLogger("openinfer.server")
 _REPEATED = RepeatedWarnings()  # one for the process: a logger has a filter once
 
+LONG_CONTEXT_TOKENS = 16_384  # of a model whose processes for large requests are started with the server
 DRAIN_GRACE_S = 2.0  # what aborted requests get to send their last event
 LAST_WORDS_S = 1.0  # how long a server whose engine died answers, before it ends
 _STARTED_GRACE_S = 0.2  # what an engine gets to be found started when the frontend cannot go on
@@ -131,6 +132,8 @@ def run_starting(
                         listening = msgspec.structs.replace(options, port=port)
                         group.prepare(handle, model_dir, listening, table, large=addresses)
                         await group.start()
+                    if addresses and handle.info.max_model_tokens >= LONG_CONTEXT_TOKENS:
+                        group.want_large()  # beside what follows: the first large request would wait for its start
                     if options.workers > 1:
                         marks.mark("workers")
                     hand_over = hand_over_of(app, addresses, group.want_large) if addresses else None

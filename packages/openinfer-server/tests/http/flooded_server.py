@@ -15,7 +15,7 @@ from openinfer_core.simulated import SimulatedOptions, spawn_simulated
 from openinfer_server import ServerOptions, run
 from openinfer_server.options import EventLoop
 
-ENGINE = SimulatedOptions(tpot_s=0.02, num_token_ids=400, max_model_tokens=100_000)
+ENGINE = SimulatedOptions(tpot_s=0.02, num_token_ids=400, max_model_tokens=16_000)
 
 
 def main(model_dir: str, limit: str, event_loop: EventLoop, certificate: str = "") -> int:

@@ -28,7 +28,7 @@ LIMIT = 256
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 )
-STREAM = json.dumps({"prompt": [1] * 400, "max_tokens": 90_000, "stream": True}).encode()
+STREAM = json.dumps({"prompt": [1] * 400, "max_tokens": 15_000, "stream": True}).encode()
 FLOODS = {
     "idle": b"",
     "half heads": b"POST /v1/completions HTTP/1.1\r\nhost: loc",

@@ -23,6 +23,7 @@ from openinfer_core.process.descriptors import open_descriptors
 from openinfer_server.http.handover import Handed, Handing, HandOver
 from openinfer_server.limits.descriptors import MAX_WAITED_FOR
 from openinfer_server.limits.suspects import SUSPECTED_S, Suspects
+from openinfer_server.server import LONG_CONTEXT_TOKENS
 from openinfer_server.testing import DEADLINE_S, wait_until
 from openinfer_server.workers.group import LARGE_PAUSE_S, can_share_ports
 from openinfer_server.workers.kept_bytes import KEPT_BYTES
@@ -38,7 +39,7 @@ from openinfer_core.simulated import SimulatedOptions, spawn_simulated
 from openinfer_server import EventLoop, ServerOptions, run
 
 logging.basicConfig(level="INFO")
-engine = spawn_simulated(SimulatedOptions(num_token_ids=2040, tpot_s=0.005, max_model_tokens=100_000))
+engine = spawn_simulated(SimulatedOptions(num_token_ids=2040, tpot_s=0.005, max_model_tokens=int(sys.argv[5])))
 loop = EventLoop(sys.argv[2])
 numbers = {"workers": int(sys.argv[3]), "large_request_workers": int(sys.argv[4])}
 server = ServerOptions(port=0, drain_deadline_s=20, event_loop=loop, large_request_bytes=4096, **numbers)
@@ -49,9 +50,10 @@ sys.exit(run(engine, Path(sys.argv[1]), server, on_ready=lambda url: print(url, 
 class Server:
     """A server of its own; `large` is the process that takes large requests."""
 
-    def __init__(self, model_dir, event_loop, num_workers=1, max_open_files=1024, num_large=1):
+    def __init__(self, model_dir, event_loop, num_workers=1, max_open_files=1024, num_large=1, context=16_000):
         limited = ["sh", "-c", f'ulimit -n {max_open_files}; exec "$0" "$@"']
-        command = [*limited, sys.executable, "-c", CHILD, str(model_dir), event_loop, str(num_workers), str(num_large)]
+        numbers = map(str, (num_workers, num_large, context))
+        command = [*limited, sys.executable, "-c", CHILD, str(model_dir), event_loop, *numbers]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `kill`
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
         self.host, port = self.process.stdout.readline().strip().removeprefix("http://").split(":")
@@ -191,6 +193,18 @@ def test_large_requests_have_a_process_that_the_first_of_them_starts(start, even
     assert not worker.is_running()
 
 
+def test_process_for_large_requests_of_a_long_context_is_started_with_the_server(start):
+    """Or the first of them, such as the first turn after a restart, would wait for seconds that are no one's fault."""
+    server = start(num_workers=2, num_large=2, context=LONG_CONTEXT_TOKENS)
+    assert server.ask("/metrics")[0] == 200  # which waits for none of those that are starting
+    wait_patiently(lambda: len(server.workers()) == 3, "the processes are there before anything was asked for")
+    server.wait_for_large()
+    assert len(server.workers()) == 3
+    log = server.end()
+    assert log.count("2 processes for large requests are started") == 1
+    assert server.process.returncode == 0, log
+
+
 def test_head_may_come_in_parts_and_after_another_request(start):
     server = start()
     server.wait_for_large()
@@ -290,7 +304,7 @@ def next_worker(server, dead):
 
 @pytest.mark.parametrize("event_loop", ["asyncio", "uvloop"])
 def test_responses_that_are_kept_are_given_back_to_the_process_that_keeps_them(start, event_loop):
-    server = start(event_loop)
+    server = start(event_loop, context=100_000)
     server.wait_for_large()
     text = "stone " * 90_000
     of_none = {"input": text, "max_output_tokens": 2, "store": False}
@@ -412,7 +426,7 @@ def test_turns_of_a_conversation_come_to_one_of_several_processes(start, event_l
     with contextlib.ExitStack() as stack:
         holders = {}
         for name in [*range(8)] * 2:
-            body = json.dumps(session(name, stream=True, max_tokens=20_000)).encode()
+            body = json.dumps(session(name, stream=True, max_tokens=14_000)).encode()
             body = body[:-1] + b" " * (len(holders) % 2) + body[-1:]  # what comes behind the beginning decides nothing
             client = stack.enter_context(socket.create_connection((server.host, server.port), timeout=PATIENCE_S))
             if name in holders:

@@ -7,8 +7,9 @@ start ──all Ready──► serving ──drain──► draining ──all e
 
 What a worker that died had counted stays in the sums, as far as it was asked: counters do not fall.
 
-One more, or several, take the large requests of all (`http/handover.py`). The first of these starts them
-(`want_large`); until they are ready, and where they cannot be started at all, large requests are answered like others.
+One more, or several, take the large requests of all (`http/handover.py`). They are started as soon as the server is
+ready if the model's context is long, else by the first of these requests (`want_large`); it waits for their first
+start, and where they cannot be started at all, large requests are answered like others.
 They are there so that what a large request does is not at the cost of others: so their deaths do not end the server,
 and after many of them one is not there for `LARGE_PAUSE_S`, in which its requests wait, or are told to come again.
 """
@@ -307,7 +308,9 @@ class WorkerGroup:
 
     async def _counts_without(self, left_out: _Worker | None) -> list[MetricsSnapshot]:
         async with asyncio.timeout(PEERS_TIMEOUT_S):
-            asked = [worker.counts() for worker in self._workers if worker is not left_out]
+            # One that starts has counted nothing, and does not answer yet.
+            ready = [worker for worker in self._workers if worker.was_ready]
+            asked = [worker.counts() for worker in ready if worker is not left_out]
             counted = await asyncio.gather(*asked)
         return [*filter(None, counted), *self._dead_counted]
 
