@@ -6,8 +6,9 @@ and digests take, and the way there and back. Three arms: `short` has turns of 2
 arrival; `whole` has the history, and every turn is encoded whole (`--known-prefix-bytes 0`); `known` has it, and what
 is new is encoded alone. A stream of another client runs next to them; its gaps are held against those of `short`.
 
-The client is one process on the same machine: times are upper bounds. Processor time of the server per turn
-is told where Linux tells it, what the stream takes included: it holds also where others use the machine.
+The client is two processes on the same machine, of which one follows the stream: times are upper bounds. Processor time
+of the server per turn is told where Linux tells it, what the stream takes included: it holds also where others use the
+machine.
 """
 
 import argparse
@@ -20,8 +21,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ import msgspec
 import tokenizers
 
 from openinfer.models import find_model_dir
+from openinfer_bench.followed_stream import followed_stream
 from openinfer_bench.http_client import Address, ask
 from openinfer_bench.processes import descendants
 from openinfer_core import EngineClosed
@@ -135,7 +137,7 @@ async def _measure(arguments: argparse.Namespace, arm: str, workers: int, note: 
         ttft_s: list[float] = []
         failures = Counter[str]()
         begin_s = _used_s(pid)
-        async with _stream(address, gaps):
+        with followed_stream(address) as gaps_since:
             for _ in range(arguments.rounds):
                 for session in sessions:
                     session.extend(turn(session))
@@ -143,6 +145,7 @@ async def _measure(arguments: argparse.Namespace, arm: str, workers: int, note: 
                 failures.update(f"{-answer:.0f}" for answer in answers if answer < 0)
                 ttft_s += [answer for answer in answers if answer >= 0]
                 used_s = None if begin_s is None else (_used_s(pid) or 0.0) - begin_s
+                gaps += gaps_since()
                 note(_arm(arm, workers, ttft_s=ttft_s, gaps=gaps, failures=failures, used_s=used_s))
 
 
@@ -191,31 +194,6 @@ async def _make_known(address: Address, sessions: Sequence[list[dict[str, str]]]
                 break
         else:
             raise EngineClosed("the server answers no session before the measurement")
-
-
-@asynccontextmanager
-async def _stream(address: Address, gaps: list[float]) -> AsyncGenerator[None]:
-    """Another client's stream meanwhile; its gaps are put there at the end."""
-    reader, writer = await address.connect()
-    body = json.dumps({"model": "simulated", "prompt": [1], "max_tokens": 500_000, "stream": True, "ignore_eos": True})
-    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-
-    async def follow() -> None:
-        before_s = None
-        while line := await reader.readline():
-            if line.startswith(b"data: {"):
-                now_s = time.monotonic()
-                if before_s is not None:
-                    gaps.append(now_s - before_s)
-                before_s = now_s
-
-    following = asyncio.create_task(follow())
-    try:
-        yield
-    finally:
-        writer.close()
-        following.cancel()
 
 
 @contextmanager
