@@ -13,9 +13,10 @@
 The sets of `-long` grow to 120,000 tokens in 40 turns, those of `-120k` have nearly as many from the first turn on and
 end there; their pool is a third of what they hold, and the host tier holds all of it. `-120k-six` is the goal's own:
 six sessions of Qwen3-8B in a pool of two.
-Weights are random (`tiny` has its own, on the CPU: the rehearsal), prompts are token
-ids, and the server is asked over HTTP. Parts of one server run in the order given; of `check`, which stands for all its
-names, three at a time, since nothing is timed. One whose server has a planted error is right if the error is found.
+Each server has answered a large request before the parts begin (`large_s`). Weights are random (`tiny` has its own, on
+the CPU: the rehearsal), prompts are token ids, and the server is asked over HTTP. Parts of one server run in the order
+given; of `check`, which stands for all its names, three at a time, since nothing is timed. One whose server has a
+planted error is right if the error is found.
 Writes OUT/sessions-MODEL.json after each part.
 """
 
@@ -406,6 +407,7 @@ class Runner:
         self.set_up, self._model, self._folder, self._commit = SET_UPS[model], model, folder, commit
         self._file = out / f"sessions-{model}.json"
         self.found: dict[str, Any] = {}
+        self._large_s: list[float] = []  # of each server
         self._noting = threading.Lock()
 
     def run(self, parts: Sequence[str]) -> None:
@@ -465,7 +467,9 @@ class Runner:
             self._note_split(parts, trace)
 
     def _note_split(self, parts: Sequence[str], trace: Path) -> None:
-        """Where the time to the first token went, of the turns from the third on: before it prompts are computed."""
+        """Where the time to the first token went, of the turns from the third on, where there are so many: before it
+        prompts are computed.
+        """
         found = first_tokens(json.loads(trace.read_bytes())["traceEvents"])
         for part in parts:
             rows = self.found[part].get("rows", ())
@@ -479,7 +483,11 @@ class Runner:
                 self.found[part][f"split_ms, {name}"] = medians(some)
             self.found[part]["load_gb_s"] = round(self._rate(later), 1)
             told = {key: value for key, value in self.found[part].items() if key.startswith(("split", "load_gb"))}
-            print(f"== {part}, from the third turn", *(f"   {key} {value}" for key, value in told.items()), sep="\n")
+            print(
+                f"== {part}, from the third turn if there is one",
+                *(f"   {key} {value}" for key, value in told.items()),
+                sep="\n",
+            )
         self._save()
 
     def _rate(self, found: Sequence[FirstToken]) -> float:
@@ -494,12 +502,14 @@ class Runner:
 
     def _disk(self) -> None:
         with tempfile.TemporaryDirectory(prefix="sessions-kv-") as folder:
-            tier = ("--kv-tier", f"disk={folder},{self.set_up.disk_size}", "--kv-load-timeout-ms", "20000")
+            tier = ("--kv-tier", f"disk={folder}/kv,{self.set_up.disk_size}", "--kv-load-timeout-ms", "20000")
             with self._server(*tier) as server:
                 self._note("disk-before", self._play(server, self.set_up.disk, "disk"))
                 waited_s = self._wait_for_saves(server)
-            with self._server(*tier) as server:
+            trace = Path(folder) / "trace.json"
+            with self._server(*tier, "--trace", str(trace)) as server:
                 self._note("disk-after", self._play(server, self.set_up.disk, "disk") | {"saves_s": waited_s})
+            self._note_split(["disk-after"], trace)
 
     def _wait_for_saves(self, server: Served) -> float:
         """Seconds until the tier is given nothing more."""
@@ -517,7 +527,8 @@ class Runner:
         common = ("--model", str(self._folder), "--model-name", "m", "--log-level", "warning")
         of_model = without([*self.set_up.flags], {flag for flag in flags if flag.startswith("--")})
         with served([*common, *of_model, *flags], command=command) as server:
-            print(f"-- ready after {server.ready_s:.1f} s: {' '.join(flags)}", flush=True)
+            self._large_s.append(large_s := round(ask_largely(server.port), 2))
+            print(f"-- ready after {server.ready_s:.1f} s, large {large_s} s later: {' '.join(flags)}", flush=True)
             yield server
 
     def _play(self, server: Served, shape: Shape, salt: str, *flags: str, model: str = "m") -> dict[str, Any]:
@@ -554,6 +565,7 @@ class Runner:
             "model": self._model,
             "block_bytes": self.set_up.block_bytes,
             "server": [*self.set_up.flags, "--num-blocks", str(self.set_up.num_blocks), "--kv-tier", self.set_up.host],
+            "large_s": self._large_s,
             "parts": self.found,
             "by_turn": self.by_turn(),
         }
@@ -568,6 +580,21 @@ class Runner:
                 pairs = zip(alone, many, strict=False)
                 tables[f"{kind}-{new}"] = [compared(*pair) for pair in pairs if all(map(has_time, pair))]
         return {new: rows for new, rows in tables.items() if rows}
+
+
+def ask_largely(port: int) -> float:
+    """Seconds of a first large request, with few tokens: the process that takes these is there then.
+
+    It is started with the server, and a first turn that waited for it would not be the engine's.
+    """
+    began_s = time.monotonic()
+    body = json.dumps({"model": "m", "prompt": [1, 2, 3], "max_tokens": 1}).encode() + b" " * 2**15
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(asked) as response:
+        response.read()
+    return time.monotonic() - began_s
 
 
 def planted(names: Sequence[str], scratch: Path) -> Sequence[str]:
