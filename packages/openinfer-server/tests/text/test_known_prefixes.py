@@ -138,6 +138,16 @@ def test_next_turn_encodes_what_is_new_alone(controls):
     assert controls.begin(longer, ME).known.end == longer.plain.rindex("<s>")
 
 
+def test_ids_are_the_same_objects_from_the_first_turn_on(controls):
+    """Python has one object for each number up to 256 alone, and a link compares 290,000 ids by their addresses."""
+    first = encode(controls, CHAT)
+    later = encode(controls, joined([CHAT, template("<|end|><s>"), "again"]))
+    pairs = [pair for pair in zip(first, later, strict=False) if pair[0] == pair[1] > 256]
+    assert pairs
+    assert all(one is other for one, other in pairs)
+    assert controls.known_prefixes.shared(range(100_000)) == [*range(100_000)]
+
+
 def test_what_was_seen_is_compared_and_not_digested(controls, monkeypatch):
     """Of a text that begins with one that was kept, the first segment alone is digested, and what follows it."""
     chat = CHAT

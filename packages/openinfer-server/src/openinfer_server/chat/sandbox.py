@@ -40,6 +40,8 @@ from openinfer_server.text.marked_text import (
 
 MAX_REPEATED_LENGTH = 2**20  # longest string or list that a product with a number may give
 TICK = "openinfer_loop_tick"  # context name of the function that every loop calls
+_OF_TEXTS = frozenset(name for name in dir(str) if not name.startswith(("_", "format")))
+"""Methods of a text that are safe, and not replaced by others."""
 _OF_DICTIONARIES = frozenset(dir(dict))
 _TEXTS = (str, MarkedText)
 _CALLS_OWN = ("_loop_vars", "_block_vars")  # which jinja2 hands to every call
@@ -127,6 +129,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if type(obj) is dict and attribute not in _OF_DICTIONARIES:
             fields = cast("dict[str, Any]", obj)
             return fields[attribute] if attribute in fields else self.undefined(obj=fields, name=attribute)
+        if attribute in _OF_TEXTS and type(obj) in _TEXTS:  # as in two of three other questions
+            return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:

