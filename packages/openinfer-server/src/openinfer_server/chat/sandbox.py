@@ -129,8 +129,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if type(obj) is dict and attribute not in _OF_DICTIONARIES:
             fields = cast("dict[str, Any]", obj)
             return fields[attribute] if attribute in fields else self.undefined(obj=fields, name=attribute)
-        if attribute in _OF_TEXTS and type(obj) in _TEXTS:  # as in two of three other questions
-            return getattr(obj, attribute)
+        if attribute in _OF_TEXTS and type(cast("object", obj)) in _TEXTS:  # as in most other questions
+            return getattr(cast("str", obj), attribute)
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
