@@ -192,7 +192,7 @@ class Mortal(SimulatedLoop):
         return super().step()
 
 logging.basicConfig(level="INFO")
-options = SimulatedOptions(num_token_ids=400, tpot_s=0.005)
+options = SimulatedOptions(num_token_ids=400, tpot_s=0.005, max_model_tokens=16_000)
 engines = {
     "immortal": lambda: InProcessEngine(SimulatedLoop(options)),
     "mortal": lambda: InProcessEngine(Mortal(options)),
@@ -263,7 +263,7 @@ def test_process_ends_with_1_when_its_engine_dies(child):
 def test_process_ends_with_1_when_its_engine_process_is_killed(child):
     process, url = child("remote")
     (engine,) = psutil.Process(process.pid).children()
-    events, _ = read_events(url, 100_000, engine.kill)
+    events, _ = read_events(url, 15_000, engine.kill)
     assert events[-1]["error"]["code"] == "unavailable"
     _, log = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1, log

@@ -30,7 +30,7 @@ from openinfer_core.simulated import SimulatedOptions, spawn_simulated
 from openinfer_server import EventLoop, ServerOptions, run
 
 logging.basicConfig(level="INFO")
-engine = spawn_simulated(SimulatedOptions(num_token_ids=400, tpot_s=0.005))
+engine = spawn_simulated(SimulatedOptions(num_token_ids=400, tpot_s=0.005, max_model_tokens=16_000))
 server = ServerOptions(port=0, workers=3, drain_deadline_s=20, event_loop=EventLoop(sys.argv[2]))
 sys.exit(run(engine, Path(sys.argv[1]), server, on_ready=lambda url: print(url, flush=True)))
 """
