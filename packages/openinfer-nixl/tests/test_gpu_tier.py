@@ -401,4 +401,4 @@ def test_a_setting_that_means_nothing_is_refused(setting: str, message: str) -> 
 def test_memory_for_no_block_is_refused(pair: Pair) -> None:
     with pytest.raises(TierConfigError, match="one block needs"):
         open_with(LAYOUT, pair.fields(0, budget_bytes=BLOCK_BYTES - 1), pair.wire.agent)
-    assert parse(f"{HOST}:{pair.ports[0]},1MiB,token_file=t").connections == 4
+    assert parse(f"{HOST}:{pair.ports[0]},1MiB,token_file=t").connections == 2
