@@ -68,6 +68,7 @@ class Said:
     times_s: list[float] = field(default_factory=list[float])
     cached_tokens: int = 0
     transfer: dict[str, Any] | None = None
+    begin_s: float = 0.0  # when this engine was asked
 
 
 class Client:
@@ -82,7 +83,7 @@ class Client:
     async def ask(self, prompt: Sequence[int], *, max_tokens: int, transfer: dict[str, Any] | None = None) -> Said:
         self._next_id += 1
         request_id, done = self._next_id, asyncio.get_running_loop().create_future()
-        self._asked[request_id] = Said(), done
+        self._asked[request_id] = Said(begin_s=time.perf_counter()), done
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         self.handle.submit(
             GenerateRequest(
@@ -420,7 +421,10 @@ def times_of(done: Sequence[tuple[str, float, Said]]) -> dict[str, Any]:
     first = np.asarray([said.times_s[0] - begin_s for _, begin_s, said in done]) * 1e3
     each = np.asarray([(said.times_s[-1] - said.times_s[0]) / (len(said.times_s) - 1) for _, _, said in done]) * 1e3
     gaps = np.concatenate([np.diff(said.times_s) for _, _, said in done]) * 1e3
+    asked = np.asarray([said.begin_s - begin_s for _, begin_s, said in done]) * 1e3
     named = {"ttft_ms": first, "tpot_ms": each, "gap_ms": gaps}
+    if asked.max() > 1:  # of a pair: until prefill has answered, and from there to decode's first token
+        named |= {"prefill_ms": asked, "decode_ms": first - asked}
     return {"requests": len(done)} | {
         name: {f"p{q}": round(float(np.percentile(values, q)), 2) for q in (50, 95, 99)}
         for name, values in named.items()
