@@ -109,10 +109,16 @@ def test_weights_come_from_gpu_to_gpu(make_loop: MakeLoop, folder: Path, caplog:
 
 
 def test_two_ranks_get_their_pieces(make_loop: MakeLoop, folder: Path) -> None:
+    pytest.importorskip("cupy", reason="ranks on GPUs need CuPy")
+    from openinfer_kernels import DeviceUnavailableError
     from openinfer_kernels.cuda.common.device import gpu_count
 
-    if gpu_count() < 2:
-        pytest.skip("two GPUs are needed")
+    try:
+        count = gpu_count()
+    except DeviceUnavailableError as reason:
+        pytest.skip(str(reason))
+    if count < 2:
+        pytest.skip(f"two GPUs are needed, and there is {count}")
     fresh = said(make_loop("new", tensor_parallel_size=2))
     loop = make_loop("old", tensor_parallel_size=2)
     with trainer(folder / "new/model.safetensors") as (tensors, _):
