@@ -26,8 +26,8 @@ from openinfer_engine.testing import (
     check_model_drafter,
     make_drafting_loop,
     random_requests,
+    record_drafts,
     run_at_once,
-    run_together,
 )
 from openinfer_engine.weights.checkpoint import shard_for_rank
 from openinfer_kernels import AttentionBatch
@@ -259,20 +259,8 @@ def mtp_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def log(mtp_dir: Path) -> DraftLog:
-    """Of traffic with chunks, cached prefixes and preemptions."""
-    factory = RecordingFactory(DeepseekV4MtpDrafter)
-    sizes: dict[str, Any] = {"max_drafts": DRAFTS, "max_step_tokens": 24, "num_blocks": 19}
-    loop = make_drafting_loop(definition, mtp_dir, factory, **sizes)
     vocabulary = definition.parse(read_config(SOURCE)).vocab_size
-    requests = random_requests(24, vocab_size=vocabulary, max_prompt_tokens=40, shared_tokens=20, temperature=1.0)
-    for seed in range(2):
-        run_together(loop, requests, seed=seed)
-    stats = loop.stats()
-    loop.close()
-    assert stats.drafter_faults == 0
-    assert stats.preemptions > 0
-    assert stats.cached_tokens > 0
-    return factory.log
+    return record_drafts(definition, mtp_dir, DeepseekV4MtpDrafter, vocab_size=vocabulary, max_drafts=DRAFTS)
 
 
 @pytest.fixture(scope="module")

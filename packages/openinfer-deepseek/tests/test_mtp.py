@@ -21,8 +21,8 @@ from openinfer_engine.testing import (
     check_model_drafter,
     make_drafting_loop,
     random_requests,
+    record_drafts,
     run_at_once,
-    run_together,
 )
 from openinfer_engine.weights.stored_tensor import StoredTensor
 from openinfer_kernels.cpu import CpuOps
@@ -154,19 +154,8 @@ def mtp_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recorded(folder: Path, *, rounds: int) -> DraftLog:
-    """Of traffic with chunks, cached prefixes and preemptions."""
-    factory = RecordingFactory(DeepseekMtpDrafter)
-    sizes: dict[str, Any] = {"max_drafts": DRAFTS, "max_step_tokens": 24, "num_blocks": 19}
-    loop = make_drafting_loop(DeepseekV3Definition(), folder, factory, **sizes)
-    requests = random_requests(24, vocab_size=135, max_prompt_tokens=40, shared_tokens=20, temperature=1.0)
-    for seed in range(rounds):
-        run_together(loop, requests, seed=seed)
-    stats = loop.stats()
-    loop.close()
-    assert stats.drafter_faults == 0
-    assert stats.preemptions > 0
-    assert stats.cached_tokens > 0
-    return factory.log
+    sizes = {"vocab_size": 135, "max_drafts": DRAFTS}
+    return record_drafts(DeepseekV3Definition(), folder, DeepseekMtpDrafter, rounds=rounds, **sizes)
 
 
 @pytest.fixture(scope="module")

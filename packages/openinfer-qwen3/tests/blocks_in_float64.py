@@ -15,11 +15,8 @@ from safetensors.numpy import save_file
 from openinfer_engine import Checkpoint
 from openinfer_engine.testing import (
     DraftLog,
-    RecordingFactory,
     agreeing_logits,
-    make_drafting_loop,
-    random_requests,
-    run_together,
+    record_drafts,
 )
 from openinfer_engine.testing.random_weights import spread_tensors
 from openinfer_engine.weights.stored_tensor import TensorSpec
@@ -137,20 +134,8 @@ def save_random_weights(folder: Path, specs: dict[str, TensorSpec], **given: NDA
 
 
 def recorded(factory: Any, folder: Path, *, max_drafts: int) -> DraftLog:
-    """Of traffic with chunks, cached prefixes and preemptions."""
-    recording = RecordingFactory(factory)
-    sizes: dict[str, Any] = {"max_step_tokens": 24, "num_blocks": 19}
     named = {"drafter_options": {"model": str(folder)}}
-    loop = make_drafting_loop(Qwen3Definition(), MODEL, recording, max_drafts=max_drafts, **sizes, **named)
-    requests = random_requests(24, vocab_size=257, max_prompt_tokens=40, shared_tokens=20, temperature=1.0)
-    for seed in range(2):
-        run_together(loop, requests, seed=seed)
-    stats = loop.stats()
-    loop.close()
-    assert stats.drafter_faults == 0
-    assert stats.preemptions > 0
-    assert stats.cached_tokens > 0
-    return recording.log
+    return record_drafts(Qwen3Definition(), MODEL, factory, vocab_size=257, max_drafts=max_drafts, **named)
 
 
 def models_embedding() -> NDArray[Any]:

@@ -26,6 +26,7 @@ from openinfer_engine.testing import (
     check_model_drafter,
     make_drafting_loop,
     random_requests,
+    record_drafts,
     run_at_once,
     run_together,
 )
@@ -159,17 +160,7 @@ def mtp_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def log(mtp_dir: Path) -> DraftLog:
-    """Of traffic with chunks, cached prefixes and preemptions."""
-    factory = RecordingFactory(MtpDrafter)
-    loop = make_drafting_loop(Qwen35Definition(), mtp_dir, factory, max_drafts=3, max_step_tokens=24, num_blocks=19)
-    requests = random_requests(24, vocab_size=263, max_prompt_tokens=40, shared_tokens=20, temperature=1.0)
-    for seed in range(2):
-        run_together(loop, requests, seed=seed)
-    stats = loop.stats()
-    loop.close()
-    assert stats.preemptions > 0
-    assert stats.cached_tokens > 0
-    return factory.log
+    return record_drafts(Qwen35Definition(), mtp_dir, MtpDrafter, vocab_size=263, max_drafts=3)
 
 
 def wrong_drafts(log: DraftLog, layer: Mtp64, *, limit: int = 1000) -> int:

@@ -18,14 +18,11 @@ from openinfer_engine.drafters.requirements import ask_drafter
 from openinfer_engine.options import DeviceKind, KvCacheDtype, LoadFormat
 from openinfer_engine.testing import (
     DraftLog,
-    RecordingFactory,
     accepted_share,
     check_model_drafter,
-    make_drafting_loop,
-    random_requests,
     random_weights,
+    record_drafts,
     run_alone,
-    run_together,
 )
 from openinfer_engine.testing.quantised_checkpoints import SCHEMES, write_quantised, write_safetensors
 from openinfer_engine.testing.quantised_family import projections
@@ -152,19 +149,8 @@ def quantised(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def recorded(model: Path, draft: Path, **options: Any) -> DraftLog:
-    """Of traffic with chunks, cached prefixes and preemptions."""
-    factory = RecordingFactory(DraftModelDrafter)
-    sizes: dict[str, Any] = {"max_step_tokens": 24, "num_blocks": 19, **options}
-    loop = make_drafting_loop(Qwen3Definition(), model, factory, max_drafts=DRAFTS, **sizes, **named(draft))
-    requests = random_requests(24, vocab_size=NUM_TOKEN_IDS, max_prompt_tokens=40, shared_tokens=20, temperature=1.0)
-    for seed in range(2):
-        run_together(loop, requests, seed=seed)
-    stats = loop.stats()
-    loop.close()
-    assert stats.drafter_faults == 0
-    assert stats.preemptions > 0
-    assert stats.cached_tokens > 0
-    return factory.log
+    drafting: dict[str, Any] = {"max_drafts": DRAFTS, **named(draft), **options}
+    return record_drafts(Qwen3Definition(), model, DraftModelDrafter, vocab_size=NUM_TOKEN_IDS, **drafting)
 
 
 def continued(draft: Path, contexts: list[tuple[int, ...]], **options: Any) -> list[list[int]]:

@@ -28,6 +28,7 @@ from openinfer_engine.testing.model_drafters import (
     agreeing_logits,
     check_model_drafter,
     make_drafting_loop,
+    record_drafts,
 )
 from openinfer_engine.testing.quantised_family import check_quantised
 from openinfer_engine.testing.random_weights import bf16_exact, random_weights
@@ -81,6 +82,7 @@ __all__ = [
     "prompt_differences",
     "random_requests",
     "random_weights",
+    "record_drafts",
     "record_golden",
     "run_alone",
     "run_at_once",

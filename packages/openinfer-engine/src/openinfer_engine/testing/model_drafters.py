@@ -24,6 +24,7 @@ from openinfer_engine.options import EngineOptions
 from openinfer_engine.testing.answers import Answer, run_alone, run_at_once, run_together
 from openinfer_engine.testing.drafters import with_drafter
 from openinfer_engine.testing.drafts import drafted_requests
+from openinfer_engine.testing.traffic import random_requests
 from openinfer_kernels import Array, HostArray
 
 _SIZES: dict[str, Any] = {
@@ -128,6 +129,47 @@ def make_drafting_loop(
     """An engine with a drafter that no package need offer; `options` are fields of `EngineOptions`."""
     engine_plan = resolve(definition, model_dir, EngineOptions(**_SIZES | options))
     return build_loop(with_drafter(engine_plan, factory, max_drafts=max_drafts, options=drafter_options))
+
+
+def record_drafts(
+    definition: ModelDefinition[Any],
+    model_dir: Path,
+    factory: Any,
+    *,
+    vocab_size: int,
+    rounds: int = 2,
+    max_drafts: int,
+    drafter_options: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
+) -> DraftLog:
+    """What a drafter sees and drafts in traffic with chunks, cached prefixes and preemptions, drawn at temperature 1.
+
+    Args:
+        definition: of the family.
+        model_dir: `config.json` and safetensors.
+        factory: of the drafter.
+        vocab_size: prompts have ids below it.
+        rounds: of the same requests together, each in another order.
+        max_drafts: of a row.
+        drafter_options: the drafter's own.
+        options: further fields of `EngineOptions`.
+
+    Raises:
+        AssertionError: the drafter raised, or nothing was preempted or found in the prefix cache.
+    """
+    recording = RecordingFactory(factory)
+    sizes: dict[str, Any] = {"max_step_tokens": 24, "num_blocks": 19, **options}
+    drafting: dict[str, Any] = {"max_drafts": max_drafts, "drafter_options": drafter_options}
+    loop = make_drafting_loop(definition, model_dir, recording, **drafting, **sizes)
+    requests = random_requests(24, vocab_size=vocab_size, max_prompt_tokens=40, shared_tokens=20, temperature=1.0)
+    for seed in range(rounds):
+        run_together(loop, requests, seed=seed)
+    stats = loop.stats()
+    loop.close()
+    assert stats.drafter_faults == 0
+    assert stats.preemptions > 0
+    assert stats.cached_tokens > 0
+    return recording.log
 
 
 def check_model_drafter(
