@@ -9,6 +9,7 @@ import numpy as np
 
 from openinfer_core.engine import KvTierStats
 from openinfer_engine.kv_tiers.contents import TierContents
+from openinfer_engine.kv_tiers.share import unpack_digests
 from openinfer_engine.worker.messages import (
     CancelTransfer,
     LoadShare,
@@ -20,7 +21,6 @@ from openinfer_engine.worker.messages import (
     TransferEnded,
 )
 from openinfer_kv_cache import Digest, TierTransfer
-from openinfer_kv_cache.digest import DIGEST_BYTES
 
 
 class RemoteShare:
@@ -79,9 +79,8 @@ class RemoteShare:
         """What the rank's tiers hold has changed; first, before it is ready, that they tell."""
         if self.contents is None:
             self.contents = TierContents()
-        packed, contents = message.digests, self.contents
-        digests = [Digest(packed[begin : begin + DIGEST_BYTES]) for begin in range(0, len(packed), DIGEST_BYTES)]
-        (contents.stored if message.is_stored else contents.removed)(digests)
+        change = self.contents.stored if message.is_stored else self.contents.removed
+        change(unpack_digests(message.digests))
 
     def end_all(self) -> None:
         """The rank is gone, and with it whatever it copied; by the thread that listened to it."""

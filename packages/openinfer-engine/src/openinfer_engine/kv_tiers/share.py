@@ -10,6 +10,7 @@ from typing import Protocol
 from openinfer_core.engine import KvTierStats
 from openinfer_engine.kv_tiers.contents import TierContents
 from openinfer_kv_cache import Digest, TierTransfer
+from openinfer_kv_cache.digest import DIGEST_BYTES
 
 
 class RankShare(Protocol):
@@ -52,3 +53,8 @@ class TellingShare(RankShare, Protocol):
     def look(self, digest: Digest) -> None:
         """Lets the rank's tiers look for what other processes have stored, if they do so when they miss a block."""
         ...
+
+
+def unpack_digests(packed: bytes) -> list[Digest]:
+    """Those of a message, which has them one after the other."""
+    return [Digest(packed[begin : begin + DIGEST_BYTES]) for begin in range(0, len(packed), DIGEST_BYTES)]

@@ -13,6 +13,7 @@ import numpy as np
 
 from openinfer_engine.kv_events.recorder import TierChanges
 from openinfer_engine.kv_tiers.port import PoolTierPort
+from openinfer_engine.kv_tiers.share import unpack_digests
 from openinfer_engine.worker.messages import (
     CancelTransfer,
     LoadShare,
@@ -23,7 +24,6 @@ from openinfer_engine.worker.messages import (
     TransferEnded,
 )
 from openinfer_kv_cache import Digest, TellingTier, TierMedium, TierTransfer
-from openinfer_kv_cache.digest import DIGEST_BYTES
 
 ShareOrder: TypeAlias = LoadShare | SaveShare | PrefetchShare | LookShare | CancelTransfer
 _POLL_S = 0.001
@@ -95,7 +95,7 @@ class ShareService:
                 self._transfers[order.number].cancel()
             return
         if isinstance(order, PrefetchShare):
-            self._keep(order.number, self._port.prefetch(_digests(order.digests)).transfer)
+            self._keep(order.number, self._port.prefetch(unpack_digests(order.digests)).transfer)
             return
         if isinstance(order, LookShare):
             self._port.find([Digest(order.digest)]).close()  # a tier that misses a block looks for news, in its threads
@@ -161,8 +161,4 @@ class _Changes:
 
 def _unpacked(order: LoadShare | SaveShare) -> tuple[Sequence[Digest], Sequence[int]]:
     places: list[int] = np.frombuffer(order.places, np.int32).tolist()
-    return _digests(order.digests), places
-
-
-def _digests(packed: bytes) -> Sequence[Digest]:
-    return [Digest(packed[begin : begin + DIGEST_BYTES]) for begin in range(0, len(packed), DIGEST_BYTES)]
+    return unpack_digests(order.digests), places
