@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from v4_gpu_model import CONFIG, bf16_weights
 
 from openinfer_core import GenerateRequest
 from openinfer_core.errors import Refused
@@ -25,56 +26,15 @@ from openinfer_engine.testing import (
     QueriesOneOff,
     RoundedOps,
     answered_logprobs,
-    bf16_exact,
     computed_logprobs,
     random_requests,
     run_alone,
     run_at_once,
     top_differences,
 )
-from openinfer_engine.weights.dummy import dummy_array
-from openinfer_engine.weights.stored_tensor import StoredTensor
 
 gpu = pytest.mark.gpu
-VOCAB = 1024
-CONFIG = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "compress_rope_theta": 160000,
-    "eos_token_id": 1,
-    "hc_eps": 1e-6,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
-    "head_dim": 512,
-    "hidden_size": 256,
-    "index_head_dim": 128,
-    "index_n_heads": 16,
-    "index_topk": 32,
-    "layer_types": [
-        "sliding_attention",
-        "compressed_sparse_attention",
-        "heavily_compressed_attention",
-        "compressed_sparse_attention",
-    ],
-    "max_position_embeddings": 1024,
-    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
-    "model_type": "deepseek_v4",
-    "moe_intermediate_size": 256,
-    "n_routed_experts": 16,
-    "num_attention_heads": 8,
-    "num_experts_per_tok": 3,
-    "num_hidden_layers": 4,
-    "o_groups": 2,
-    "o_lora_rank": 128,
-    "q_lora_rank": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 64},
-    "rope_theta": 10000,
-    "routed_scaling_factor": 1.5,
-    "sliding_window": 128,
-    "swiglu_limit": 10.0,
-    "vocab_size": VOCAB,
-}
+VOCAB: int = CONFIG["vocab_size"]
 QUANTISED = {"expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"}}
 MOST_TIMES = 2.0
 """How many times as far as what rounding alone costs a GPU may be from the CPU: it rounds inside of operators too."""
@@ -86,17 +46,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     definition, rng = DeepseekV4().definition, np.random.default_rng(0)
-    weights = {}
-    for name, spec in definition.tensors(definition.parse(CONFIG)).items():
-        if isinstance(spec, StoredTensor):
-            weights[name] = dummy_array(spec, seed=1)
-            continue
-        values = rng.normal(size=spec).astype(np.float32)
-        if name.endswith(("norm.weight", "_scale")):
-            values = 1 + values / 10
-        elif not name.endswith(("_base", "attn_sink", "ape", "gate.bias")):
-            values *= np.float32(spec[-1] ** -0.5)
-        weights[name] = bf16_exact(values)
+    weights = bf16_weights(definition.tensors(definition.parse(CONFIG)), rng)
     save_file(weights, folder / "model.safetensors")
     return folder
 
