@@ -1,7 +1,7 @@
 """Asking a drafter what it requires, and checking it against the model's folder, before a weight is read."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,14 +119,14 @@ class AskedDrafter:
         tensors = self.requirements(self.options.tensor_parallel_size).tensors
         return self.drafter_dir is None and bool(tensors) and tensors.keys() <= checkpoint.tensors.keys()
 
-    def check_tensors(self, checkpoint: Checkpoint, folder: str, *, others: Collection[str] | None = None) -> None:
-        """Raises `InvalidCheckpoint` where its tensors do not fit; None: what else may be there is what it says."""
+    def check_tensors(self, checkpoint: Checkpoint, folder: str) -> None:
+        """Raises `InvalidCheckpoint` where its tensors do not fit, or others are there than it says there may be."""
         asked = self.requirements(self.options.tensor_parallel_size)
-        others = asked.other_tensors if others is None else others
+        others = asked.other_tensors
         if others is None:
-            others = checkpoint.tensors.keys()
+            others = checkpoint.tensors.keys() - asked.tensors.keys()
         try:
-            checkpoint.validate(asked.tensors, ignorable=others - asked.tensors.keys())
+            checkpoint.validate(asked.tensors, ignorable=others)
         except InvalidCheckpoint as error:
             raise InvalidCheckpoint(f"drafter {self.name}, {folder}: {error}") from error
 

@@ -207,7 +207,7 @@ def _open_drafter(engine_plan: EnginePlan, source: WeightsSource, opened: Opened
     asked = None if engine_plan.drafter is None else engine_plan.drafter.asked
     if source.drafter_folder is None:
         if asked is not None and opened.checkpoint is not None and asked.is_in(opened.checkpoint):
-            asked.check_tensors(opened.checkpoint, source.described, others=opened.checkpoint.tensors.keys())
+            asked.check_tensors(opened.checkpoint, source.described)
         return
     if asked is None or asked.drafter_dir is None:
         raise Refused("drafter_path: this engine has no drafter with a folder of its own")
