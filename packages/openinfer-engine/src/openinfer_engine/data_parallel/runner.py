@@ -150,7 +150,9 @@ class _PlannedStep:
         return result
 
     def _result(self) -> StepResult:
-        # A rank in another process may wait on its GPU for one that has failed here, until the group is ended.
+        # Threads all end, for one that fails breaks the others' exchanges: which was the cause is known when all have.
+        # A rank in another process may wait on its GPU for one that has failed here, until the group is ended; there
+        # the watch knows the cause.
         wait(self._futures, return_when=ALL_COMPLETED if self._watch is None else FIRST_EXCEPTION)
         raise_first([each for each in self._futures if each.done()])
         done = self._futures[self._rank].result()
