@@ -4,11 +4,13 @@ import os
 import sys
 import threading
 import weakref
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import emulated_cuda
+import numpy as np
 
 emulated_cuda.install()
 pathfinder: Any = ModuleType("cuda.pathfinder")
@@ -16,8 +18,9 @@ pathfinder.DynamicLibNotFoundError, pathfinder.load_nvidia_dynamic_lib = OSError
 sys.modules["cuda.pathfinder"] = pathfinder
 
 from openinfer_engine.cuda.worker import CudaWorker  # noqa: E402 - after the stand-ins
-from openinfer_engine.distributed import nccl_communicator  # noqa: E402
-from openinfer_kernels import DeviceUnavailableError  # noqa: E402
+from openinfer_engine.distributed import nccl_communicator, nccl_peers  # noqa: E402
+from openinfer_engine.distributed.nccl_peers import connect_peers  # noqa: E402
+from openinfer_kernels import CudaCallError, DeviceUnavailableError  # noqa: E402
 from openinfer_kernels.cuda.comm import nccl  # noqa: E402
 from openinfer_kernels.cuda.comm.nccl import NcclGroup  # noqa: E402
 from openinfer_kernels.cuda.common.graphs import Stream  # noqa: E402
@@ -110,6 +113,87 @@ def a_worker_whose_device_has_failed_frees_its_graphs_and_leaves_the_group() -> 
     assert ended[5:] == ["freed", "group", "said"], ended
 
 
+class RanksOfThreads:
+    """A stand-in for a group over NCCL, whose ranks are threads: a call fails that not all of them make."""
+
+    def __init__(self, size: int) -> None:
+        self._given: list[Any] = [None] * size
+        self._all = threading.Barrier(size, timeout=20)
+        self.called: list[list[str]] = [[] for _ in range(size)]
+
+    def of(self, rank: int) -> Any:
+        return SimpleNamespace(all_gather=partial(self._gather, rank), all_reduce=partial(self._reduce, rank))
+
+    def _gather(self, rank: int, array: Any, gathered: Any) -> None:
+        gathered[...] = self._of_all("gather", rank, array)
+
+    def _reduce(self, rank: int, array: Any, out: Any) -> None:
+        out[...] = sum(self._of_all("reduce", rank, array))
+
+    def _of_all(self, name: str, rank: int, array: Any) -> list[Any]:
+        self.called[rank].append(name)
+        self._given[rank] = np.array(array)
+        self._all.wait()
+        given = [*self._given]
+        self._all.wait()
+        return given
+
+
+class Peer:
+    """A rank's end of kernels, whose handle is its number."""
+
+    def __init__(self, rank: int, *, fails: str) -> None:
+        if fails == "memory":
+            raise MemoryError("out of memory")
+        self._rank, self._fails, self.handles, self.is_closed = rank, fails, [], False
+
+    @property
+    def handle(self) -> bytes:
+        if self._fails == "handle":
+            raise CUDARuntimeError("no handles here")
+        return bytes([self._rank + 1]) * 4
+
+    def connect(self, handles: Any) -> None:
+        if self._fails == "connect":
+            raise CudaCallError("out of reach")
+        assert all(map(any, handles)), "the handle of a rank that has no memory"
+        self.handles = handles
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class CUDARuntimeError(RuntimeError):
+    """CuPy's."""
+
+
+def a_rank_without_memory_leaves_no_other_waiting(fails: str) -> None:
+    made: dict[int, Peer] = {}
+    got: dict[int, Any] = {}
+    group = RanksOfThreads(3)
+
+    def make(rank: int) -> Peer:
+        made[rank] = Peer(rank, fails=fails if rank == 1 else "")
+        return made[rank]
+
+    def connect(rank: int) -> None:
+        made_here, sizes = partial(make, rank), {"rank": rank, "size": 3, "handle_bytes": 4}
+        got[rank] = connect_peers(group.of(rank), made_here, **sizes, otherwise="they go through NCCL")
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(3)]
+    runtime = SimpleNamespace(**vars(nccl_peers.cupy.cuda.runtime), CUDARuntimeError=CUDARuntimeError)
+    with patch.object(nccl_peers.cupy.cuda, "runtime", runtime):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert group.called == [["gather", "reduce"]] * 3, group.called
+    assert set(got.values()) == ({None} if fails else set(made.values())), got
+    assert [each.is_closed for each in made.values()] == [bool(fails)] * len(made)
+    if not fails:
+        assert all(each.handles == [bytes([rank]) * 4 for rank in (1, 2, 3)] for each in made.values())
+
+
 class Captured:
     """What a stream has captured."""
 
@@ -134,4 +218,6 @@ if __name__ == "__main__":
     a_group_that_is_broken_while_it_is_formed_is_ended_before_close_returns()
     a_worker_whose_device_has_failed_frees_its_graphs_and_leaves_the_group()
     graphs_are_freed_also_where_a_traceback_has_them()
+    for what in ("", "memory", "handle", "connect"):
+        a_rank_without_memory_leaves_no_other_waiting(what)
     sys.stdout.write("ended\n")

@@ -19,6 +19,7 @@ from openinfer_engine.ranks.placement import nodes_in_order
 from openinfer_kernels import Array
 from openinfer_kernels.cuda.comm.nccl import NcclGroup
 from openinfer_kernels.cuda.comm.one_shot import OneShot
+from openinfer_kernels.cuda.comm.peer_buffers import HANDLE_BYTES
 from openinfer_kernels.cuda.comm.rank_arrays import RankArrays
 from openinfer_kernels.cuda.common.arrays import VECTOR_BYTES
 from openinfer_kernels.cuda.common.device import Device
@@ -80,4 +81,5 @@ def open_one_shot(
     """What sums small arrays, if all ranks can reach each other's memory; called on every rank."""
     most_bytes = sent_bytes // (size - 1) // VECTOR_BYTES * VECTOR_BYTES
     make = partial(OneShot, device, rank=rank, size=size, most_bytes=most_bytes)
-    return connect_peers(group, make, rank=rank, size=size, otherwise="sums of small arrays go through NCCL")
+    otherwise = "sums of small arrays go through NCCL"
+    return connect_peers(group, make, handle_bytes=HANDLE_BYTES, rank=rank, size=size, otherwise=otherwise)

@@ -34,7 +34,7 @@ class OneShot:
 
     @property
     def handle(self) -> bytes:
-        """What the other ranks open this rank's memory by; `HANDLE_BYTES` long."""
+        """What the other ranks open this rank's memory by; `HANDLE_BYTES` of `peer_buffers` long."""
         return self._buffers.handle
 
     @property
