@@ -149,7 +149,6 @@ class Result:
     ttft_s: list[float] = field(default_factory=list[float])
     turns: list[int] = field(default_factory=list[int])
     """Of which turn each is, from 0."""
-    once_hits: int = 0
     order: list[Sequence[int]] = field(default_factory=list[Sequence[int]])
 
     def told(self) -> dict[str, float]:

@@ -147,7 +147,6 @@ dummy._spread_of = spread_of_peaked
 """Changes of a server, each the `sitecustomize.py` of its processes: an order of eviction, weights, and errors, of
 which the first is for models without states."""
 GOAL_RATIO, GOAL_MS = 1.2, 10.0
-GOAL_HITS = 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

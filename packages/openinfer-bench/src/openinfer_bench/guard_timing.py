@@ -15,7 +15,6 @@ from openinfer_core.scheduling import SchedulerCapabilities, StepPlan, StepResul
 from openinfer_engine.guard import GuardOptions, PlanCheck, SchedulerGuard
 
 _NUM_TOKEN_IDS = 200_000
-_RECONCILIATIONS_PER_S = 4
 _WARM_UP = 64
 
 

@@ -79,23 +79,13 @@ class SafetensorsFile:
         InvalidCheckpoint: it cannot be read, or is not a valid safetensors file.
     """
 
-    def __init__(
-        self, path: Path, *, data: mmap.mmap | memoryview | None = None, max_header_bytes: int = MAX_HEADER_BYTES
-    ) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _map_file(path) if data is None else data
+        self._map = _map_file(path)
         # tensors: name -> dtype, shape and place of every tensor
         self._data_start, self.tensors = read_header(
-            lambda begin, end: bytes(self._map[begin:end]),
-            num_bytes=len(self._map),
-            path=path,
-            max_header_bytes=max_header_bytes,
+            lambda begin, end: bytes(self._map[begin:end]), num_bytes=len(self._map), path=path
         )
-
-    @classmethod
-    def of_bytes(cls, data: memoryview, path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> "SafetensorsFile":
-        """The same of a file that was read into memory; `path` names it in messages."""
-        return cls(path, data=data, max_header_bytes=max_header_bytes)
 
     def read(self, name: str) -> HostArray:
         """A whole tensor, read-only, without a copy (with one, if its data are not aligned to its dtype).

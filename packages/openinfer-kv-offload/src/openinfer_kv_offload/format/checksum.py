@@ -12,8 +12,6 @@ import xxhash
 from openinfer_kv_cache import Digest, KvLayout
 from openinfer_kv_offload.format.record import RecordHeader
 
-CHECKSUM_BYTES = 16
-
 
 class BlockChecksum:
     """Makes and checks the checksums of one layout's blocks."""

@@ -13,7 +13,6 @@ from openinfer_nixl.messages import Described, GiveBack, GivenBack, Number
 PROTOCOL = b"openinfer nixl-gpu 1"
 MOST_COUNTED = 1 << 20
 MOST_LEASED = 1024
-SUM_BYTES = 16
 
 Bytes16: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
