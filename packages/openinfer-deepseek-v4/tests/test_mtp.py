@@ -21,13 +21,10 @@ from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.model import Shard
 from openinfer_engine.testing import (
     DraftLog,
-    RecordingFactory,
     agreeing_logits,
     check_model_drafter,
-    make_drafting_loop,
-    random_requests,
+    drafts_after_prefixes,
     record_drafts,
-    run_at_once,
 )
 from openinfer_engine.weights.checkpoint import shard_for_rank
 from openinfer_kernels import AttentionBatch
@@ -352,19 +349,8 @@ def test_answers_with_the_block_are_those_without(mtp_dir: Path, happens: str, o
 
 def test_drafts_after_a_cached_prefix_are_those_of_a_computed_one(mtp_dir: Path) -> None:
     """Bit for bit: copies of states have the block's window, and the streams before the next token."""
-    requests = random_requests(3, vocab_size=100, max_prompt_tokens=30, shared_tokens=40)
-    drafts: list[list[list[int]]] = []
-    for prefix_cache in (True, False):
-        factory = RecordingFactory(DeepseekV4MtpDrafter)
-        loop = make_drafting_loop(definition, mtp_dir, factory, prefix_cache=prefix_cache)
-        cached = 0
-        for _ in range(2):
-            for request in requests:
-                cached += run_at_once(loop, [request])[request.request_id].cached_tokens
-        loop.close()
-        assert (cached > 0) is prefix_cache
-        drafts.append([context.drafts for context in factory.log.contexts])
-    assert drafts[0] == drafts[1]
+    cached, computed = drafts_after_prefixes(definition, mtp_dir, DeepseekV4MtpDrafter, vocab_size=100, count=3)
+    assert cached == computed
 
 
 def asked(folder: Path, **options: Any) -> Any:

@@ -16,13 +16,10 @@ from openinfer_deepseek.mtp import DeepseekMtpDrafter, mtp_tensors
 from openinfer_engine import Checkpoint, EngineOptions, build_loop, resolve
 from openinfer_engine.testing import (
     DraftLog,
-    RecordingFactory,
     agreeing_logits,
     check_model_drafter,
-    make_drafting_loop,
-    random_requests,
+    drafts_after_prefixes,
     record_drafts,
-    run_at_once,
 )
 from openinfer_engine.weights.stored_tensor import StoredTensor
 from openinfer_kernels.cpu import CpuOps
@@ -227,19 +224,8 @@ def test_answers_with_the_layer_are_those_without(mtp_dir: Path, happens: str, o
 
 def test_drafts_after_a_cached_prefix_are_those_of_a_computed_one(mtp_dir: Path) -> None:
     """Bit for bit: blocks have the hidden state at their end, and the layer's latents."""
-    requests = random_requests(6, vocab_size=135, max_prompt_tokens=30, shared_tokens=40)
-    drafts: list[list[list[int]]] = []
-    for prefix_cache in (True, False):
-        factory = RecordingFactory(DeepseekMtpDrafter)
-        loop = make_drafting_loop(DeepseekV3Definition(), mtp_dir, factory, prefix_cache=prefix_cache)
-        for turn in range(2):
-            for request in requests:
-                answers = run_at_once(loop, [request])
-                if turn and prefix_cache:
-                    assert answers[request.request_id].cached_tokens >= 32
-        loop.close()
-        drafts.append([context.drafts for context in factory.log.contexts])
-    assert drafts[0] == drafts[1]
+    cached, computed = drafts_after_prefixes(DeepseekV3Definition(), mtp_dir, DeepseekMtpDrafter, vocab_size=135)
+    assert cached == computed
 
 
 def asked(folder: Path, **options: Any) -> Any:

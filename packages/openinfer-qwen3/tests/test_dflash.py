@@ -22,11 +22,8 @@ from openinfer_engine import EngineOptions, build_loop, resolve
 from openinfer_engine.options import KvCacheDtype
 from openinfer_engine.testing import (
     DraftLog,
-    RecordingFactory,
     check_model_drafter,
-    make_drafting_loop,
-    random_requests,
-    run_at_once,
+    drafts_after_prefixes,
 )
 from openinfer_qwen3.block_drafter import block_tensors
 from openinfer_qwen3.dflash import DFlashDrafter, read_dflash
@@ -102,17 +99,8 @@ def test_answers_with_a_folder_are_those_without(folder: Path, happens: str, opt
 
 
 def test_drafts_after_a_cached_prefix_are_those_of_a_computed_one(folder: Path) -> None:
-    requests = random_requests(6, vocab_size=257, max_prompt_tokens=30, shared_tokens=40)
-    drafts: list[list[list[int]]] = []
-    for prefix_cache in (True, False):
-        factory = RecordingFactory(DFlashDrafter)
-        loop = make_drafting_loop(Qwen3Definition(), MODEL, factory, **named(folder), prefix_cache=prefix_cache)
-        for request in requests:
-            answers = run_at_once(loop, [request])
-        assert (answers[request.request_id].cached_tokens >= 40) == prefix_cache
-        loop.close()
-        drafts.append([context.drafts for context in factory.log.contexts])
-    assert drafts[0] == drafts[1]
+    cached, computed = drafts_after_prefixes(Qwen3Definition(), MODEL, DFlashDrafter, vocab_size=257, **named(folder))
+    assert cached == computed
 
 
 def test_plan_shows_the_folders_kv(folder: Path) -> None:

@@ -29,6 +29,7 @@ from openinfer_engine.testing import (
     RecordingFactory,
     accepted_share,
     check_model_drafter,
+    drafts_after_prefixes,
     make_drafting_loop,
     random_requests,
     run_at_once,
@@ -185,18 +186,9 @@ def test_answers_with_a_folder_are_those_without(
 
 @pytest.mark.parametrize("kv_cache_dtype", [KvCacheDtype.AUTO, KvCacheDtype.FP8])
 def test_drafts_after_a_cached_prefix_are_those_of_a_computed_one(folder: Folder, kv_cache_dtype: KvCacheDtype) -> None:
-    requests = random_requests(6, vocab_size=257, max_prompt_tokens=30, shared_tokens=40)
-    drafts: list[list[list[int]]] = []
-    for prefix_cache in (True, False):
-        factory = RecordingFactory(DSparkDrafter)
-        options: dict[str, Any] = {"prefix_cache": prefix_cache, "kv_cache_dtype": kv_cache_dtype}
-        loop = make_drafting_loop(Qwen3Definition(), MODEL, factory, **folder.named(), **options)
-        for request in requests:
-            answers = run_at_once(loop, [request])
-        assert (answers[request.request_id].cached_tokens >= 40) == prefix_cache
-        loop.close()
-        drafts.append([context.drafts for context in factory.log.contexts])
-    assert drafts[0] == drafts[1]
+    options: dict[str, Any] = {"vocab_size": 257, "kv_cache_dtype": kv_cache_dtype, **folder.named()}
+    cached, computed = drafts_after_prefixes(Qwen3Definition(), MODEL, DSparkDrafter, **options)
+    assert cached == computed
 
 
 def test_plan_shows_the_folders_kv_and_an_installed_drafter(folder: Folder) -> None:

@@ -24,6 +24,7 @@ from openinfer_engine.testing import (
     accepted_share,
     agreeing_logits,
     check_model_drafter,
+    drafts_after_prefixes,
     make_drafting_loop,
     random_requests,
     run_at_once,
@@ -233,20 +234,10 @@ class Forgetful(Eagle3Drafter):
         del starts
 
 
-def drafts_of(drafter: type[Eagle3Drafter], folder: Path) -> list[list[list[int]]]:
+def drafts_of(drafter: type[Eagle3Drafter], folder: Path) -> tuple[list[list[int]], list[list[int]]]:
     """With a prefix cache, and without."""
-    requests = random_requests(6, vocab_size=257, max_prompt_tokens=30, shared_tokens=40)
-    drafts: list[list[list[int]]] = []
-    for prefix_cache in (True, False):
-        factory = RecordingFactory(drafter)
-        named = {"drafter_options": {"model": str(folder)}, "prefix_cache": prefix_cache}
-        loop = make_drafting_loop(Qwen3Definition(), MODEL, factory, **named)
-        for request in requests:
-            answers = run_at_once(loop, [request])
-        assert (answers[request.request_id].cached_tokens >= 40) == prefix_cache
-        loop.close()
-        drafts.append([context.drafts for context in factory.log.contexts])
-    return drafts
+    named = {"drafter_options": {"model": str(folder)}}
+    return drafts_after_prefixes(Qwen3Definition(), MODEL, drafter, vocab_size=257, **named)
 
 
 def test_drafts_after_a_cached_prefix_are_those_of_a_computed_one(folder: Path) -> None:

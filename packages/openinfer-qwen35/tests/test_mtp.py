@@ -24,6 +24,7 @@ from openinfer_engine.testing import (
     accepted_share,
     agreeing_logits,
     check_model_drafter,
+    drafts_after_prefixes,
     make_drafting_loop,
     random_requests,
     record_drafts,
@@ -218,19 +219,8 @@ def test_answers_of_a_mixture_with_the_layer_are_those_without(tmp_path: Path) -
 
 def test_drafts_after_a_cached_prefix_are_those_of_a_computed_one(mtp_dir: Path) -> None:
     """Bit for bit: the copy of the states has the hidden state before the boundary, and blocks have the layer's KV."""
-    requests = random_requests(6, vocab_size=263, max_prompt_tokens=30, shared_tokens=40)
-    drafts: list[list[list[int]]] = []
-    for prefix_cache in (True, False):
-        factory = RecordingFactory(MtpDrafter)
-        loop = make_drafting_loop(Qwen35Definition(), mtp_dir, factory, prefix_cache=prefix_cache)
-        for _ in range(2):
-            for request in requests:
-                answers = run_at_once(loop, [request])
-                if _ and prefix_cache:
-                    assert answers[request.request_id].cached_tokens >= 32
-        loop.close()
-        drafts.append([context.drafts for context in factory.log.contexts])
-    assert drafts[0] == drafts[1]
+    cached, computed = drafts_after_prefixes(Qwen35Definition(), mtp_dir, MtpDrafter, vocab_size=263)
+    assert cached == computed
 
 
 @pytest.mark.parametrize("kv_cache_dtype", [KvCacheDtype.AUTO, KvCacheDtype.FP8])

@@ -27,6 +27,7 @@ from openinfer_engine.testing.model_drafters import (
     accepted_share,
     agreeing_logits,
     check_model_drafter,
+    drafts_after_prefixes,
     make_drafting_loop,
     record_drafts,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "check_steps",
     "computed_logprobs",
     "drafted_requests",
+    "drafts_after_prefixes",
     "make_drafting_loop",
     "prompt_differences",
     "random_requests",

@@ -172,6 +172,49 @@ def record_drafts(
     return recording.log
 
 
+def drafts_after_prefixes(
+    definition: ModelDefinition[Any],
+    model_dir: Path,
+    factory: Any,
+    *,
+    vocab_size: int,
+    count: int = 6,
+    drafter_options: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """All drafts after prefixes that are cached, and all after the same ones computed: equal where a cache has enough.
+
+    Requests whose prompts begin alike come one after the other, and then once more.
+
+    Args:
+        definition: of the family.
+        model_dir: `config.json` and safetensors.
+        factory: of the drafter.
+        vocab_size: prompts have ids below it.
+        count: of requests.
+        drafter_options: the drafter's own.
+        options: further fields of `EngineOptions`.
+
+    Raises:
+        AssertionError: the drafter raised, a prompt that came again was not cached, or one was without a prefix cache.
+    """
+    requests = random_requests(count, vocab_size=vocab_size, max_prompt_tokens=30, shared_tokens=40)
+    drafts: list[list[list[int]]] = []
+    for prefix_cache in (True, False):
+        recording = RecordingFactory(factory)
+        drafting: dict[str, Any] = {"drafter_options": drafter_options, "prefix_cache": prefix_cache, **options}
+        loop = make_drafting_loop(definition, model_dir, recording, **drafting)
+        run_alone(loop, requests)
+        again = run_alone(loop, requests)
+        faults = loop.stats().drafter_faults
+        loop.close()
+        assert faults == 0, "the drafter raised"
+        cached = [answer.cached_tokens for answer in again.values()]
+        assert min(cached) >= 32 if prefix_cache else not any(cached), cached
+        drafts.append([context.drafts for context in recording.log.contexts])
+    return drafts[0], drafts[1]
+
+
 def check_model_drafter(
     definition: ModelDefinition[Any],
     model_dir: Path,
