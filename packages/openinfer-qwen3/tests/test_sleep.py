@@ -19,13 +19,14 @@ from openinfer_core import (
     EngineClosed,
     Failed,
     FailureKind,
+    Finished,
     GenerateRequest,
     Refused,
     RequestId,
     SamplingParams,
     Tokens,
 )
-from openinfer_core.control import InFlight, Sleep, UpdateWeights, Wake
+from openinfer_core.control import InFlight, Pause, Resume, Sleep, UpdateWeights, Wake
 from openinfer_core.engine import EngineState
 from openinfer_core.shared_weights import SharedTensor, SharedWeights
 from openinfer_engine import EngineOptions, StepLoop
@@ -242,6 +243,20 @@ def test_pool_is_forgotten_and_disk_tier_is_not(make_loop: MakeLoop, tmp_path: P
         again = run(loop, loop.submit(one(2)))[2]
         assert again.cached_tokens == cached_tokens
         assert again.token_ids == first.token_ids
+
+
+def test_blocks_whose_saves_end_in_a_pause_are_given_back_without_a_further_request(make_loop: MakeLoop) -> None:
+    pytest.importorskip("openinfer_kv_offload")
+    loop = make_loop(kv_tier=["host=16MiB"])
+    events = loop.submit(one(1, max_tokens=1))
+    while not any(isinstance(event, Finished) for event in events):
+        events += loop.step()
+    loop.control(Pause())
+    assert loop.stats().blocks_used > 0, "nothing is being saved"
+    run(loop, [])
+    loop.control(Resume())
+    run(loop, [])
+    assert loop.stats().blocks_used == 0
 
 
 def test_rank_that_dies_asleep_ends_the_engine_by_name(make_loop: MakeLoop) -> None:

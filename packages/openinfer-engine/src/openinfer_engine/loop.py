@@ -124,6 +124,8 @@ class StepLoop:
         self._tracer = tracer or NoTrace()
         self._in_flight: _InFlight | None = None
         self._unsaid: list[TokenEvent] = []  # of a command, whose refusal has no place for them
+        # Copies between pool and tiers ended while no steps were planned: the scheduler takes their blocks back in a plan.
+        self._owes_plan = False
         self._masked = MaskedRequests(grammar_compiler, num_token_ids=info.num_token_ids, wait_s=mask_wait_s)
         self._lifecycle: Lifecycle | None = None
         if weights is not None and isinstance(runner, ObeysOrders) and self._guard.changes_weights:
@@ -153,6 +155,7 @@ class StepLoop:
             return bool(self._unsaid) or is_moving or is_kept or is_loading or self._runner.failure is not None
         return (
             self._guard.num_unfinished > 0
+            or self._owes_plan
             or bool(self._unsaid)
             or self._in_flight is not None
             or self._masked.num_compiling > 0
@@ -258,6 +261,7 @@ class StepLoop:
         with self._tracer.span(LOOP, "plan"):
             self._guard.hold(self._masked.held_ids)
             plan = self._guard.plan()
+        self._owes_plan = False
         before, self._in_flight = self._in_flight, None
         failures = []
         if plan is not None:
@@ -362,6 +366,7 @@ class StepLoop:
         Adapters are read, too: that needs host memory alone.
         """
         if self._port is not None:
+            self._owes_plan |= self._port.is_moving
             self._port.settle()
             if self._port.is_moving:
                 self._port.wait(_TIER_WAIT_S)

@@ -23,11 +23,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from openinfer_core import GenerateRequest, RequestId, SamplingParams
+from openinfer_core import GenerateRequest, Refused, RequestId, SamplingParams
 from openinfer_core.errors import ContractViolation
 from openinfer_core.events import Finished, FinishReason
 from openinfer_core.queue_policies import FirstComeFirstServed
-from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
+from openinfer_core.scheduling import FlushesCache, QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_core.testing.fake_model import NUM_TOKEN_IDS
 from openinfer_core.testing.scheduler_driver import RunsAt, SchedulerDriver
@@ -635,6 +635,27 @@ def test_slow_saves_of_states_give_way_to_snapshots_that_find_no_room(
     for transfer in tier.pending:
         transfer.polls_left = 1
     rig.driver.run()
+
+
+def test_cache_is_flushed_once_saves_of_states_have_ended_though_no_step_was_planned_since(
+    checked_scheduler: type[TokenBudgetScheduler],
+) -> None:
+    """As while an engine is paused, whose loop looks after copies and plans nothing."""
+    tier = FakeTier(block_tokens=4)
+    tier.save_polls = NEVER
+    rig = Rig(checked_scheduler, tier, **STATES, num_blocks=32)
+    rig.driver.submit(request_of(0, range(9), max_tokens=1))
+    while rig.driver.accounts[RequestId(0)].terminal is None:
+        rig.driver.step()
+    scheduler = rig.driver.scheduler
+    assert isinstance(scheduler, FlushesCache)
+    with pytest.raises(Refused, match="copies have not completed"):
+        scheduler.flush_cache()
+    for transfer in tier.pending:
+        transfer.polls_left = 1
+    rig.port.settle()
+    scheduler.flush_cache()
+    assert (scheduler.stats().blocks_used, scheduler.stats().state_snapshots) == (0, 0)
 
 
 def test_only_a_share_of_the_pool_is_saved_at_a_time(checked_scheduler: type[TokenBudgetScheduler]) -> None:

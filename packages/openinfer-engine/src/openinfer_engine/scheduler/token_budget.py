@@ -138,6 +138,7 @@ class TokenBudgetScheduler:
         self._queue.kv.listen(listener)
 
     def flush_cache(self) -> None:
+        self._queue.settle()  # a loop that plans no steps has heard of ended copies, and the queue has not
         try:
             self._queue.kv.clear()
             self._queue.retention.clear()
