@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -112,6 +113,28 @@ def test_a_cached_prefix_is_found_on_its_rank_and_another_goes_elsewhere(groups:
         loop.control(FlushCache())
         assert run_at_once(loop, [request(5, prompt=1, num_tokens=130)])[5].cached_tokens == 0
     assert tokens_of(answers) == tokens_of(tensor_parallel(groups, 2, again))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_batch_invariant_answers_have_the_same_bits_on_every_rank(groups: Path, ranks: int) -> None:
+    """Which rank has a request depends on the others."""
+    sampling = SamplingParams(max_tokens=12, temperature=0, logprobs=0, prompt_logprobs=0)
+    asked = [
+        msgspec.structs.replace(request(index, prompt=1, num_tokens=40), sampling=sampling) for index in range(ranks)
+    ]
+    with data_parallel(groups, ranks, batch_invariant=True) as loop:
+        for each in asked:
+            loop.submit(each)
+        assert {loop.rank_of(each.request_id) for each in asked} == set(range(ranks))
+        answers = {each.request_id: Answer() for each in asked}
+        while loop.busy:
+            for event in loop.step():
+                answers[event.request_id].take(event)
+    first, *others = answers.values()
+    assert len(first.prompt_logprobs) == 39
+    for each in others:
+        assert (each.token_ids, each.logprobs) == (first.token_ids, first.logprobs)
+        assert each.prompt_logprobs == first.prompt_logprobs
 
 
 def test_a_preempted_request_stays_with_its_rank(groups: Path) -> None:

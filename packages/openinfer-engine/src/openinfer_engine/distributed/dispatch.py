@@ -5,7 +5,8 @@
              where GPUs cannot reach each other's memory: all rows gathered, and sums scattered, through NCCL
 
 A row's sum is added up in float32 in the order of ranks, whichever way it went. A rank has its own shared experts'
-part of its own rows, which goes nowhere.
+part of its own rows, which goes nowhere. On a host it is added last, so that a row's bits are the same on every rank:
+which one has a request depends on the others. On GPUs it is part of the rank's own sum.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,7 +97,7 @@ class ChosenRows(GroupEnd):
         parts = compute(
             _joined(rows, brought),
             replace(choice, ids=_joined(choice.ids, ids), weights=_joined(choice.weights, weights)),
-            _joined(shared, np.zeros_like(brought, shared.dtype)),
+            np.zeros((tokens + self.size * most, shared.shape[1]), shared.dtype),
         )
         returned = self._others.all_to_all(parts[tokens:].reshape(self.size, most, parts.shape[1]))
         total = np.zeros((tokens, parts.shape[1]), parts.dtype)
@@ -105,7 +106,7 @@ class ChosenRows(GroupEnd):
                 total += parts[:tokens]
             else:
                 total[sent] += returned[rank, : len(sent)]
-        return total
+        return total + shared
 
     def _chosen(self, ids: HostArray, num_experts: int) -> Sequence[HostArray]:
         """The rows that each other rank gets, in their order."""
