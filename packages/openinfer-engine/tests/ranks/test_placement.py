@@ -5,9 +5,11 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from openinfer_core import InvalidRequest, PluginError, Refused
+from openinfer_core import InvalidRequest, PluginError, Refused, UnknownPlugin
+from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.options import DeviceKind, EngineOptions
 from openinfer_engine.ranks.choice import planned_placement
 from openinfer_engine.ranks.handshake import Node
@@ -16,6 +18,7 @@ from openinfer_engine.ranks.join_host import arrange
 from openinfer_engine.ranks.join_setting import JoinSetting
 from openinfer_engine.ranks.placement import Placement, RankPlace, nodes_in_order
 from openinfer_engine.ranks.socket_link import SocketLink
+from openinfer_engine.worker.process_group import start_workers
 
 SETTING = JoinSetting(host="127.0.0.1", port=0, token_file=Path("token"), local=2, node="a")
 
@@ -149,3 +152,13 @@ def test_a_plan_refuses_what_a_start_would() -> None:
         planned("join=0.0.0.0:7000")
     with pytest.raises(PluginError, match="nowhere"):
         planned("nowhere=1")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_host_that_no_package_offers_is_refused_though_one_rank_needs_none(ranks: int) -> None:
+    options = EngineOptions(rank_host="tape=2", tensor_parallel_size=ranks)
+    spec = EngineSpec(family="none", model_dir="none", options=msgspec.Raw(b"{}"))
+    with pytest.raises(UnknownPlugin, match="'tape'"):
+        start_workers(spec, options)
+    for host in (None, "thread", "process"):
+        assert start_workers(spec, msgspec.structs.replace(options, rank_host=host, tensor_parallel_size=1)) is None

@@ -21,6 +21,12 @@ def open_rank_host(options: EngineOptions) -> RankHost:
     return find_plugin(RANK_HOSTS, name).make(setting, contract=RankHost)
 
 
+def check_rank_host(options: EngineOptions) -> None:
+    """For an engine without ranks that are processes; raises `PluginError`: no package offers the name."""
+    if options.rank_host not in (None, THREAD_RANKS):
+        find_plugin(RANK_HOSTS, options.rank_host.partition("=")[0])
+
+
 def planned_placement(options: EngineOptions) -> Placement:
     """Where the ranks of an engine would be, without starting any; on this machine where their host does not say.
 

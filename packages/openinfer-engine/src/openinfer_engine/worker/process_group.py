@@ -375,12 +375,14 @@ def start_workers(spec: EngineSpec, options: EngineOptions) -> ProcessGroup | No
     """The ranks that are processes, at the host that the options name; None if there are none.
 
     Raises:
-        InvalidRequest, Refused, PluginError: as `open_rank_host` and `RankHost.start`.
+        InvalidRequest, Refused, PluginError: as `open_rank_host` and `RankHost.start`; where there are none, too, if no
+            package offers the host.
     """
-    if not options.num_rank_processes:
-        return None
-    from openinfer_engine.ranks.choice import open_rank_host
+    from openinfer_engine.ranks.choice import check_rank_host, open_rank_host
 
+    if not options.num_rank_processes:
+        check_rank_host(options)
+        return None
     return ProcessGroup(
         spec,
         options.num_rank_processes,
