@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from openinfer_core import (
 from openinfer_core.control import InFlight, Pause, Resume, Sleep, UnloadAdapter, UpdateWeights, Wake
 from openinfer_core.engine import AdapterStats
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
-from openinfer_core.request import LoadedAdapter
+from openinfer_core.request import LoadedAdapter, RetainedPrefix
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepPlan
 from openinfer_core.testing import fake_model
 from openinfer_core.testing.fake_device import FakeDevice
@@ -192,12 +192,14 @@ def conversations(draw: random.Random) -> Iterator[GenerateRequest]:
         yield request
 
 
-def record(path: Path, *, seed: int = 1, policy: str = "fair-share") -> tuple[StepLoop, int]:
-    """The loop that ran, and how many tokens it told."""
+def record(
+    path: Path, *, seed: int = 1, policy: str = "fair-share", asks: Callable[[int], dict[str, Any]] | None = None
+) -> tuple[StepLoop, int]:
+    """The loop that ran, and how many tokens it told. `asks` gives further fields of a request by its number."""
     draw, loop = random.Random(seed), make_loop(path, policy)
     events: list[TokenEvent] = []
     for request in conversations(draw):
-        loop.submit(request)
+        loop.submit(msgspec.structs.replace(request, **({} if asks is None else asks(request.request_id))))
         for _ in range(draw.randint(0, 6)):
             events += loop.step()
         if draw.random() < 0.1:
@@ -219,6 +221,28 @@ def test_a_run_is_repeated_exactly(tmp_path: Path, policy: str) -> None:
     assert (replayed.steps, replayed.requests) == (stats.steps, NUM_REQUESTS)
     assert replayed.tokens == num_tokens > 500
     assert replay_steps(tmp_path / "steps") == replayed
+
+
+def retains(number: int) -> dict[str, Any]:
+    """Every third one, of five conversations; every fifth the beginning of its prompt."""
+    prefixes = () if number % 5 else (RetainedPrefix(num_tokens=9, retain_s=1000),)
+    turn = {} if number % 3 else {"retain_s": 1000.0, "cache_key": f"conversation {number % 5}"}
+    return {"retained_prefixes": prefixes, **turn}
+
+
+@pytest.mark.parametrize(
+    ("asks", "fields"),
+    [(lambda number: {"choice": number % 4}, ["choice"]), (retains, ["retain_s", "conversation", "retained_prefixes"])],
+    ids=["choices", "retention"],
+)
+def test_what_requests_ask_of_order_and_cache_is_repeated(tmp_path: Path, asks: Any, fields: list[str]) -> None:
+    record(tmp_path / "steps", asks=asks)
+    assert replay_steps(tmp_path / "steps").difference is None
+    records = [json.loads(line) for line in (tmp_path / "steps").read_bytes().splitlines()]
+    lacking = [{name: value for name, value in each.items() if name not in fields} for each in records]
+    (tmp_path / "lacking").write_text("".join(json.dumps(each) + "\n" for each in lacking))
+    assert replay_steps(tmp_path / "lacking").difference is not None
+    assert "conversation 1" not in (tmp_path / "steps").read_text()
 
 
 def changed(path: Path, change: Any, kind: str, index: int) -> tuple[Path, Any]:

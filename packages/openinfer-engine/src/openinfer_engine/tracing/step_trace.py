@@ -91,6 +91,12 @@ class Add(Record, frozen=True, kw_only=True, omit_defaults=True, tag="add"):
     """The kind of failure that it was answered with at once."""
     adapter: int | None = None
     """A number for its content, the same one for the same content."""
+    choice: int = 0
+    retain_s: float | None = None
+    conversation: int | None = None
+    """A number for its `cache_key`, the same one for the same key, salt and adapter."""
+    retained_prefixes: list[tuple[int, float]] = []
+    """Tokens and seconds of each."""
 
 
 class Abort(Record, frozen=True, kw_only=True, tag="abort"):
@@ -237,6 +243,7 @@ class StepTrace:
         self._adapters: dict[bytes, int] = {}  # numbers of contents
         self._are_held: dict[int, bool] = {}  # as the scheduler was told last
         self._versions: dict[str, int] = {}  # numbers of weights
+        self._conversations: dict[tuple[str | None, ...], int] = {}  # numbers of cache keys
         self._write(begin)
 
     def recorded(self, scheduler: Scheduler) -> Scheduler:
@@ -268,6 +275,10 @@ class StepTrace:
                 has_prompt_logprobs=sampling.prompt_logprobs is not None,
                 refusal=refusal,
                 adapter=None if request.adapter is None else self._number_of(request.adapter.digest),
+                choice=request.choice,
+                retain_s=request.retain_s,
+                conversation=None if request.cache_key is None else self._conversation_of(request),
+                retained_prefixes=[(each.num_tokens, each.retain_s) for each in request.retained_prefixes],
             )
         )
         self._open[request.request_id] = _Tokens(request)
@@ -359,6 +370,10 @@ class StepTrace:
                     has_stop_token=has_stop_token,
                 )
             )
+
+    def _conversation_of(self, request: GenerateRequest) -> int:
+        key = request.cache_salt, request.lora, request.cache_key
+        return self._conversations.setdefault(key, len(self._conversations))
 
     def _number_of(self, digest: bytes) -> int:
         return self._adapters.setdefault(digest, len(self._adapters))

@@ -24,7 +24,7 @@ from openinfer_core import (
     TokenLogprobs,
 )
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS, find_plugin
-from openinfer_core.request import LoadedAdapter
+from openinfer_core.request import LoadedAdapter, RetainedPrefix
 from openinfer_core.scheduling import (
     ChangesWeights,
     FlushesCache,
@@ -246,6 +246,10 @@ class _Replay:
             tenant=record.tenant,
             priority=record.priority,
             adapter=None if record.adapter is None else LoadedAdapter(digest=_digest_of(record.adapter)),
+            choice=record.choice,
+            retain_s=record.retain_s,
+            cache_key=None if record.conversation is None else str(record.conversation),
+            retained_prefixes=tuple(RetainedPrefix(*each) for each in record.retained_prefixes),
         )
         self.requests += 1
         self._open[record.request] = _Request(request, token_ids)
