@@ -124,7 +124,7 @@ class StepLoop:
         self._tracer = tracer or NoTrace()
         self._in_flight: _InFlight | None = None
         self._unsaid: list[TokenEvent] = []  # of a command, whose refusal has no place for them
-        # Copies between pool and tiers ended while no steps were planned: the scheduler takes their blocks back in a plan.
+        # Copies of KV ended while no steps were planned: the scheduler takes their blocks back in a plan.
         self._owes_plan = False
         self._masked = MaskedRequests(grammar_compiler, num_token_ids=info.num_token_ids, wait_s=mask_wait_s)
         self._lifecycle: Lifecycle | None = None
