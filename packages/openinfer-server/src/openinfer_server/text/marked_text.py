@@ -35,6 +35,7 @@ _WITHOUT_FLAGS = bytes(byte & _ORIGIN_BITS for byte in range(256))
 _CLIENTS = bytes(byte for byte in range(256) if byte & _ORIGIN_BITS == Origin.CLIENT)
 _SAME = re.compile(rb"(.)\1*+", re.DOTALL)
 _RUN = re.compile(b"|".join(rb"\x%02x+" % origin for origin in Origin))
+_PIECE = 2**14  # characters of which runs are looked for at a time
 _CONVERSION = re.compile(r"%(?:\((\w+)\))?(.)", re.DOTALL)
 
 
@@ -45,12 +46,14 @@ class MarkedText(str):
         origins: one byte per character, an `Origin` each.
     """
 
-    __slots__ = ("origins",)
+    __slots__ = ("_plain", "origins")
     origins: bytes
+    _plain: str | None
 
     def __new__(cls, text: str, origins: bytes | None = None) -> Self:
         made = str.__new__(cls, text)
         made.origins = bytes(len(made)) if origins is None else origins
+        made._plain = text if type(text) is str else None  # noqa: SLF001 - of its own class
         return made
 
     @classmethod
@@ -60,7 +63,10 @@ class MarkedText(str):
 
     @property
     def plain(self) -> str:
-        return str.__str__(self)
+        """The text as a `str` alone. Each call of `str.__str__` would copy it: a rendered chat is asked seven times."""
+        if self._plain is None:
+            self._plain = str.__str__(self)
+        return self._plain
 
     @property
     def is_marked(self) -> bool:
@@ -90,8 +96,22 @@ class MarkedText(str):
 
     def runs(self, first: int = 0) -> Iterator[tuple[int, int, Origin]]:
         """Begin and end of each stretch of one origin, from a place on."""
-        for run in _RUN.finditer(self.origins[first:].translate(_WITHOUT_FLAGS)):
-            yield first + run.start(), first + run.end(), Origin(run.group()[0])
+        # Piece by piece, since most who ask need the first runs alone, or those near the end.
+        origins, begin = self.origins, first
+        before: tuple[int, int, Origin] | None = None  # the run that the next piece may go on with
+        while begin < len(origins):
+            piece = origins[begin : begin + _PIECE].translate(_WITHOUT_FLAGS)
+            for run in _RUN.finditer(piece):
+                origin = Origin(piece[run.start()])
+                if before is None or before[2] is not origin:
+                    if before is not None:
+                        yield before
+                    before = (begin + run.start(), begin + run.end(), origin)
+                else:
+                    before = (before[0], begin + run.end(), origin)
+            begin += len(piece)
+        if before is not None:
+            yield before
 
     def stretches(self) -> "Iterator[MarkedText]":
         """The parts of the text that have one origin, and the same flags, each."""
