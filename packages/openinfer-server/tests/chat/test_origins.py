@@ -47,6 +47,8 @@ UNARY = [
 BINARY = [
     *("({} + {})", "({} ~ {})", "({}).replace('x', {})", "({} | replace('g', {}))", "([{}, {}] | join('y'))"),
     *("({}).join(['x', {}])", "({} ~ 1 ~ {})", "(({} + {}) * 2)", "({} if 'b' in {} else 'x')"),
+    *("({} + 'x' + {} + level)", "({} + (1 + 2 + 3) | string + {})", "(([{}] + ['x'] + [{}]) | join)"),
+    *("('x' + {} | escape + {} + 'y')", "({} + 1 + {})"),
 ]
 
 
@@ -66,10 +68,13 @@ statements = st.one_of(
     expressions.map("{{% filter upper | lower %}}y{{{{ {} }}}}{{% endfilter %}}".format),
     expressions.map("{{% call(it) twice({}) %}}z{{{{ it }}}}{{% endcall %}}".format),
     expressions.map("{{% for m in messages %}}{{{{ m.content ~ {} }}}}{{% endfor %}}".format),
+    expressions.map("{{% for m in messages %}}{{{{ shout(t={}) if loop.first else loop.index0 }}}}{{% endfor %}}".format),
+    expressions.map("{{% set ns.n = ns.n + 1 + 1 %}}{{{{ ns.n ~ ns.none ~ ns.items[0] ~ {} ~ ns.l[0] }}}}".format),
+    st.just("{% for m in messages %}{{ loop.last ~ loop.length ~ loop.nextitem.role ~ loop.cycle('x', 'y') }}{% endfor %}"),
     st.just("xyz "),
 )
 BEGIN = (
-    "{% set ns = namespace(t='y') %}{% set local = 'x' %}"
+    "{% set ns = namespace(t='y', n=1, none=none, items=['x'], l=['z']) %}{% set local = 'x' %}"
     "{% macro shout(t) %}x{{ t }}{% endmacro %}{% macro twice(t) %}{{ caller(t) }}y{{ caller('x') }}{% endmacro %}"
 )
 templates = st.lists(statements, min_size=1, max_size=4).map(lambda several: BEGIN + "".join(several))

@@ -20,7 +20,9 @@ from jinja2 import nodes
 from jinja2.exceptions import FilterArgumentError
 from jinja2.filters import do_title, make_attrgetter
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
@@ -44,10 +46,12 @@ _OF_TEXTS = frozenset(name for name in dir(str) if not name.startswith(("_", "fo
 """Methods of a text that are safe, and not replaced by others."""
 _OF_DICTIONARIES = frozenset(dir(dict))
 _TEXTS = (str, MarkedText)
-_CALLS_OWN = ("_loop_vars", "_block_vars")  # which jinja2 hands to every call
+_CALLS_OWN = frozenset(("_loop_vars", "_block_vars"))  # which jinja2 hands to every call
 _WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")  # a width or precision of five digits, or one that is an argument
-_CONCATENATE = "openinfer_concatenate"
-_LITERAL = "openinfer_literal_"
+_OF_LOOPS = frozenset(("depth", "depth0", "first", "index", "index0", "last", "length", "revindex", "revindex0"))
+"""What a loop says of itself in numbers."""
+_VALUES = (*_TEXTS, bool, int)  # what a namespace mostly has, which is safe to hand on
+_LITERAL = "openinfer_literal_"  # attributes of the environment
 _HANDING_FILTERS = frozenset(  # that hand on what they are given, or make numbers of it
     (
         *("abs", "attr", "batch", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items"),
@@ -82,7 +86,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """The environment of one template; products, sums and padding are bounded."""
 
     intercepted_binops = frozenset({"*", "+", "%"})
-    concat = staticmethod(joined)  # what macros, blocks and loops that call themselves put together
 
     def __init__(self, max_characters: int) -> None:
         super().__init__(
@@ -120,9 +123,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
             code = self.compile(tree)
         except jinja2.TemplateError as error:
             raise UnusableTemplate(f"the chat template does not compile: {error}") from error
-        own = {name: MarkedText.of(text, Origin.TEMPLATE) for text, name in literals.names.items()}
-        known = self.make_globals({**variables, **own, _CONCATENATE: self._concatenate})
-        return jinja2.Template.from_code(self, code, known), read, frozenset(literals.names)
+        for text, name in literals.names.items():
+            setattr(self, name, MarkedText.of(text, Origin.TEMPLATE))
+        return jinja2.Template.from_code(self, code, self.make_globals(variables)), read, frozenset(literals.names)
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What macros, blocks and loops that call themselves put together."""
+        several = list(parts)
+        return several[0] if len(several) == 1 and type(several[0]) in _TEXTS else joined(several)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         # jinja2 asks a dictionary for an attribute first, and a chat of 160 turns has a thousand such questions.
@@ -131,6 +140,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return fields[attribute] if attribute in fields else self.undefined(obj=fields, name=attribute)
         if attribute in _OF_TEXTS and type(cast("object", obj)) in _TEXTS:  # as in most other questions
             return getattr(cast("str", obj), attribute)
+        if type(obj) is LoopContext and attribute in _OF_LOOPS:
+            return getattr(obj, attribute)
+        if type(obj) is Namespace and attribute[:1] != "_":
+            value: object = getattr(obj, attribute, None)
+            if type(value) in _VALUES:
+                return value
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -156,7 +171,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Calls what a template calls. Methods of texts carry origins, or lose them for all to see."""
         if type(function) is Tick:
             return function()
+        if type(function) is Macro and len(args) == len(function.arguments) and kwargs.keys() <= _CALLS_OWN:
+            return function(context.eval_ctx, *args)
         owner = getattr(function, "__self__", None)
+        if owner is self:  # `added` or `concatenated`: jinja2 would ask whether they want its context
+            return function(*args)
         if not isinstance(owner, str):
             return super().call(context, function, *args, **kwargs)
         name = function.__name__
@@ -187,7 +206,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         return carry
 
-    def _concatenate(self, *parts: object) -> str:
+    def added(self, *parts: Any) -> Any:
+        """Several values one to the other, from the left: texts are copied once, not once for each."""
+        if not all(type(part) in _TEXTS for part in parts):
+            return functools.reduce(lambda left, right: self.call_binop(None, "+", left, right), parts)
+        if sum(map(len, parts)) > self.max_characters:
+            raise RenderingRefused(f"the chat template makes a text of more than {self.max_characters} characters")
+        return "".join(parts) if all(type(part) is str for part in parts) else joined(parts)
+
+    def concatenated(self, *parts: object) -> str:
+        """What `~` makes."""
         texts = list(map(text_of, parts))
         if sum(map(len, texts)) > self.max_characters:
             raise RenderingRefused(f"the chat template makes a text of more than {self.max_characters} characters")
@@ -205,20 +233,34 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Literals(NodeTransformer):
-    """The template's own texts become variables, and `a ~ b` a call: the sandbox intercepts other operators, not this.
+    """The template's own texts become attributes of the environment, and `a ~ b` and `a + b + c` calls.
+
+    The sandbox intercepts no `~`, and sums two at a time.
 
     Attributes:
-        names: text -> name of its variable.
+        names: text -> name of its attribute.
     """
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:  # noqa: N802 - jinja2's names
-        parts = [self.visit(part) for part in node.nodes]
-        return nodes.Call(nodes.Name(_CONCATENATE, "load"), parts, [], None, None, lineno=node.lineno)
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:  # noqa: N802 - jinja2's names
+        return self._call(self.visit_all(node.nodes), "concatenated", node)
 
-    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Name:  # noqa: N802
+    def visit_Add(self, node: nodes.Add) -> nodes.Expr:  # noqa: N802
+        if not isinstance(node.left, nodes.Add):
+            return cast("nodes.Expr", self.generic_visit(node))
+        parts: list[nodes.Expr] = []
+        left: nodes.Expr = node
+        while isinstance(left, nodes.Add):
+            parts.append(left.right)
+            left = left.left
+        return self._call(self.visit_all((left, *reversed(parts))), "added", node)
+
+    def visit_all(self, several: Iterable[nodes.Expr]) -> list[nodes.Expr]:
+        return [self.visit(each) for each in several]
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Expr:  # noqa: N802
         return self._variable(node.data, node)
 
     def visit_Const(self, node: nodes.Const) -> nodes.Expr:  # noqa: N802
@@ -230,9 +272,13 @@ class _Literals(NodeTransformer):
             node.arg = self.visit(node.arg)
         return node
 
-    def _variable(self, text: str, node: nodes.Node) -> nodes.Name:
+    def _variable(self, text: str, node: nodes.Node) -> nodes.Expr:
         name = self.names.setdefault(text, f"{_LITERAL}{len(self.names)}")
-        return nodes.Name(name, "load", lineno=node.lineno)
+        return nodes.EnvironmentAttribute(name, lineno=node.lineno)
+
+    @staticmethod
+    def _call(parts: list[nodes.Expr], name: str, node: nodes.Node) -> nodes.Call:
+        return nodes.Call(nodes.EnvironmentAttribute(name), parts, [], None, None, lineno=node.lineno)
 
 
 def _losing(function: Callable[..., Any]) -> Callable[..., Any]:
