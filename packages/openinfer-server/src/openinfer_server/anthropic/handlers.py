@@ -93,13 +93,13 @@ class Messages:
         thinking = request.thinking
         budget = thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None
         parsers = OutputParsers.make(service, prompt, available, budget_tokens=budget, budget_field=BUDGET)
-        grammar = await http_request.aside(
-            lambda: chat_grammar(service, parsers.prompt, available, _constraint(request))
-        )
-        plan, full_context = await http_request.aside(
-            lambda: self._plan(http_request, request, parsers.prompt, grammar, retention),
-            num_bytes=plan_bytes([parsers.prompt], 1),
-        )
+
+        def planned() -> tuple[Plan, bool]:
+            grammar = chat_grammar(service, parsers.prompt, available, _constraint(request))
+            return self._plan(http_request, request, parsers.prompt, grammar, retention)
+
+        num_bytes = plan_bytes([parsers.prompt], 1)
+        plan, full_context = await http_request.aside(planned, num_bytes=num_bytes)
         shows_thinking = getattr(thinking, "display", None) != "omitted"
         writer = http_request.stream(1) if request.stream else None
         message = MessageObject(id=f"msg_{secrets.token_hex(16)}", model=model)

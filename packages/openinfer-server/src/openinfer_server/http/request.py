@@ -133,11 +133,15 @@ class HttpRequest:
         except msgspec.ValidationError as error:
             raise from_decode_error(error) from error
 
-    async def read_json(self, decoder: "msgspec.json.Decoder[T]") -> T:
+    async def read_json(self, decoder: "msgspec.json.Decoder[T]", check: Callable[[T], None] | None = None) -> T:
         """The body as the route's type.
 
+        Args:
+            decoder: of that type.
+            check: what else is asked of it; done where it is decoded.
+
         Raises:
-            ApiError: 415, 413, 408 or 400.
+            ApiError: 415, 413, 408 or 400, or what the check raises.
         """
         self._check_content_type()
         body = await self._read_body()
@@ -149,7 +153,10 @@ class HttpRequest:
 
         def decode() -> T:
             elements = check_elements(body, self.options.max_body_elements)
-            return decode_body(decoder, body, held=held, elements=elements)
+            value = decode_body(decoder, body, held=held, elements=elements)
+            if check is not None:
+                check(value)
+            return value
 
         try:
             return await self.aside(decode)

@@ -60,8 +60,7 @@ class ChatCompletions:
     async def render(self, http_request: HttpRequest) -> None:
         """The token ids of the prompt, as the engine would get them; nothing is generated."""
         service = self._service
-        request = await http_request.read_json(_decoder)
-        await http_request.aside(lambda: _check(request))
+        request = await http_request.read_json(_decoder, _check)
         model = await service.find_model(request.model, http_request.owner)
         note_dropped_tools(service, http_request, request.tools)
         _, parsers = await self._prepared(http_request, request)
@@ -75,8 +74,7 @@ class ChatCompletions:
         """What is asked. Of the request the tools' schemas alone outlive it, if a parser reads by them."""
         service = self._service
         service.check_serving(http_request.owner)
-        request = await http_request.read_json(_decoder)
-        await http_request.aside(lambda: _check(request))
+        request = await http_request.read_json(_decoder, _check)
         if request.logprobs and request.include_reasoning is False and service.parsers.reasoning is not None:
             raise refused("include_reasoning", "log-probabilities show every token, those of the reasoning too")
         model = await service.find_model(request.model, http_request.owner)
@@ -85,11 +83,9 @@ class ChatCompletions:
         note_dropped_tools(service, http_request, request.tools)
         available, parsers = await self._prepared(http_request, request)
         expected = await prediction_ids(http_request, service, request.prediction)
-        grammar = await http_request.aside(
-            lambda: chat_grammar(service, parsers.prompt, available, output_constraint(request))
-        )
 
         def planned() -> Plan:
+            grammar = chat_grammar(service, parsers.prompt, available, output_constraint(request))
             alternatives = (request.top_logprobs or 0) if request.logprobs else None
             plan = make_plan(
                 service,
@@ -119,9 +115,11 @@ class ChatCompletions:
     async def _prepared(self, http_request: HttpRequest, request: ChatRequest) -> tuple[AvailableTools, OutputParsers]:
         """What a request offers the model, and its prompt with what reads the answer."""
         service = self._service
-        available = await http_request.aside(
-            lambda: chat_tools(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-        )
+
+        def offered() -> AvailableTools:
+            return chat_tools(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+
+        available = await http_request.aside(offered) if request.tools else offered()
         prompt = await self._prompt(http_request, request, available)
         parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
         return available, parsers

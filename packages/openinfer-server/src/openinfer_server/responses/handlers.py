@@ -113,13 +113,12 @@ class Responses:
         available = await http_request.aside(lambda: conversation_tools(service, request, offered))
         prompt = await conversation_prompt(http_request, service, request, items, available)
         parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
-        grammar = await http_request.aside(
-            lambda: chat_grammar(service, parsers.prompt, available, response_constraint(request))
-        )
-        plan = await http_request.aside(
-            lambda: constrained(response_plan(http_request, service, request, parsers.prompt), grammar),
-            num_bytes=plan_bytes([parsers.prompt], 1),
-        )
+
+        def planned() -> Plan:
+            grammar = chat_grammar(service, parsers.prompt, available, response_constraint(request))
+            return constrained(response_plan(http_request, service, request, parsers.prompt), grammar)
+
+        plan = await http_request.aside(planned, num_bytes=plan_bytes([parsers.prompt], 1))
         run = ResponseRun(
             service.link,
             await http_request.aside(lambda: new_response(request, model, service.sampling_defaults)),
