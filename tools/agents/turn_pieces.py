@@ -29,7 +29,7 @@ from openinfer_core.process.kept_prompts import (
 )
 from openinfer_core.process.wire import FrameBuffer, KnownPrompt, PromptPart, Submit, encode_frame, to_engine_decoder
 from openinfer_core.provenance import provenance
-from openinfer_core.request import token_id_beyond, with_prompt
+from openinfer_core.request import NamedBeginning, token_id_beyond, with_prompt
 from openinfer_server import ServerOptions
 from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.chat.turns import template_turns
@@ -78,16 +78,15 @@ def measured(folder: Path) -> tuple[dict[str, list[float]], int]:
         turns = clock.take("turns", lambda: template_turns(request.messages, developer_role="system"))
         text = clock.take("template", lambda: template.render(turns, {}))
         begun = clock.take("look-up", lambda: controls.begin(text, Scope("owner")))
-        ids = clock.take("what is new", lambda: controls.finish(begun))
-        clock.take("ids' range", lambda: _check_range(tokenizer, ids))
-        prompt = clock.take("copy", lambda: tuple(ids))
-        asked = clock.take("request", lambda: _request(prompt))
+        prompt, beginnings = clock.take("what is new", lambda: controls.finish(begun))
+        clock.take("ids' range", lambda: _check_range(tokenizer, prompt))
+        asked = clock.take("request", lambda: _request(prompt, beginnings))
         frames = clock.take("frames", lambda: _frames(sent, asked))
         read = clock.take("frames read", lambda: _read(buffer, frames))
         if read.prompt_token_ids != prompt:
             raise SystemExit("the prompt that arrives is another one")
         clock.take("ids' limit", lambda: token_id_beyond(read, NUM_TOKEN_IDS))
-        return len(ids)
+        return len(prompt)
 
     session = conversation(0, 500_000)
     pieces: dict[str, list[float]] = {}
@@ -118,16 +117,19 @@ def _check_range(tokenizer: Tokenizer, ids: Sequence[int]) -> None:
         raise SystemExit("the tokenizer has more ids than this takes a model to have")
 
 
-def _request(prompt: tuple[int, ...]) -> GenerateRequest:
+def _request(prompt: tuple[int, ...], beginnings: tuple[NamedBeginning, ...]) -> GenerateRequest:
     request = GenerateRequest(
-        request_id=RequestId(1), prompt_token_ids=prompt[:1], sampling=SamplingParams(max_tokens=1)
+        request_id=RequestId(1),
+        prompt_token_ids=prompt[:1],
+        sampling=SamplingParams(max_tokens=1),
+        beginnings=beginnings,
     )
     return with_prompt(request, prompt, ())
 
 
 def _frames(sent: SentPrompts, request: GenerateRequest) -> Sequence[bytearray]:
     """As `RemoteEngine.submit` makes them."""
-    sending = sent.plan(request.prompt_token_ids, (), cache_salt=None)
+    sending = sent.plan(request.prompt_token_ids, (), cache_salt=None, beginnings=request.beginnings)
     parts, rest = prompt_parts(request, sending)
     known = [] if sending.known is None else [sending.known]
     frames = [encode_frame(message) for message in (*known, *parts, Submit(rest))]

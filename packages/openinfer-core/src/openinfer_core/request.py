@@ -49,6 +49,15 @@ class RetainedPrefix(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """As in `GenerateRequest`."""
 
 
+class NamedBeginning(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A beginning that several prompts of one frontend have in common."""
+
+    name: int
+    """A random one of 63 bits: no other beginning of this process or another has it."""
+    num_tokens: int
+    """Ids that all prompts with this name begin with."""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One prompt to continue.
 
@@ -98,6 +107,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     highest_token_id: int | None = None
     """One that no id of the prompt exceeds, where the link that brought the request has looked at them, part by part;
     a frontend leaves it."""
+    beginnings: tuple[NamedBeginning, ...] = ()
+    """What the frontend knows of the prompt, so that a link of its process need not compare it with those that it sent
+    before; of a request that came by a link there are none."""
 
     def __post_init__(self) -> None:
         check_integer("request_id", self.request_id, low=0, high=2**63 - 1)

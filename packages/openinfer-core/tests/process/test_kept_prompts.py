@@ -27,7 +27,7 @@ from openinfer_core.process.wire import (
     encode_frame,
     to_engine_decoder,
 )
-from openinfer_core.request import token_id_beyond
+from openinfer_core.request import NamedBeginning, token_id_beyond
 from openinfer_core.simulated import SimulatedOptions, simulated_token, spawn_simulated
 
 NUM_IDS = 70_000
@@ -44,7 +44,9 @@ class Ends:
 
     def send(self, request: GenerateRequest) -> GenerateRequest:
         prompt = request.prompt_token_ids
-        sending = self.sent.plan(prompt, request.retained_prefixes, cache_salt=request.cache_salt)
+        sending = self.sent.plan(
+            prompt, request.retained_prefixes, cache_salt=request.cache_salt, beginnings=request.beginnings
+        )
         parts, rest = prompt_parts(request, sending)
         known = [] if sending.known is None else [sending.known]
         data = b"".join(map(encode_frame, (*known, *parts, Submit(rest))))
@@ -62,12 +64,15 @@ class Ends:
         raise AssertionError
 
 
-def make(prompt: tuple[int, ...], *retained: int) -> GenerateRequest:
+def make(
+    prompt: tuple[int, ...], *retained: int, beginnings: tuple[NamedBeginning, ...] = ()
+) -> GenerateRequest:
     return GenerateRequest(
         request_id=RequestId(1),
         prompt_token_ids=prompt,
         sampling=SamplingParams(max_tokens=1),
         retained_prefixes=tuple(RetainedPrefix(each, 60.0) for each in retained),
+        beginnings=beginnings,
     )
 
 
@@ -76,15 +81,27 @@ def drawn(rng: random.Random, num_tokens: int) -> tuple[int, ...]:
 
 
 def plain(request: GenerateRequest) -> GenerateRequest:
-    return msgspec.structs.replace(request, highest_token_id=None)
+    return msgspec.structs.replace(request, highest_token_id=None, beginnings=())
+
+
+class Names(dict[tuple[int, ...], NamedBeginning]):
+    """Of beginnings, as a frontend gives them."""
+
+    def of(self, prompt: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[NamedBeginning, ...]:
+        found = (prompt[:length] for length in lengths if length <= len(prompt))
+        return tuple(self.setdefault(each, NamedBeginning(len(self), len(each))) for each in found)
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("max_ids", [0, 300, 800, 2**20])
-def test_prompts_arrive_as_they_were_sent(monkeypatch: pytest.MonkeyPatch, seed: int, max_ids: int) -> None:
-    for name, number in {"PART_IDS": 64, "_LEAST_IDS": 64, "_TAIL_IDS": 8, "_PROBE_IDS": 4}.items():
+@pytest.mark.parametrize("lengths", [(), (20, 70, 130, 200)])
+def test_prompts_arrive_as_they_were_sent(
+    monkeypatch: pytest.MonkeyPatch, seed: int, max_ids: int, lengths: tuple[int, ...]
+) -> None:
+    small = {"PART_IDS": 64, "_LEAST_IDS": 64, "_TAIL_IDS": 8, "_PROBE_IDS": 4, "_TAIL_PARTS": 1}
+    for name, number in small.items():
         monkeypatch.setattr(kept_prompts, name, number)
-    rng = random.Random(seed)
+    rng, names = random.Random(seed), Names()
     ends = Ends(max_ids)
     common = drawn(rng, 80)
     sessions = [common[: rng.choice((0, 10, 64, 80))] + drawn(rng, 80) for _ in range(4)]
@@ -100,9 +117,11 @@ def test_prompts_arrive_as_they_were_sent(monkeypatch: pytest.MonkeyPatch, seed:
             case _:
                 prompt = prompt[: len(prompt) - rng.choice((0, 3, 20))] + drawn(rng, rng.choice((1, 7, 70)))
         sessions[number] = prompt if 80 < len(prompt) < 400 else drawn(rng, 100)
-        request = make(prompt, *sorted({1, rng.randint(1, len(prompt)), len(prompt)}))
+        retained = sorted({1, rng.randint(1, len(prompt)), len(prompt)})
+        request = make(prompt, *retained, beginnings=names.of(prompt, lengths))
         arrived = ends.send(request)
-        assert plain(arrived) == request
+        assert not arrived.beginnings
+        assert plain(arrived) == plain(request)
         if len(prompt) > 64:
             assert arrived.highest_token_id is not None
             assert max(prompt) <= arrived.highest_token_id < NUM_IDS
@@ -189,9 +208,41 @@ def test_ids_beyond_the_model_are_told_and_hurt_no_later_prompt() -> None:
     assert token_id_beyond(after, NUM_IDS) is None
 
 
+def test_what_has_one_name_is_not_compared() -> None:
+    """Of two prompts that differ in their beginning, which no frontend would name alike."""
+    named = (NamedBeginning(1, 2 * PART_IDS),)
+    for beginnings, num_known in (((), 40), (named, 2 * PART_IDS + 9)):
+        sent = SentPrompts(2**20)
+        first = tuple(range(2 * PART_IDS + 10))
+        sent.sent(sent.plan(first, (), cache_salt=None, beginnings=beginnings), first)
+        other = (*first[:40], 7, *first[41:])
+        _, num_common = sent._most_alike(other, None, beginnings)
+        assert num_common == (num_known if beginnings else 0)  # 40 are too few to name
+        known = sent.plan(other, (), cache_salt="another", beginnings=beginnings).known
+        assert known is not None
+        assert known.like is None
+
+
+def test_next_turns_are_made_of_what_is_kept_in_one_pass() -> None:
+    """What is before the tail stays one object; a tail that grows long becomes part of it."""
+    rng = random.Random(5)
+    ends = Ends(2**21)
+    prompt = drawn(rng, 50_000)
+    ends.send(make(prompt))
+    before = ends.kept._kept[0].before
+    for number in range(8):
+        prompt = prompt[:-3] + drawn(rng, 10_000) if number else prompt + drawn(rng, 10_000)
+        assert ends.send(make(prompt)).prompt_token_ids == prompt
+        kept = ends.kept._kept[0]
+        assert (kept.before + kept.tail, kept.highest >= max(prompt)) == (prompt, True)
+        assert (kept.before is before) is (number < 6)
+    assert ends.sent._num_ids == ends.kept._num_ids == len(prompt)
+
+
 def test_what_a_client_says_of_its_ids_counts_for_nothing() -> None:
-    request = msgspec.structs.replace(make((5, 9)), highest_token_id=0)
-    assert PromptBuffer().complete(request).highest_token_id is None
+    said = {"highest_token_id": 0, "beginnings": (NamedBeginning(1, 2),)}
+    taken = PromptBuffer().complete(msgspec.structs.replace(make((5, 9)), **said))
+    assert (taken.highest_token_id, taken.beginnings) == (None, ())
 
 
 @pytest.mark.parametrize(
@@ -208,7 +259,9 @@ def test_what_a_client_says_of_its_ids_counts_for_nothing() -> None:
 )
 def test_what_does_not_hold_breaks_the_protocol(known: KnownPrompt, refusal: str) -> None:
     kept = KeptPrompts(5)
-    kept.keep(KnownPrompt(1, None, 0), (1, 2, 3), 3)
+    first = PromptBuffer(kept)
+    first.begin(KnownPrompt(1, None, 0))
+    first.complete(make((1, 2, 3)))
     buffer = PromptBuffer(kept)
 
     def take() -> None:

@@ -64,7 +64,7 @@ def chats_of(turns) -> list[MarkedText]:
 
 
 def encode(controls: ControlTokens, text: MarkedText, scope: Scope = ME) -> list[int]:
-    return controls.finish(controls.begin(text, scope))
+    return list(controls.finish(controls.begin(text, scope)).token_ids)
 
 
 @slowly
@@ -87,6 +87,18 @@ def test_small_store_gives_the_same_ids(either, turns, max_bytes):
         assert controls.known_prefixes.num_bytes <= max_bytes
 
 
+@slowly
+@given(conversations, st.sampled_from([0, 300, 2**20]))
+def test_one_name_is_of_one_beginning(either, turns, max_bytes):
+    controls, named = controls_of(either, max_bytes=max_bytes), {}
+    for text in chats_of(turns):
+        for _ in range(2):
+            ids, beginnings = controls.finish(controls.begin(text, ME))
+            for each in beginnings:
+                assert 0 <= each.num_tokens <= len(ids)
+                assert named.setdefault(each.name, ids[: each.num_tokens]) == ids[: each.num_tokens]
+
+
 honest = st.sampled_from([" ", "a", "th in", "é\n", "e\u0301", "  ", ".!", "\ufffd", "🙂", "x" * 70])
 honest_chats = st.lists(st.one_of(written, honest, st.sampled_from(["a ", "th"]).map(said)), max_size=12).map(joined)
 
@@ -99,7 +111,7 @@ def test_tokens_before_each_place_are_those_of_the_whole_chats_offsets(either, t
     controls = controls_of(either)
     for _ in range(2):  # also where the beginning is known
         begun = controls.begin(text, ME)
-        ids = controls.finish(begun)
+        ids = list(controls.finish(begun).token_ids)
         assume(ids == whole.ids)
         ends = tuple(range(len(text) + 1))
         expected = tuple(sum(begin < end for begin, _ in whole.offsets) for end in ends)
@@ -134,7 +146,7 @@ def test_next_turn_encodes_what_is_new_alone(controls):
     begun = controls.begin(longer, ME)
     assert begun.known.end == LAST_CUT
     assert begun.new_characters == len(longer) - LAST_CUT
-    assert controls.finish(begun) == controls.encode(longer)
+    assert list(controls.finish(begun).token_ids) == controls.encode(longer)
     assert controls.begin(longer, ME).known.end == longer.plain.rindex("<s>")
 
 
@@ -163,8 +175,22 @@ def test_what_was_seen_is_compared_and_not_digested(controls, monkeypatch):
     assert begun.known.end >= chat.plain.rindex("<s>")
     assert len(digested) <= 3
     assert len(begun.known.path) > 9
-    assert controls.finish(begun) == controls.encode(following)
+    assert list(controls.finish(begun).token_ids) == controls.encode(following)
     assert len(known._first) == 1  # the next turn takes the place of the one before
+
+
+def test_next_turn_names_what_it_begins_with(controls):
+    """So that a link need not compare 290,000 ids to know it."""
+    chat, before = CHAT, set()
+    for number in range(4):
+        chat = joined([chat, template("<|end|><s>user\n"), f"question {number}"])
+        ids, beginnings = controls.finish(controls.begin(chat, ME))
+        assert list(ids) == controls.encode(chat)
+        assert max(each.num_tokens for each in beginnings) > len(ids) - 20
+        assert not before or len(before & {*beginnings}) == 1
+        before = {*beginnings}
+    ids, beginnings = controls.finish(controls.begin(chat, Scope("other")))
+    assert not before & {*beginnings}
 
 
 def test_texts_that_begin_alike_are_told_apart(controls):

@@ -1,5 +1,7 @@
 """Texts that carry the origin of each character through what templates do with texts."""
 
+import itertools
+import operator
 import string
 
 import pytest
@@ -7,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markupsafe import Markup
 
+from openinfer_server.text import marked_text
 from openinfer_server.text.marked_text import (
     CARRIED,
+    FLAGS,
     LostMarkup,
     MarkedText,
     Origin,
@@ -183,3 +187,24 @@ def test_runs_tell_stretches_of_one_origin():
     text = MarkedText("abxymm", bytes((0, 0, 1, 1, 2, 2)))
     assert list(text.runs()) == [(0, 2, Origin.CLIENT), (2, 4, Origin.TEMPLATE), (4, 6, Origin.ASSISTANT)]
     assert (hash(text), text, {text: 1}["abxymm"]) == (hash("abxymm"), "abxymm", 1)
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 8), st.integers(0, 30), st.data())
+def test_runs_are_the_same_in_pieces_of_any_size(origins, piece, first, data):
+    flags = data.draw(st.lists(st.sampled_from((0, *FLAGS)), min_size=len(origins), max_size=len(origins)))
+    text = MarkedText("a" * len(origins), bytes(map(operator.or_, origins, flags)))
+    expected, begin = [], first
+    for origin, run in itertools.groupby(origins[first:]):
+        end = begin + len(list(run))
+        expected.append((begin, end, Origin(origin)))
+        begin = end
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(marked_text, "_PIECE", piece)
+        assert list(text.runs(first)) == expected
+
+
+def test_plain_text_is_one_object():
+    for each in ("abc", LostMarkup("abc"), MarkedText("abc")):
+        text = MarkedText(each)
+        assert (type(text.plain), text.plain) == (str, "abc")
+        assert text.plain is text.plain

@@ -220,10 +220,10 @@ class LLM:
         except RenderingRefused as error:
             raise InvalidRequest(str(error), field="messages") from error
 
-    def _prompt(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None) -> list[int]:
+    def _prompt(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None) -> Sequence[int]:
         text = self._rendered(messages, template)  # which has the special tokens that the model wants, BOS too
         try:
-            token_ids, _ = self._wait(self._tokenizer.encode_chat(text, self._control_tokens))
+            token_ids = self._wait(self._tokenizer.encode_chat(text, self._control_tokens)).token_ids
         except OriginLost as error:
             raise InvalidRequest(str(error), field="messages") from error
         return token_ids

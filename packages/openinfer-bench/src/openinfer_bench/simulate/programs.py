@@ -39,7 +39,7 @@ from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.http import request as http_request
 from openinfer_server.options import EventLoop, ServerOptions
 from openinfer_server.parsers import ModelParsers
-from openinfer_server.text.control_tokens import BegunEncoding, ControlTokens
+from openinfer_server.text.control_tokens import BegunEncoding, ControlTokens, EncodedChat
 from openinfer_server.text.marked_text import MarkedText
 from openinfer_server.text.tokenizer import Tokenizer
 from openinfer_server.workers import worker
@@ -284,7 +284,7 @@ def _charge_for_encoding(world: World, cpu: CpuTimes) -> None:
         world.charge(len(text) * cpu.encoded_character_s)
         return chat(self, text)
 
-    def encode_rest_slowly(self: ControlTokens, begun: BegunEncoding) -> list[int]:
+    def encode_rest_slowly(self: ControlTokens, begun: BegunEncoding) -> EncodedChat:
         world.charge(begun.new_characters * cpu.encoded_character_s)
         return rest(self, begun)
 

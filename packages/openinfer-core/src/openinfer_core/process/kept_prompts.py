@@ -5,9 +5,9 @@
                                               ── PromptPart …, Submit: the rest ──►   beginning of place 3 + the rest
 
 The client alone decides what is kept and what is given up; the engine's end does what it is told within the number of
-ids that its `Welcome` allowed, and a client that exceeds it breaks the protocol. Prompts are compared id by id: what is
-sent is never a guess about what the other end has. Those of other cache salts are not compared, so that the time a
-prompt takes says nothing of another tenant's.
+ids that its `Welcome` allowed, and a client that exceeds it breaks the protocol. Prompts are compared id by id, but for
+a beginning that has one name in both (`NamedBeginning`): what is sent is never a guess about what the other end has.
+Those of other cache salts are not compared, so that the time a prompt takes says nothing of another tenant's.
 """
 
 import itertools
@@ -18,7 +18,7 @@ import msgspec
 
 from openinfer_core.errors import ContractViolation, InvalidRequest
 from openinfer_core.process.wire import PART_IDS, KnownPrompt, PromptPart
-from openinfer_core.request import GenerateRequest, RetainedPrefix, with_prompt
+from openinfer_core.request import GenerateRequest, NamedBeginning, RetainedPrefix, with_prompt
 from openinfer_core.sampling import MAX_TOKENS
 
 MAX_PLACES = 1024
@@ -31,6 +31,7 @@ _LEAST_IDS = PART_IDS  # shorter prompts take less time than is worth keeping th
 _TAIL_IDS = 256  # that a turn may change at the end of the one before, such as the beginning of its answer
 _PROBE_IDS = 32
 _MOST_COMPARED = 4
+_TAIL_PARTS = 4  # a prompt's tail is at most so many parts: the next turn copies it besides the rest
 _SLICE_IDS = 2**11  # ids of which one call makes shared ones, during which no other thread runs
 
 
@@ -41,6 +42,7 @@ class Sending:
     known: KnownPrompt | None
     """What is sent first; None for a prompt that is neither like another nor kept."""
     cache_salt: str | None = None
+    beginnings: tuple[NamedBeginning, ...] = ()
 
     @property
     def num_known(self) -> int:
@@ -60,13 +62,15 @@ class _Sent:
     num_ids: int
     head: tuple[int, ...]
     near_end: tuple[int, ...]  # before what the next turn may change
+    beginnings: tuple[NamedBeginning, ...]
 
     @classmethod
     def of(cls, prompt: tuple[int, ...], like: "_Sent | None", sending: Sending) -> "_Sent":
         same = () if like is None else like.parts[: sending.num_known // PART_IDS]
         rest = (prompt[begin : begin + PART_IDS] for begin in range(len(same) * PART_IDS, len(prompt), PART_IDS))
         parts = (*same, *rest)
-        return cls(sending.cache_salt, parts, len(prompt), prompt[:_PROBE_IDS], _near(prompt, len(prompt)))
+        head, near_end = prompt[:_PROBE_IDS], _near(prompt, len(prompt))
+        return cls(sending.cache_salt, parts, len(prompt), head, near_end, sending.beginnings)
 
 
 class SentPrompts:
@@ -81,11 +85,18 @@ class SentPrompts:
         self._num_ids = 0
         self._kept: OrderedDict[int, _Sent] = OrderedDict()  # by place, longest unused first
 
-    def plan(self, prompt: tuple[int, ...], prefixes: tuple[RetainedPrefix, ...], *, cache_salt: str | None) -> Sending:
+    def plan(
+        self,
+        prompt: tuple[int, ...],
+        prefixes: tuple[RetainedPrefix, ...],
+        *,
+        cache_salt: str | None,
+        beginnings: tuple[NamedBeginning, ...] = (),
+    ) -> Sending:
         """How a prompt is sent. Nothing has changed before `sent`: the frames may turn out not to be sent."""
         if not _LEAST_IDS < len(prompt) <= self._max_ids:
             return _WHOLE
-        alike, num_known = self._most_alike(prompt, cache_salt)
+        alike, num_known = self._most_alike(prompt, cache_salt, beginnings)
         num_ids, num_kept, forgotten = self._num_ids, len(self._kept), list[int]()
         if (
             alike is not None and num_known >= self._kept[alike].num_ids - _TAIL_IDS
@@ -102,7 +113,7 @@ class SentPrompts:
                 forgotten.append(each)
                 num_ids -= held.num_ids
                 num_kept -= 1
-        return Sending(KnownPrompt(place, alike, num_known, tuple(forgotten), prefixes), cache_salt)
+        return Sending(KnownPrompt(place, alike, num_known, tuple(forgotten), prefixes), cache_salt, beginnings)
 
     def sent(self, sending: Sending, prompt: tuple[int, ...]) -> None:
         """It was sent so."""
@@ -117,14 +128,18 @@ class SentPrompts:
         self._kept[known.place] = made
         self._num_ids += len(prompt)
 
-    def _most_alike(self, prompt: tuple[int, ...], cache_salt: str | None) -> tuple[int | None, int]:
+    def _most_alike(
+        self, prompt: tuple[int, ...], cache_salt: str | None, beginnings: tuple[NamedBeginning, ...]
+    ) -> tuple[int | None, int]:
         """The place of a kept prompt with a long common beginning, and its length; the last id is never in it."""
         best, most = None, 0
         for place in self._candidates(prompt, cache_salt):
-            num_common = min(_num_common(self._kept[place], prompt), len(prompt) - 1)
+            kept = self._kept[place]
+            num_named = max((each.num_tokens for each in beginnings if each in kept.beginnings), default=0)
+            num_common = min(_num_common(kept, prompt, num_named), len(prompt) - 1)
             if num_common > most:
                 best, most = place, num_common
-            if num_common >= self._kept[place].num_ids - _TAIL_IDS:
+            if num_common >= kept.num_ids - _TAIL_IDS:
                 break
         return (best, most) if most >= _LEAST_IDS else (None, 0)
 
@@ -137,6 +152,41 @@ class SentPrompts:
         return [*itertools.islice(ended, _MOST_COMPARED), *(place for place, _ in alike[:_MOST_COMPARED])]
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A prompt that came, in two parts.
+
+    Those before its tail are what an earlier turn had, too, so that the next turn's prompt is made by one pass over
+    them: to cut them off a prompt and to free that again takes two more, of a millisecond each for 290,000.
+    """
+
+    before: tuple[int, ...]
+    tail: tuple[int, ...]
+    highest: int
+    """Id that is not below any of them."""
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.before) + len(self.tail)
+
+    def beginning(self, num_ids: int) -> "_Kept":
+        num_before = len(self.before)
+        if num_ids < num_before:
+            return _Kept(self.before[:num_ids], (), self.highest)
+        return _Kept(self.before, self.tail[: num_ids - num_before], self.highest)
+
+    def followed_by(self, rest: tuple[int, ...], highest: int) -> "tuple[_Kept, tuple[int, ...]]":
+        """What is kept of a prompt that begins so and goes on, and all of its ids."""
+        tail = self.tail + rest
+        prompt = self.before + tail
+        if len(tail) > _TAIL_PARTS * PART_IDS or not self.before:
+            return _Kept(prompt, (), highest), prompt
+        return _Kept(self.before, tail, highest), prompt
+
+
+_NOTHING = _Kept((), (), 0)
+
+
 class KeptPrompts:
     """The engine's end: prompts of one link, by place.
 
@@ -147,32 +197,32 @@ class KeptPrompts:
     def __init__(self, max_ids: int = 0) -> None:
         self._max_ids = max_ids
         self._num_ids = 0
-        self._kept: dict[int, tuple[tuple[int, ...], int]] = {}  # with the highest id
+        self._kept: dict[int, _Kept] = {}
 
-    def beginning(self, known: KnownPrompt) -> tuple[tuple[int, ...], int]:
-        """The ids that a prompt begins with, and one that is not below any of them.
+    def beginning(self, known: KnownPrompt) -> _Kept:
+        """The ids that a prompt begins with.
 
         Raises:
             ContractViolation: there are not as many.
         """
         if known.like is None:
-            return (), 0
-        ids, highest = self._kept.get(known.like, ((), 0))
-        if not 0 < known.num_tokens <= len(ids):
+            return _NOTHING
+        kept = self._kept.get(known.like, _NOTHING)
+        if not 0 < known.num_tokens <= kept.num_ids:
             raise ContractViolation(f"a prompt begins with {known.num_tokens} ids of one that is not kept")
-        return ids[: known.num_tokens], highest
+        return kept.beginning(known.num_tokens)
 
-    def keep(self, known: KnownPrompt, prompt: tuple[int, ...], highest: int) -> None:
+    def keep(self, known: KnownPrompt, kept: _Kept) -> None:
         """Raises `ContractViolation`: more than is allowed."""
         if not 0 <= known.place <= MAX_PLACES:
             raise ContractViolation(f"a prompt is to be kept at place {known.place}")
         for place in (*known.forgotten, known.place):
             if place in self._kept:
-                self._num_ids -= len(self._kept.pop(place)[0])
-        if self._num_ids + len(prompt) > self._max_ids:
+                self._num_ids -= self._kept.pop(place).num_ids
+        if self._num_ids + kept.num_ids > self._max_ids:
             raise ContractViolation(f"more than {self._max_ids} ids of prompts are to be kept")
-        self._kept[known.place] = prompt, highest
-        self._num_ids += len(prompt)
+        self._kept[known.place] = kept
+        self._num_ids += kept.num_ids
 
 
 class SharedIds:
@@ -211,7 +261,7 @@ class PromptBuffer:
 
     def _clear(self) -> None:
         self._known: KnownPrompt | None = None
-        self._beginning: tuple[int, ...] = ()
+        self._beginning = _NOTHING
         self._token_ids: list[int] = []
         self._highest = 0
         self._retained_prefixes: tuple[RetainedPrefix, ...] = ()
@@ -220,12 +270,13 @@ class PromptBuffer:
         """Raises `ContractViolation`: it does not come first, or there is no such beginning."""
         if self._known is not None or self._token_ids:
             raise ContractViolation("what is known of a prompt comes before its parts")
-        self._beginning, self._highest = self._kept.beginning(known)
+        self._beginning = self._kept.beginning(known)
+        self._highest = self._beginning.highest
         self._known, self._retained_prefixes = known, known.retained_prefixes
 
     def take(self, part: PromptPart) -> None:
         """Raises `ContractViolation`: no prompt is as long."""
-        if len(self._beginning) + len(self._token_ids) + len(part.token_ids) > MAX_TOKENS:
+        if self._beginning.num_ids + len(self._token_ids) + len(part.token_ids) > MAX_TOKENS:
             raise ContractViolation(f"parts of a prompt have more than {MAX_TOKENS} tokens")
         self._token_ids += self._noted(part.token_ids)
         if part.retained_prefixes:
@@ -240,11 +291,10 @@ class PromptBuffer:
         if self._known is None and not self._token_ids:
             # What a client says of it counts for nothing.
             msgspec.structs.force_setattr(request, "highest_token_id", None)
-            return request
-        # Each pass over 290,000 ids takes a millisecond, so what is known is copied with what is new, once.
+            return _without_names(request)
         known, rest = self._known, (*self._token_ids, *self._noted(request.prompt_token_ids))
-        prompt = self._beginning + rest if self._beginning else rest
         prefixes, highest = self._retained_prefixes, self._highest
+        kept, prompt = self._beginning.followed_by(rest, highest)
         self._clear()
         try:
             whole = with_prompt(request, prompt, prefixes)
@@ -252,8 +302,8 @@ class PromptBuffer:
             raise ContractViolation(f"a request does not belong to the parts of a prompt before it: {error}") from error
         msgspec.structs.force_setattr(whole, "highest_token_id", highest)
         if known is not None:
-            self._kept.keep(known, prompt, highest)
-        return whole
+            self._kept.keep(known, kept)
+        return _without_names(whole)
 
     def _noted(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         highest = max(ids, default=0)
@@ -270,7 +320,8 @@ def prompt_parts(request: GenerateRequest, sending: Sending = _WHOLE) -> tuple[l
     parts = [PromptPart(prompt[begin : begin + PART_IDS]) for begin in begins[:-1]]
     if parts and sending.known is None:
         parts[-1] = PromptPart(parts[-1].token_ids, request.retained_prefixes)
-    return parts, msgspec.structs.replace(request, prompt_token_ids=prompt[begins[-1] :], retained_prefixes=())
+    rest = prompt[begins[-1] :]
+    return parts, msgspec.structs.replace(request, prompt_token_ids=rest, retained_prefixes=(), beginnings=())
 
 
 def _near(prompt: tuple[int, ...], end: int) -> tuple[int, ...]:
@@ -278,9 +329,19 @@ def _near(prompt: tuple[int, ...], end: int) -> tuple[int, ...]:
     return prompt[max(0, last - _PROBE_IDS) : last]
 
 
-def _num_common(sent: _Sent, prompt: tuple[int, ...]) -> int:
-    """Ids that two prompts begin with alike. Parts are compared by C, and keep the interpreter for 0.1 ms each."""
-    for number, part in enumerate(sent.parts):
+def _without_names(request: GenerateRequest) -> GenerateRequest:
+    """Changed in place: who sends by a link is not believed that prompts are the same."""
+    if request.beginnings:
+        msgspec.structs.force_setattr(request, "beginnings", ())
+    return request
+
+
+def _num_common(sent: _Sent, prompt: tuple[int, ...], num_same: int) -> int:
+    """Ids that two prompts begin with alike, of which some are known to be the same.
+
+    Parts are compared by C, and keep the interpreter for 0.1 ms each.
+    """
+    for number, part in enumerate(sent.parts[num_same // PART_IDS :], start=num_same // PART_IDS):
         other = prompt[number * PART_IDS : number * PART_IDS + len(part)]
         if part == other:
             continue

@@ -227,7 +227,9 @@ class RemoteEngine:
 
     def submit(self, request: GenerateRequest) -> None:
         prompt = request.prompt_token_ids
-        sending = self._prompts.plan(prompt, request.retained_prefixes, cache_salt=request.cache_salt)
+        sending = self._prompts.plan(
+            prompt, request.retained_prefixes, cache_salt=request.cache_salt, beginnings=request.beginnings
+        )
         parts, rest = prompt_parts(request, sending)
         known = [] if sending.known is None else [sending.known]
         frames = bytearray()

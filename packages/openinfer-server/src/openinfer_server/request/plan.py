@@ -12,7 +12,7 @@ import msgspec
 
 from openinfer_core.engine import EngineInfo
 from openinfer_core.errors import InvalidRequest
-from openinfer_core.request import MAX_NAME_LENGTH, GenerateRequest, RequestId, with_prompt
+from openinfer_core.request import MAX_NAME_LENGTH, GenerateRequest, NamedBeginning, RequestId, with_prompt
 from openinfer_core.sampling import SamplingParams
 from openinfer_core.sampling_defaults import SamplingDefaults
 from openinfer_server.http.api_errors import ApiError, from_invalid_request, invalid
@@ -42,6 +42,7 @@ class Prompt:
     field: str  # where it came from, for messages
     begun: str = ""  # the end of the text that is the beginning of the answer, which the client has written
     prefix_tokens: tuple[int, ...] = ()  # of each prefix that the client marked
+    beginnings: tuple[NamedBeginning, ...] = ()  # of the ids
 
     @property
     def before_answer(self) -> str:
@@ -395,6 +396,7 @@ def _request(
             transfer=transfer,
             retain_s=retention.seconds,
             cache_key=retention.key,
+            beginnings=prompt.beginnings,
         )
         # All ids are the tokenizer's, or were checked when they came (`check_prompt_token_ids`).
         return with_prompt(request, prompt.token_ids, retention.prefixes)

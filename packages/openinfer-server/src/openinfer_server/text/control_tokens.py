@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken
 
+from openinfer_core.request import NamedBeginning
 from openinfer_server.text.known_prefixes import Cut, KnownPrefix, KnownPrefixes, Scope, SeenText
 from openinfer_server.text.marked_text import MarkedText, Origin
 from openinfer_server.text.segments import separates, works_piecewise
@@ -59,6 +60,14 @@ class BegunEncoding:
     def new_characters(self) -> int:
         """That are still to be encoded."""
         return len(self.text) - self.known.end
+
+
+class EncodedChat(NamedTuple):
+    """Token ids of a rendered chat."""
+
+    token_ids: tuple[int, ...]
+    beginnings: tuple[NamedBeginning, ...]
+    """What the ids begin with, by name."""
 
 
 class ControlTokens:
@@ -145,7 +154,7 @@ class ControlTokens:
         known = self.known_prefixes.find(scope, encoder.generation, text, cuts, seen)
         return BegunEncoding(text, places, known, scope, encoder)
 
-    def finish(self, begun: BegunEncoding) -> list[int]:
+    def finish(self, begun: BegunEncoding) -> EncodedChat:
         """Token ids of the chat, those of `encode`; what is new of it is known from now on. Once for each `begin`."""
         text, known = begun.text, begun.known
         rest = [place for place in begun.places if place.begin >= known.end]
@@ -155,18 +164,15 @@ class ControlTokens:
             if known.end:
                 ids, found, encoder = self._encode_rest(encoder, text, 0, begun.places)
             known = self.known_prefixes.nothing(begun.scope, encoder.generation)
-        restored = encoder.restored(ids)
+        restored, beginnings = encoder.restored(ids), known.beginnings
         if self.known_prefixes.is_on and self.cut_ids:
             restored = self.known_prefixes.shared(restored)
             pairs = zip(found, encoder.control_indices(ids), strict=True)
             cuts = [(_cut(place), index) for place, index in pairs if place.token_id in self.cut_ids]
-            self.known_prefixes.keep(
+            beginnings = self.known_prefixes.keep(
                 begun.scope, known, text, cuts, restored, places=begun.places, num_after=self._longest_added
             )
-        if not known.token_ids:
-            return restored
-        known.token_ids.extend(restored)  # another list of 290,000 takes a millisecond, and as much to free
-        return known.token_ids
+        return EncodedChat(known.followed_by(restored), beginnings)
 
     def counts(
         self,

@@ -6,11 +6,13 @@ it for the whole text and stall every stream (FRONTEND-CHOICES.md: 37-68 ms for 
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 from tokenizers import decoders, normalizers
 
 from openinfer_core.errors import BrokenPlugin, InvalidCheckpoint
+from openinfer_core.request import NamedBeginning
 from openinfer_core.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 from openinfer_server.errors import UnusableTokenizer
 from openinfer_server.limits.queued_work import Client
@@ -23,6 +25,15 @@ from openinfer_server.text.marked_text import MarkedText
 
 INLINE_CHARACTERS = 512  # shorter texts take less than a thread's round trip, about 0.3 ms
 _CONTEXT_TOKENS = 4  # prompt tokens that a window detokenizer begins with
+
+
+class ChatIds(NamedTuple):
+    """A rendered chat as a prompt."""
+
+    token_ids: tuple[int, ...]
+    counts: tuple[int, ...]
+    """How many tokens begin before each of the places that were asked for."""
+    beginnings: tuple[NamedBeginning, ...] = ()
 
 
 class Tokenizer:
@@ -103,7 +114,7 @@ class Tokenizer:
         client: Client = THIS_PROCESS,
         cache_salt: str | None = None,
         ends: Sequence[int] = (),
-    ) -> tuple[list[int], tuple[int, ...]]:
+    ) -> ChatIds:
         """Token ids of a rendered chat, whose control tokens are the template's, and how many begin before each end.
 
         What the client's owner sent before under the same cache salt, of whose beginning the ids are known, is not
@@ -115,12 +126,13 @@ class Tokenizer:
         """
         if len(text) <= INLINE_CHARACTERS:
             token_ids = control_tokens.encode(text)
-            return token_ids, control_tokens.counts(text, token_ids, ends)
+            return ChatIds(tuple(token_ids), control_tokens.counts(text, token_ids, ends))
         scope = Scope(client.owner, cache_salt)
 
-        def encode(begun: BegunEncoding) -> tuple[list[int], tuple[int, ...]]:
-            token_ids = control_tokens.finish(begun)
-            return token_ids, control_tokens.counts(text, token_ids, ends, places=begun.places)
+        def encode(begun: BegunEncoding) -> ChatIds:
+            token_ids, beginnings = control_tokens.finish(begun)
+            counts = control_tokens.counts(text, token_ids, ends, places=begun.places)
+            return ChatIds(token_ids, counts, beginnings)
 
         return await self.encoding.run_rest(
             client, len(text), look_up=lambda: control_tokens.begin(text, scope), encode=encode
