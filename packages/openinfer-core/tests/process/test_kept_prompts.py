@@ -64,9 +64,7 @@ class Ends:
         raise AssertionError
 
 
-def make(
-    prompt: tuple[int, ...], *retained: int, beginnings: tuple[NamedBeginning, ...] = ()
-) -> GenerateRequest:
+def make(prompt: tuple[int, ...], *retained: int, beginnings: tuple[NamedBeginning, ...] = ()) -> GenerateRequest:
     return GenerateRequest(
         request_id=RequestId(1),
         prompt_token_ids=prompt,

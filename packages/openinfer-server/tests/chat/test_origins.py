@@ -68,7 +68,7 @@ statements = st.one_of(
     expressions.map("{{% filter upper | lower %}}y{{{{ {} }}}}{{% endfilter %}}".format),
     expressions.map("{{% call(it) twice({}) %}}z{{{{ it }}}}{{% endcall %}}".format),
     expressions.map("{{% for m in messages %}}{{{{ m.content ~ {} }}}}{{% endfor %}}".format),
-    expressions.map("{{% for m in messages %}}{{{{ shout(t={}) if loop.first else loop.index }}}}{{% endfor %}}".format),
+    expressions.map("{{% for m in messages %}}{{{{ shout(t={}) if loop.first else 1 }}}}{{% endfor %}}".format),
     expressions.map("{{% set ns.n = ns.n + 1 + 1 %}}{{{{ ns.n ~ ns.none ~ ns.items[0] ~ {} ~ ns.l[0] }}}}".format),
     st.just("{% for m in messages %}{{ loop.last ~ loop.nextitem.role ~ loop.cycle('x', 'y') }}{% endfor %}"),
     st.just("xyz "),

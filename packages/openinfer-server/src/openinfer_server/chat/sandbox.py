@@ -125,7 +125,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise UnusableTemplate(f"the chat template does not compile: {error}") from error
         for text, name in literals.names.items():
             setattr(self, name, MarkedText.of(text, Origin.TEMPLATE))
-        return jinja2.Template.from_code(self, code, self.make_globals(variables)), read, frozenset(literals.names)
+        return jinja2.Template.from_code(self, code, self.make_globals({**variables})), read, frozenset(literals.names)
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -135,14 +135,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         # jinja2 asks a dictionary for an attribute first, and a chat of 160 turns has a thousand such questions.
-        if type(obj) is dict and attribute not in _OF_DICTIONARIES:
+        kind = type(cast("object", obj))
+        if kind is dict and attribute not in _OF_DICTIONARIES:
             fields = cast("dict[str, Any]", obj)
             return fields[attribute] if attribute in fields else self.undefined(obj=fields, name=attribute)
-        if attribute in _OF_TEXTS and type(cast("object", obj)) in _TEXTS:  # as in most other questions
+        if attribute in _OF_TEXTS and kind in _TEXTS:  # as in most other questions
             return getattr(cast("str", obj), attribute)
-        if type(obj) is LoopContext and attribute in _OF_LOOPS:
+        if kind is LoopContext and attribute in _OF_LOOPS:
             return getattr(obj, attribute)
-        if type(obj) is Namespace and attribute[:1] != "_":
+        if kind is Namespace and attribute[:1] != "_":
             value: object = getattr(obj, attribute, None)
             if type(value) in _VALUES:
                 return value
@@ -169,9 +170,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Calls what a template calls. Methods of texts carry origins, or lose them for all to see."""
-        if type(function) is Tick:
+        kind = type(cast("object", function))
+        if kind is Tick:
             return function()
-        if type(function) is Macro and len(args) == len(function.arguments) and kwargs.keys() <= _CALLS_OWN:
+        if kind is Macro and len(args) == len(function.arguments) and kwargs.keys() <= _CALLS_OWN:
             return function(context.eval_ctx, *args)
         owner = getattr(function, "__self__", None)
         if owner is self:  # `added` or `concatenated`: jinja2 would ask whether they want its context
