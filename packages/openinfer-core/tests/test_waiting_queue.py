@@ -15,6 +15,7 @@ class Scripted:
 
     def __init__(self, raises: str = "") -> None:
         self.raises = raises
+        self.error: type[BaseException] = ZeroDivisionError
         self.calls: list[str] = []
 
     def key(self, waiting: WaitingRequest) -> Any:
@@ -31,7 +32,7 @@ class Scripted:
         call = f"{hook} {request.request_id}"
         self.calls.append(call)
         if call == self.raises:
-            raise ZeroDivisionError(call)
+            raise self.error(call)
 
 
 def make(request_id: int, *, priority: int = 0) -> GenerateRequest:
@@ -80,9 +81,14 @@ def test_withdrawing_who_is_not_here_changes_nothing() -> None:
     assert (len(queue), policy.calls) == (1, ["key 0"])
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 @pytest.mark.parametrize("hook", ["key", "admitted", "withdrawn"])
-def test_policy_that_raises_is_fenced_counted_and_logged(caplog: pytest.LogCaptureFixture, hook: str) -> None:
-    queue = make_queue(Scripted(f"{hook} 1"))
+def test_policy_that_raises_is_fenced_counted_and_logged(
+    caplog: pytest.LogCaptureFixture, hook: str, error: type[BaseException]
+) -> None:
+    policy = Scripted(f"{hook} 1")
+    policy.error = error
+    queue = make_queue(policy)
     with caplog.at_level(logging.ERROR, "openinfer.scheduler"):
         assert [queue.add(i, make(i)) for i in range(3)] == [True, hook != "key", True]
         if hook == "withdrawn":
@@ -91,9 +97,9 @@ def test_policy_that_raises_is_fenced_counted_and_logged(caplog: pytest.LogCaptu
     assert admitted.count(False) == (hook == "admitted")
     assert queue.faults == 1
     (record,) = caplog.records
-    assert record.getMessage() == f"queue policy Scripted: {hook} raised"
+    assert record.getMessage() == f"queue policy {__name__}:Scripted: {hook} raised"
     assert record.exc_info is not None
-    assert queue.fault_message == "the queue policy Scripted failed on this request"
+    assert queue.fault_message == f"the queue policy {__name__}:Scripted failed on this request"
 
 
 def test_key_without_an_order_costs_its_own_request_only() -> None:

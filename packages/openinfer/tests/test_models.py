@@ -41,6 +41,23 @@ def test_a_checkpoint_of_a_broken_package_is_an_error_with_its_cause() -> None:
         find_model_dir("x0", lister=lister("no_such_module:f"))
 
 
+def raising(*arguments: object) -> Path:
+    raise RuntimeError("half a thought")
+
+
+def nothing(*arguments: object) -> None:
+    return None
+
+
+def test_a_function_that_names_no_folder_is_told_with_its_package(tmp_path: Path) -> None:
+    for function, cause in (("raising", "RuntimeError: half a thought"), ("nothing", "TypeError")):
+        with pytest.raises(BrokenPlugin, match=rf"'x0' .*{HERE}:{function}\) names no folder: {cause}"):
+            find_model_dir("x0", lister=lister(f"{HERE}:{function}"))
+        (tmp_path / "model.x0").touch()
+        with pytest.raises(BrokenPlugin, match=rf"'x0' .*{HERE}:{function}\) names no folder: {cause}"):
+            find_model_dir(str(tmp_path / "model.x0"), lister=lister(f"{HERE}:{function}"))
+
+
 def test_a_folder_is_of_no_distribution_and_a_named_checkpoint_of_its_own(tmp_path: Path) -> None:
     assert checkpoint_distributions(str(tmp_path)) == set()
     assert checkpoint_distributions("tiny") == {"openinfer-tiny-model"}

@@ -31,6 +31,12 @@ MODEL_FILES = "openinfer.model_files"
 PLUGIN_ERRORS = (Exception, SystemExit)
 """What a plug-in's code may raise; one that calls `sys.exit` ends no process of ours without a word."""
 
+
+def place_of(part: type) -> str:
+    """Where a plug-in's class is, as an entry point names it: a reader of the log finds the package by it."""
+    return f"{part.__module__}:{part.__qualname__}"
+
+
 Lister = Callable[[str], "Iterable[EntryPoint]"]
 """Lists the entry points of a group; the default reads the installed distributions."""
 

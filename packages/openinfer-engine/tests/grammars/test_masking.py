@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -82,6 +82,12 @@ class FillFails(WordMatcher):
         super().fill(words)
 
 
+class NoIdentity(WordMatcher):
+    @property
+    def mask_identity(self) -> bytes | None:
+        raise RuntimeError("no identity")
+
+
 class WordCompiler:
     """The grammar's text is the word, `7,8,9`; futures are done at once unless held."""
 
@@ -95,6 +101,15 @@ class WordCompiler:
         future: Future[TokenMatcher] = Future()
         self.futures.append(future)
         assert request.sampling.grammar is not None
+        match request.sampling.grammar.text:
+            case "raises":
+                raise RuntimeError("the compiler broke at once")
+            case "exits":
+                raise SystemExit(3)
+            case "no future":
+                return cast("Future[TokenMatcher]", None)
+            case _:
+                pass
         if not self.held:
             self.resolve(future, request.sampling.grammar.text)
         return future
@@ -427,6 +442,10 @@ def test_a_restricted_request_goes_on_after_preemption() -> None:
     [
         ("refused", WordMatcher, FailureKind.INVALID, "this is no word"),
         ("fault", WordMatcher, FailureKind.INTERNAL, "the grammar compiler failed on this request"),
+        ("raises", WordMatcher, FailureKind.INTERNAL, "the grammar compiler failed on this request"),
+        ("exits", WordMatcher, FailureKind.INTERNAL, "the grammar compiler failed on this request"),
+        ("no future", WordMatcher, FailureKind.INTERNAL, "the grammar compiler failed on this request"),
+        ("7,8", NoIdentity, FailureKind.INTERNAL, "the grammar compiler failed on this request"),
         ("7,13,8", WordMatcher, FailureKind.INTERNAL, "the grammar matcher failed on this request"),
         ("7,8", FillFails, FailureKind.INTERNAL, "the grammar matcher failed on this request"),
         ("7,-1", WordMatcher, FailureKind.INVALID, "the grammar allows no token after what was generated"),

@@ -71,7 +71,10 @@ def test_policy_that_raises_is_named_in_the_answer(make_request: Any, hook: str)
         plan = scheduler.plan(now_s=0.0)
         assert plan is not None
         events = scheduler.apply(plan, result(5), now_s=0.0)
-    assert refusal(events) == (FailureKind.INTERNAL, "the queue policy LastOneWins failed on this request")
+    assert refusal(events) == (
+        FailureKind.INTERNAL,
+        f"the queue policy {__name__}:{LastOneWins.__qualname__} failed on this request",
+    )
 
 
 def test_full_queue_is_overloaded_until_it_drains(make_request: Any) -> None:

@@ -382,6 +382,12 @@ class Faulty(HermesParser):
     def feed(self, text):
         if "%" in text:
             raise ZeroDivisionError("a parser's own fault")
+        if "exit" in self.context.tools:
+            raise SystemExit(3)
+        if "text" in self.context.tools:
+            return [text]
+        if "endless" in self.context.tools:
+            return (text for _ in iter(int, 1))
         return super().feed(text)
 
     def finish(self):
@@ -392,7 +398,7 @@ class Faulty(HermesParser):
 
 
 def test_a_parser_that_raises_fails_its_request_alone_and_is_counted(
-    tmp_path, monkeypatch, start, connect, call, info, make_folder
+    tmp_path, monkeypatch, caplog, start, connect, call, info, make_folder
 ):
     (tmp_path / "faulty_parser.py").write_text(FAULTY)
     distribution = tmp_path / "faulty_parser-1.0.dist-info"
@@ -410,9 +416,13 @@ def test_a_parser_that_raises_fails_its_request_alone_and_is_counted(
         client.chat.completions.create(**ask("?", tools=[named("refuse")]))
     with pytest.raises(openai.InternalServerError):
         client.chat.completions.create(**ask("?", tools=[named("last")]))
+    for fault in ("exit", "text", "endless"):
+        with pytest.raises(openai.InternalServerError, match="its log says why"):
+            client.chat.completions.create(**ask("?", tools=[named(fault)]))
+    assert "the tool parser faulty_parser:Faulty failed on this answer" in caplog.text
     assert client.chat.completions.create(**ask(CALL)).choices[0].finish_reason == "tool_calls"
     metrics = call(server, "GET", "/metrics")[2].decode()
-    assert 'openinfer_parser_faults_total{kind="tool"} 4' in metrics
+    assert 'openinfer_parser_faults_total{kind="tool"} 7' in metrics
     assert 'openinfer_parser_faults_total{kind="reasoning"} 0' in metrics
 
 

@@ -185,7 +185,15 @@ def test_parsers_that_both_claim_a_model_are_refused():
 
 
 def test_what_is_no_parser_is_refused():
-    for value, lack in ((object, "lacks visible_tokens"), (HermesParser, "closing_text")):
+    class ClosesWithANumber(HermesParser):
+        closing_text = 5
+
+    odd = (
+        (object, "lacks visible_tokens"),
+        (HermesParser, "lacks closing_text"),
+        (ClosesWithANumber, r"'odd' of openinfer.reasoning_parsers .* is no parser: its closing_text is no text"),
+    )
+    for value, lack in odd:
         group = "openinfer.tool_parsers" if value is object else "openinfer.reasoning_parsers"
         entry = EntryPoint("odd", "odd:odd", group)
 

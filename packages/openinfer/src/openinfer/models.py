@@ -5,8 +5,15 @@ from pathlib import Path
 from openinfer.hub import smollm2
 from openinfer.hub.cache import MAIN, CachedRepo, HubName, is_revision
 from openinfer_core import ModelFamily, claim, find_plugin, list_plugins, load_family, read_config
-from openinfer_core.errors import InvalidCheckpoint, InvalidRequest, Refused, UnknownPlugin
-from openinfer_core.plugins import CHECKPOINTS, MODEL_FILES, MODELS, Lister, Plugin, installed
+from openinfer_core.errors import (
+    BrokenPlugin,
+    InvalidCheckpoint,
+    InvalidRequest,
+    OpenInferError,
+    Refused,
+    UnknownPlugin,
+)
+from openinfer_core.plugins import CHECKPOINTS, MODEL_FILES, MODELS, PLUGIN_ERRORS, Lister, Plugin, installed
 
 
 def find_model_dir(
@@ -31,7 +38,7 @@ def find_model_dir(
     Raises:
         InvalidCheckpoint: no such folder, checkpoint or repository.
         Refused: a repository cannot be downloaded; the message says why.
-        BrokenPlugin: the package that brings the checkpoint failed to load.
+        BrokenPlugin: the package that brings the checkpoint, or reads the file, failed to load, or names no folder.
     """
     folder = Path(model).expanduser()
     name = None if folder.exists() else HubName.parse(model)
@@ -53,7 +60,7 @@ def find_model_dir(
             f"{model!r} is neither a folder nor an installed checkpoint (installed: {names}); "
             "give the path of a Hugging Face model folder, or the name of a repository: ORG/NAME"
         ) from error
-    return Path(plugin.load()())
+    return _folder_from(plugin)
 
 
 def _folder_of(path: Path, lister: Lister) -> Path:
@@ -65,7 +72,18 @@ def _folder_of(path: Path, lister: Lister) -> Path:
     if suffix not in readers:
         known = ", ".join(f"*.{name}" for name in sorted(readers)) or "none are known"
         raise InvalidCheckpoint(f"{path} is a file, and only some kinds of one are a model ({known}); give its folder")
-    return Path(readers[suffix].load()(path))
+    return _folder_from(readers[suffix], path)
+
+
+def _folder_from(plugin: Plugin, *arguments: Path) -> Path:
+    """The folder that a package's function names; what it refuses, and what the disk does, is told as it is."""
+    find = plugin.load()
+    try:
+        return Path(find(*arguments))
+    except (OpenInferError, OSError):
+        raise
+    except PLUGIN_ERRORS as error:
+        raise BrokenPlugin(f"{plugin.described} names no folder: {type(error).__name__}: {error}") from error
 
 
 def pull(model: str, *, revision: str | None = None, family: str | None = None) -> Path:

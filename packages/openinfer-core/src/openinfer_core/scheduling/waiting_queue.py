@@ -17,6 +17,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
+from openinfer_core.plugins import PLUGIN_ERRORS, place_of
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduling.scheduler import ChoosesVictim, CountsTokens, QueuePolicy, SharesRows, WaitingRequest
 
@@ -59,7 +60,7 @@ class WaitingQueue(Generic[Item]):
     ) -> None:
         self.faults = 0  # times the policy raised
         # What a request is answered that the policy raised on: a client's operator looks for that policy.
-        self.fault_message = f"the queue policy {type(policy).__name__} failed on this request"
+        self.fault_message = f"the queue policy {place_of(type(policy))} failed on this request"
         self._policy = policy
         self._describe = describe
         self._choose = policy.victim if isinstance(policy, ChoosesVictim) else None
@@ -87,12 +88,12 @@ class WaitingQueue(Generic[Item]):
         try:
             waiting = self._waiting(item, request, arrival)
             key = self._policy.key(waiting)
-        except Exception as error:  # noqa: BLE001 - the policy is a plug-in: it costs this request only
+        except PLUGIN_ERRORS as error:  # the policy is a plug-in: it costs this request only
             self._record_fault("key", error)
             return False
         try:
             insort(self._entries, entry := _Entry(key, item, waiting, now_s), key=attrgetter("key"))
-        except Exception as error:  # noqa: BLE001 - as above: comparing keys runs the policy's code too
+        except PLUGIN_ERRORS as error:  # as above: comparing keys runs the policy's code too
             self._record_fault("comparison of keys", error)
             self._tell("withdrawn", self._policy.withdrawn, request)
             return False
@@ -114,13 +115,13 @@ class WaitingQueue(Generic[Item]):
             try:
                 entry.waiting = self._waiting(entry.item, entry.request, entry.waiting.arrival)
                 entry.key = self._policy.key(entry.waiting)
-            except Exception as error:  # noqa: BLE001 - the policy is a plug-in
+            except PLUGIN_ERRORS as error:  # the policy is a plug-in
                 self._record_fault("key", error)
         overdue = [entry for entry in self._entries if now_s - entry.arrived_s >= self._max_bypass_s]
         others = [entry for entry in self._entries if now_s - entry.arrived_s < self._max_bypass_s]
         try:
             others.sort(key=attrgetter("key"))
-        except Exception as error:  # noqa: BLE001 - comparing keys runs the policy's code too
+        except PLUGIN_ERRORS as error:  # comparing keys runs the policy's code too
             self._record_fault("comparison of keys", error)
             return
         self._entries = sorted(overdue, key=lambda entry: entry.waiting.arrival) + others
@@ -136,7 +137,7 @@ class WaitingQueue(Generic[Item]):
             return self.head
         try:
             return self._by_id[self.shares.next(full)].item
-        except Exception as error:  # noqa: BLE001 - the policy is a plug-in: the order of the keys stands in
+        except PLUGIN_ERRORS as error:  # the policy is a plug-in: the order of the keys stands in
             self._record_fault("next", error)
             return self.head
 
@@ -148,7 +149,7 @@ class WaitingQueue(Generic[Item]):
             weight = float(self.shares.weight(tenant))
             if not 0 < weight < float("inf"):
                 raise ValueError(f"weight of {tenant!r} is {weight}; it must be above 0 and finite")
-        except Exception as error:  # noqa: BLE001 - the policy is a plug-in
+        except PLUGIN_ERRORS as error:  # the policy is a plug-in
             self._record_fault("weight", error)
             return 1.0
         return weight
@@ -199,7 +200,7 @@ class WaitingQueue(Generic[Item]):
             chosen = operator.index(self._choose(candidates))
             if not 0 <= chosen < len(candidates):
                 raise IndexError(f"victim answered {chosen}; there are {len(candidates)} candidates, from 0 on")
-        except Exception as error:  # noqa: BLE001 - the policy is a plug-in: the scheduler's own choice stands in
+        except PLUGIN_ERRORS as error:  # the policy is a plug-in: the scheduler's own choice stands in
             self._record_fault("victim", error)
             return None
         return chosen
@@ -216,11 +217,11 @@ class WaitingQueue(Generic[Item]):
     def _tell(self, name: str, hook: Callable[[GenerateRequest], None], request: GenerateRequest) -> bool:
         try:
             hook(request)
-        except Exception as error:  # noqa: BLE001 - the policy is a plug-in: it costs this request only
+        except PLUGIN_ERRORS as error:  # the policy is a plug-in: it costs this request only
             self._record_fault(name, error)
             return False
         return True
 
-    def _record_fault(self, what: str, error: Exception) -> None:
+    def _record_fault(self, what: str, error: BaseException) -> None:
         self.faults += 1
-        logger.error("queue policy %s: %s raised", type(self._policy).__name__, what, exc_info=error)
+        logger.error("queue policy %s: %s raised", place_of(type(self._policy)), what, exc_info=error)

@@ -41,6 +41,7 @@ from openinfer_core.grammars import (
     TokenMatcher,
     mask_words,
 )
+from openinfer_core.plugins import PLUGIN_ERRORS, place_of
 from openinfer_core.process.processors import usable_processors
 from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.grammars.mask_cache import MaskCache
@@ -160,7 +161,14 @@ class MaskedRequests:
             return restricted
         if self._compiler is None:
             raise InvalidRequest("there is no grammar compiler", field="grammar")
-        return self._compiler.compile(request)
+        try:
+            future = self._compiler.compile(request)
+            if not isinstance(future, Future):
+                raise TypeError(f"compile returned a {type(future).__name__}, not a Future")
+        except PLUGIN_ERRORS as error:  # told like what the future raises: it costs this request alone
+            future = Future()
+            future.set_exception(error)
+        return future
 
     def withdraw(self, request_id: RequestId) -> GenerateRequest | None:
         """Takes out a request that is not scheduled yet; None if there is no such one."""
@@ -198,14 +206,15 @@ class MaskedRequests:
             matcher = compiling.matcher.result()
             if request.sampling.grammar is not None and request.sampling.is_restricted:
                 matcher = self._restricted(request, matcher)
+            output = FollowedOutput(matcher, self._cache, num_words=self._num_words)
         except InvalidRequest as refusal:
             return Failed(request.request_id, FailureKind.INVALID, str(refusal))
         except Unavailable as fault:
             return Failed(request.request_id, FailureKind.UNAVAILABLE, str(fault))
-        except Exception:
-            logger.exception("the grammar of request %d could not be compiled", request.request_id)
+        except PLUGIN_ERRORS:
+            place = place_of(type(self._compiler))
+            logger.exception("the grammar of request %d could not be compiled by %s", request.request_id, place)
             return Failed(request.request_id, FailureKind.INTERNAL, _COMPILER_FAULT)
-        output = FollowedOutput(matcher, self._cache, num_words=self._num_words)
         group = request.request_id if output.state is None else output.state
         stop_token_ids = frozenset(request.sampling.stop_token_ids)
         return _Running(request.request_id, request.tenant, group, output, stop_token_ids)

@@ -1,7 +1,7 @@
 """Which parsers serve a model: by name, or by what its chat template shows (`auto`)."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -137,11 +137,11 @@ def answer_parser(
 def _made(
     kind: type[P], context: ParserContext, reasoning: type[ReasoningParser] | None, tools: type[ToolParser] | None
 ) -> P:
-    first = None if reasoning is None else fault_boundary("reasoning", partial(reasoning, context))
+    first = None if reasoning is None else fault_boundary("reasoning", reasoning, partial(reasoning, context))
     if tools is None:
         return kind(first)
     make = partial(tools, context)
-    return kind(first, fault_boundary("tool", make), another=make, offered=context.tools)
+    return kind(first, fault_boundary("tool", tools, make), another=make, offered=context.tools)
 
 
 def choose_parsers(
@@ -199,4 +199,11 @@ def _load(plugin: Plugin) -> Chosen:
     if missing or not isinstance(found, type):
         lacks = f"lacks {', '.join(missing)}" if missing else "is no class"
         raise UnusableParser(f"{plugin.name!r} of {plugin.group} ({plugin.origin}) is no parser: it {lacks}")
+    for name in ("visible_tokens", "tags", "closing_text"):
+        said = getattr(found, name, "")
+        texts = said if isinstance(said, Collection) else [said]
+        if not all(isinstance(text, str) for text in texts):
+            raise UnusableParser(
+                f"{plugin.name!r} of {plugin.group} ({plugin.origin}) is no parser: its {name} is no text"
+            )
     return Chosen(plugin, found)

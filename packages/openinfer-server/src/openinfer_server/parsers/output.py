@@ -9,8 +9,9 @@ nothing here knows HTTP.
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar, get_args
 
+from openinfer_core.plugins import PLUGIN_ERRORS, place_of
 from openinfer_server.parsers.contract import ReasoningParser, ToolParser
 from openinfer_server.parsers.deltas import ContentDelta, Delta, ReasoningDelta
 from openinfer_server.parsers.reasoning_calls import BeginToken, ReasoningCalls, begin_tokens_of
@@ -18,25 +19,43 @@ from openinfer_server.parsers.reasoning_calls import BeginToken, ReasoningCalls,
 T = TypeVar("T")
 
 
-class ParserFault(Exception):
-    """A parser raised; its own exception is the cause.
+_DELTAS: Final = frozenset(get_args(Delta))
 
-    Attributes:
+
+class ParserFault(Exception):
+    """A parser raised, or said what is no delta; its own exception is the cause.
+
+    Args:
         kind: `reasoning` or `tool`.
+        parser: where it is, for those who read the log.
     """
 
-    def __init__(self, kind: str) -> None:
-        super().__init__(f"the {kind} parser failed on this answer")
+    def __init__(self, kind: str, parser: type) -> None:
+        super().__init__(f"the {kind} parser {place_of(parser)} failed on this answer")
         self.kind = kind
 
 
-def fault_boundary(kind: str, call: Callable[[], T]) -> T:
+def fault_boundary(kind: str, parser: type, call: Callable[[], T]) -> T:
     try:
         return call()
     except ParserFault:
         raise
-    except Exception as error:
-        raise ParserFault(kind) from error
+    except PLUGIN_ERRORS as error:
+        raise ParserFault(kind, parser) from error
+
+
+def check_deltas(deltas: list[Delta]) -> list[Delta]:
+    """What a parser has said, as it was said.
+
+    Raises:
+        TypeError: it is no list of deltas. A generator is none: it could go on for ever, and raise anywhere.
+    """
+    if not isinstance(deltas, list):
+        raise TypeError(f"a parser said {type(deltas).__name__}, not a list of deltas")
+    for delta in deltas:
+        if type(delta) not in _DELTAS:
+            raise TypeError(f"a parser said {type(delta).__name__}, which is no delta")
+    return deltas
 
 
 class OutputParser:
@@ -99,7 +118,7 @@ class OutputParser:
             return self._content(text)
         if self._calls is None:
             return self._read(text)
-        deltas = fault_boundary("tool", partial(self._calls.feed, text, begun))
+        deltas = fault_boundary("tool", type(self._tools), partial(self._calls.feed, text, begun))
         if self._calls.found is not None:
             self._tools, self._is_told_apart = self._calls.found, True
         return deltas
@@ -107,23 +126,23 @@ class OutputParser:
     def finish(self) -> list[Delta]:
         deltas: list[Delta] = []
         if self._calls is not None and not self._is_told_apart:
-            deltas = fault_boundary("tool", self._calls.finish)
+            deltas = fault_boundary("tool", type(self._tools), self._calls.finish)
             if self._calls.found is not None:
                 return deltas
         if self._reasoning is not None and not self._is_told_apart:
-            deltas += self._with_calls(fault_boundary("reasoning", self._reasoning.finish))
-        return deltas if self._tools is None else deltas + fault_boundary("tool", self._tools.finish)
+            deltas += self._with_calls(_end("reasoning", self._reasoning))
+        return deltas if self._tools is None else deltas + _end("tool", self._tools)
 
     def _read(self, text: str) -> list[Delta]:
         """The way through both parsers."""
         if self._is_told_apart or self._reasoning is None:
             return self._content(text)
         try:
-            deltas = self._reasoning.feed(text)
+            deltas = check_deltas(self._reasoning.feed(text))
             if not self._reasoning.reasoning:
                 self._is_told_apart = self._reasoning.done
-        except Exception as error:
-            raise ParserFault("reasoning") from error
+        except PLUGIN_ERRORS as error:
+            raise ParserFault("reasoning", type(self._reasoning)) from error
         if self._tools is None or (len(deltas) == 1 and type(deltas[0]) is ReasoningDelta):
             return deltas
         return self._with_calls(deltas)
@@ -132,9 +151,9 @@ class OutputParser:
         if self._tools is None:
             return [ContentDelta(text)] if text else []
         try:
-            return self._tools.feed(text)
-        except Exception as error:
-            raise ParserFault("tool") from error
+            return check_deltas(self._tools.feed(text))
+        except PLUGIN_ERRORS as error:
+            raise ParserFault("tool", type(self._tools)) from error
 
     def _with_calls(self, deltas: list[Delta]) -> list[Delta]:
         told: list[Delta] = []
@@ -144,3 +163,7 @@ class OutputParser:
             else:
                 told.append(delta)
         return told
+
+
+def _end(kind: str, parser: ReasoningParser | ToolParser) -> list[Delta]:
+    return fault_boundary(kind, type(parser), lambda: check_deltas(parser.finish()))
