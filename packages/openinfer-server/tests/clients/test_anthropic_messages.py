@@ -235,6 +235,10 @@ def test_fields_with_nothing_to_do_are_taken(ask, says):
             "cannot",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "Expected `str`"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]}]},
+            "no tool_use before its result has the tool_use_id 't1'",
+        ),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop_sequences": ["x"] * 5}, "stop_sequences has 5 strings"),
         ({"container": "c"}, "container is not supported"),

@@ -72,6 +72,7 @@ def message(role: str, **block: Any) -> Fields:
     return {"messages": [{"role": role, "content": [block]}, ASK], "max_tokens": 9}
 
 
+CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
 PLACES = [
@@ -100,7 +101,7 @@ PLACES = [
         items.FunctionCallItem,
         lambda f: {"input": [{"type": "function_call", "call_id": "c", "name": "w", **f}, OUTPUT]},
     ),
-    Place(RESPONSES, items.FunctionOutputItem, lambda f: item(**OUTPUT, **f)),
+    Place(RESPONSES, items.FunctionOutputItem, lambda f: {"input": [CALL_ITEM, {**OUTPUT, **f}, ASK]}),
     Place(
         RESPONSES,
         items.ReasoningItem,
@@ -137,7 +138,17 @@ PLACES = [
             "max_tokens": 9,
         },
     ),
-    Place(MESSAGES, blocks.ToolResultBlock, lambda f: message("user", **RESULT, **f)),
+    Place(
+        MESSAGES,
+        blocks.ToolResultBlock,
+        lambda f: {
+            "messages": [
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "w", "input": {}}]},
+                {"role": "user", "content": [{**RESULT, **f}]},
+            ],
+            "max_tokens": 9,
+        },
+    ),
     Place(GENERATE, tokens.TokenRequest, lambda f: {"token_ids": [1, 2], **f}),
     Place(GENERATE, tokens.TokenSampling, lambda f: {"token_ids": [1, 2], "sampling_params": f}),
     Place(GENERATE, StreamOptions, lambda f: {"token_ids": [1, 2], "stream": True, "stream_options": f}),
@@ -165,6 +176,7 @@ VALUES: Mapping[str, Any] = {
     "prompt_cache_breakpoint": {"mode": "explicit"},
     "provider_specific_fields": {"a": 1},
     "signature": "s",
+    "spaces_between_special_tokens": False,
     "status": "completed",
     "strict": True,
     "summary": [{"type": "summary_text", "text": "s"}],
@@ -258,6 +270,7 @@ def test_fields_that_clients_send_to_every_route_are_taken_by_every_route(agent,
         "best_of": 1,
         "use_beam_search": False,
         "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
         "length_penalty": 1,
     }
     labels = {"client_metadata": {"originator": "codex"}, "service_tier": "auto", "kv_transfer_params": None}

@@ -251,6 +251,7 @@ def test_only_background_responses_are_cancelled_or_streamed_again(client):
         ({}, "input"),
         ({"input": [{"id": "msg_1", "type": "item_reference"}]}, "input[0]"),
         ({"input": [{"type": "computer_call_output"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call_output", "call_id": "c1", "output": "sunny"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": "a", "colour": 1}]}, "input[0].colour"),
     ],

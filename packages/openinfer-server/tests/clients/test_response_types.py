@@ -66,6 +66,11 @@ def in_input(item: dict[str, Any]) -> dict[str, Any]:
     return {"input": [ASK, item, ASK]}
 
 
+def in_result(item: dict[str, Any]) -> dict[str, Any]:
+    call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+    return {"input": [ASK, call, item, ASK]}
+
+
 def in_output(part: dict[str, Any]) -> dict[str, Any]:
     return in_input({"type": "message", "role": "assistant", "content": [part]})
 
@@ -96,7 +101,7 @@ TYPES: list[tuple[str, type[pydantic.BaseModel], Any, dict[str, Any], set[str]]]
     (RESPONSES, responses.ResponseFunctionToolCall, in_input, ARGUMENTS, {"async_"}),
     (RESPONSES, parsed_response.ParsedResponseFunctionToolCall, in_input, ARGUMENTS, {"async_"}),
     (RESPONSES, responses.ResponseFunctionToolCallItem, in_input, ARGUMENTS, {"async_"}),
-    (RESPONSES, responses.ResponseFunctionToolCallOutputItem, in_input, {"call_id": "c"}, set()),
+    (RESPONSES, responses.ResponseFunctionToolCallOutputItem, in_result, {"call_id": "c"}, set()),
     (RESPONSES, responses.ResponseReasoningItem, in_input, {}, {"encrypted_content"}),
     (MESSAGES, anthropic_types.TextBlock, in_message, {}, set()),
     (MESSAGES, anthropic_types.ThinkingBlock, in_message, {}, set()),

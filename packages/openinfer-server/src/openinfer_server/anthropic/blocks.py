@@ -112,10 +112,27 @@ class MarkedTurn(NamedTuple):
 
 
 def turns_of(messages: Sequence[MessageParam]) -> list[MarkedTurn]:
-    """The turns that messages stand for; results of tools are turns of their own, before the text next to them."""
+    """The turns that messages stand for; results of tools are turns of their own, before the text next to them.
+
+    Raises:
+        ApiError: 400; also for a result of a call that no earlier message has.
+    """
     if not messages:
         raise invalid("messages", "messages is empty")
-    return [turn for index, message in enumerate(messages) for turn in _turns(message, f"messages[{index}]")]
+    turns: list[MarkedTurn] = []
+    called: set[str] = set()
+    for index, message in enumerate(messages):
+        for marked in _turns(message, f"messages[{index}]"):
+            match marked.turn:
+                case AssistantTurn(tool_calls=calls):
+                    called.update(call.id for call in calls or ())
+                case ToolTurn(tool_call_id=call_id) if call_id not in called:
+                    told = f"no tool_use before its result has the tool_use_id {str(call_id)[:100]!r}"
+                    raise invalid(f"messages[{index}]", told)
+                case _:
+                    pass
+            turns.append(marked)
+    return turns
 
 
 def system_text(system: str | Sequence[TextBlock]) -> str:

@@ -5,7 +5,8 @@ Messages are written here, for the client; no exception's text is passed on unle
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -98,6 +99,15 @@ class ApiError(Exception):
         return ApiError(self.status, message, param=name, code=body.code, headers=self.headers)
 
 
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Generator[None]:
+    """Errors from inside call fields as the request does: ours -> the request's."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.with_names(names) from error
+
+
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -173,7 +183,7 @@ def _client_error(failed: Failed) -> ApiError:
     return ApiError(400, failed.message, code="invalid_value")
 
 
-_UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")
+_UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`(?: - at `[^`]*`)?$", re.DOTALL)  # any text is a field's name
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
@@ -191,7 +201,7 @@ def from_decode_error(error: Exception) -> ApiError:
     where = [path.group(1)] if path and path.group(1) else []
     if unknown:
         field = ".".join([*where, unknown.group(1)])
-        return ApiError(400, f"unknown field: {field}", param=field, code="unknown_parameter")
+        return ApiError(400, f"unknown field: {field or repr(field)}", param=field, code="unknown_parameter")
     return ApiError(400, message, param=where[0] if where else None, code="invalid_type")
 
 
@@ -206,5 +216,5 @@ def convert_inside(given: Mapping[str, Any], kind: Any, where: str) -> Any:
     except msgspec.ValidationError as error:
         told = from_decode_error(error)
         body = told.body
-        param = f"{where}.{body.param}" if body.param else where
+        param = where if body.param is None else f"{where}.{body.param}"
         raise ApiError(400, f"{body.message} (in {where})", param=param, code=body.code) from error

@@ -6,7 +6,7 @@ import msgspec
 
 from openinfer_server.chat.prompt import chat_prompt, prompt_end
 from openinfer_server.chat.variables import chat_variables
-from openinfer_server.http.api_errors import invalid, refused
+from openinfer_server.http.api_errors import invalid, refused, renamed
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.limits.conversation import check_num_entries
 from openinfer_server.openai.chat_sinks import ChatMessageSink, ChatStreamSink
@@ -14,7 +14,7 @@ from openinfer_server.openai.event_frames import ResponseHead, chat_delta_frame,
 from openinfer_server.openai.generation import Generation, ResponseShape, rendered_prompt
 from openinfer_server.openai.objects import ChatChoice, ChatCompletion, Usage
 from openinfer_server.openai.prediction import predicted, prediction_ids
-from openinfer_server.openai.types import ChatRequest, check_turns
+from openinfer_server.openai.types import ChatRequest, check_turns, field_names
 from openinfer_server.output.delta_choice import DeltaChoice
 from openinfer_server.output.logprobs import chat_format, prompt_format
 from openinfer_server.output.parsing import OutputParsers
@@ -87,16 +87,17 @@ class ChatCompletions:
         def planned() -> Plan:
             grammar = chat_grammar(service, parsers.prompt, available, output_constraint(request))
             alternatives = (request.top_logprobs or 0) if request.logprobs else None
-            plan = make_plan(
-                service,
-                request,
-                [parsers.prompt],
-                tenant=http_request.tenant,
-                owner=http_request.owner,
-                max_tokens=_max_tokens(request),
-                transfer=request.kv_transfer_params,
-                scoring=Scoring(output=alternatives, prompt=prompt_alternatives(request)),
-            )
+            with renamed(field_names(request)):
+                plan = make_plan(
+                    service,
+                    request,
+                    [parsers.prompt],
+                    tenant=http_request.tenant,
+                    owner=http_request.owner,
+                    max_tokens=_max_tokens(request),
+                    transfer=request.kv_transfer_params,
+                    scoring=Scoring(output=alternatives, prompt=prompt_alternatives(request)),
+                )
             return predicted(constrained(plan, grammar), expected)
 
         plan = await http_request.aside(planned, num_bytes=plan_bytes([parsers.prompt], request.n or 1))
@@ -136,7 +137,8 @@ class ChatCompletions:
             continue_final_message=request.continue_final_message,
             add_generation_prompt=request.add_generation_prompt,
         )
-        num_kept = num_kept_tokens(request, self._service.info, max_tokens=_max_tokens(request))
+        with renamed(field_names(request)):
+            num_kept = num_kept_tokens(request, self._service.info, max_tokens=_max_tokens(request))
         variables = {**variables, **available.variables}
         return await chat_prompt(
             http_request,

@@ -6,13 +6,13 @@ from typing import cast
 import msgspec
 
 from openinfer_core.engine import EngineInfo
-from openinfer_server.http.api_errors import invalid, refused
+from openinfer_server.http.api_errors import invalid, refused, renamed
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.openai.completion_sinks import TextSink, TextStreamSink
 from openinfer_server.openai.event_frames import ResponseHead, completion_frame
 from openinfer_server.openai.generation import Generation, ResponseShape, rendered_prompt
 from openinfer_server.openai.objects import Completion, CompletionChoice, Usage
-from openinfer_server.openai.types import CompletionRequest
+from openinfer_server.openai.types import CompletionRequest, field_names
 from openinfer_server.output.delta_choice import DeltaChoice
 from openinfer_server.output.logprobs import legacy_format, prompt_format
 from openinfer_server.output.response import told_transfer
@@ -83,21 +83,22 @@ class Completions:
         prompts = await self._prompts(http_request, request)
 
         def planned() -> Plan:
-            plan = make_plan(
-                service,
-                request,
-                prompts,
-                tenant=http_request.tenant,
-                owner=http_request.owner,
-                max_tokens=_max_tokens(request),
-                default_tokens=DEFAULT_COMPLETION_TOKENS,
-                transfer=request.kv_transfer_params,
-                scoring=Scoring(
-                    output=request.logprobs,
-                    echo=request.logprobs if request.echo else None,
-                    prompt=prompt_alternatives(request),
-                ),
-            )
+            with renamed(field_names(request)):
+                plan = make_plan(
+                    service,
+                    request,
+                    prompts,
+                    tenant=http_request.tenant,
+                    owner=http_request.owner,
+                    max_tokens=_max_tokens(request),
+                    default_tokens=DEFAULT_COMPLETION_TOKENS,
+                    transfer=request.kv_transfer_params,
+                    scoring=Scoring(
+                        output=request.logprobs,
+                        echo=request.logprobs if request.echo else None,
+                        prompt=prompt_alternatives(request),
+                    ),
+                )
             return constrained(plan, text_grammar(output_constraint(request)))
 
         plan = await http_request.aside(planned, num_bytes=plan_bytes(prompts, request.n or 1))
@@ -199,7 +200,8 @@ def _kinds(entries: Sequence[object]) -> set[type]:
 
 
 def _num_kept(request: CompletionRequest, info: EngineInfo) -> int | None:
-    return num_kept_tokens(request, info, max_tokens=_max_tokens(request), default_tokens=DEFAULT_COMPLETION_TOKENS)
+    with renamed(field_names(request)):
+        return num_kept_tokens(request, info, max_tokens=_max_tokens(request), default_tokens=DEFAULT_COMPLETION_TOKENS)
 
 
 def _max_tokens(request: CompletionRequest) -> int | None:

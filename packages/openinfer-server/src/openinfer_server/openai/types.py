@@ -51,6 +51,9 @@ class CompletionRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unk
     RULES: ClassVar[Mapping[str, Rule]] = {
         **TokenDetailFields.RULES,
         **NO_TURNS,
+        "add_special_tokens": Neutral(
+            (True,), "text begins as its tokenizer says; give token ids for another beginning"
+        ),
         "best_of": Neutral(ANY, "as many as n is what is always so; more is refused"),
         "suffix": Refused("the model does not fill in the middle"),
     }
@@ -239,6 +242,7 @@ class ChatRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unknown_f
     modalities: list[str] | None = None
     store: bool | None = None
     audio: object = None
+    echo: object = None
     function_call: object = None
     functions: object = None
     moderation: object = None
@@ -249,7 +253,9 @@ class ChatRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unknown_f
 
     RULES: ClassVar[Mapping[str, Rule]] = {
         **TokenDetailFields.RULES,
+        "add_special_tokens": Neutral((False,), "the chat template says which special tokens a prompt has"),
         "audio": NOT_TEXT,
+        "echo": Neutral((False,), "an answer has no prompt; /v1/completions has it"),
         "function_call": Refused("tool_choice has taken its place"),
         "functions": Refused("tools has taken its place"),
         "modalities": Neutral((["text"], []), TEXT_ONLY),
@@ -259,3 +265,10 @@ class ChatRequest(TokenDetailFields, frozen=True, kw_only=True, forbid_unknown_f
         "verbosity": VERBOSITY,
         "web_search_options": Refused("this server does not search the web"),
     }
+
+
+def field_names(request: CompletionRequest | ChatRequest) -> Mapping[str, str]:
+    """What errors of shared code call a field, and what the request calls it: two have another name in chats."""
+    names = {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+    scores = isinstance(request, ChatRequest) and request.top_logprobs is not None
+    return names | {"logprobs": "top_logprobs"} if scores else names

@@ -24,7 +24,7 @@ from openinfer_server.request.fields import (
 from openinfer_server.request.kv_transfer import KvTransferParams
 from openinfer_server.request.neutral_fields import LABELS, METADATA, NO_OBFUSCATION, NO_TRANSFER, USER
 from openinfer_server.request.retention import CacheRetention
-from openinfer_server.request.rules import Rule
+from openinfer_server.request.rules import Neutral, Rule
 from openinfer_server.request.sampling_fields import SamplingNumberFields
 from openinfer_server.request.structured_types import GuidedFields, ResponseFormat
 
@@ -106,7 +106,10 @@ class TokenDetailFields(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     prompt_logprobs: Logprobs | None = None  # alternatives per prompt token; not streamed
     return_token_ids: bool | None = None
     kv_transfer_params: KvTransferParams | None = None  # what proxies of prefill and decode engines send
+    add_special_tokens: object = None
+    return_tokens_as_token_ids: object = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {
-        name: rule for name, rule in GenerationFields.RULES.items() if name != "kv_transfer_params"
+        **{name: rule for name, rule in GenerationFields.RULES.items() if name != "kv_transfer_params"},
+        "return_tokens_as_token_ids": Neutral((False,), "their tokens are text; return_token_ids has ids"),
     }

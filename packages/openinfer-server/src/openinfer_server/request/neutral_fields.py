@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar, Final
 
-from openinfer_server.request.rules import Label, Neutral, Refused, Rule
+from openinfer_server.request.rules import ANY, Label, Neutral, Refused, Rule
 from openinfer_server.request.sampling_fields import SamplingNumberFields
 
 USER: Final = Label("it says whom the request is for, and users are not counted")
@@ -30,6 +30,7 @@ class NeutralSamplingFields(SamplingNumberFields, frozen=True, kw_only=True, for
     best_of: object = None
     length_penalty: object = None
     skip_special_tokens: object = None
+    spaces_between_special_tokens: object = None
     use_beam_search: object = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {
@@ -38,5 +39,6 @@ class NeutralSamplingFields(SamplingNumberFields, frozen=True, kw_only=True, for
         "skip_special_tokens": Neutral(
             (True,), "true asks for what is always so; /inference/v1/generate returns all token ids"
         ),
+        "spaces_between_special_tokens": Neutral(ANY, "special tokens do not show, nor what would stand between them"),
         "use_beam_search": Neutral((False,), "false asks for what is always so; tokens are sampled here"),
     }

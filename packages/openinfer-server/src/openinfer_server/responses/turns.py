@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from openinfer_server.http.api_errors import invalid
 from openinfer_server.openai.types import (
     AssistantTurn,
     DeveloperTurn,
@@ -25,14 +26,20 @@ from openinfer_server.responses.offered import CallName
 
 
 def turns_of(items: Sequence[InputItem]) -> list[Turn]:
-    """The turns that items stand for. Reasoning, text and calls of the model that follow each other are one turn."""
+    """The turns that items stand for. Reasoning, text and calls of the model that follow each other are one turn.
+
+    Raises:
+        ApiError: 400; what no earlier call asked for cannot be its output.
+    """
     turns: list[Turn] = []
     answer = _Answer()
+    called: set[str] = set()
     for item in items:
         match item:
             case ReasoningItem():
                 answer.reason("".join(part.text for part in item.content or []), turns)
             case FunctionCallItem():
+                called.add(item.call_id)
                 answer.calls.append(ToolCall(id=item.call_id, type="function", function=_call(item)))
             case MessageItem(role="assistant"):
                 answer.say(_text(item.content), turns)
@@ -40,6 +47,8 @@ def turns_of(items: Sequence[InputItem]) -> list[Turn]:
                 answer.close(turns)
                 turns.append(_turn(item))
             case FunctionOutputItem():
+                if item.call_id not in called:
+                    raise invalid("input", f"no function call before its output has the call_id {item.call_id[:100]!r}")
                 answer.close(turns)
                 output = item.output if isinstance(item.output, str) else "".join(part.text for part in item.output)
                 turns.append(ToolTurn(content=output, tool_call_id=item.call_id))
