@@ -185,15 +185,7 @@ def test_parsers_that_both_claim_a_model_are_refused():
 
 
 def test_what_is_no_parser_is_refused():
-    class ClosesWithANumber(HermesParser):
-        closing_text = 5
-
-    odd = (
-        (object, "lacks visible_tokens"),
-        (HermesParser, "lacks closing_text"),
-        (ClosesWithANumber, r"'odd' of openinfer.reasoning_parsers .* is no parser: its closing_text is no text"),
-    )
-    for value, lack in odd:
+    for value, lack in ((object, "lacks visible_tokens"), (HermesParser, "closing_text")):
         group = "openinfer.tool_parsers" if value is object else "openinfer.reasoning_parsers"
         entry = EntryPoint("odd", "odd:odd", group)
 
@@ -202,6 +194,25 @@ def test_what_is_no_parser_is_refused():
 
         with pytest.raises(UnusableParser, match=lack):
             choose_parsers(ModelTraits("", ""), lister=list_one)
+
+
+def test_a_parser_whose_texts_are_none_is_refused_where_it_is_chosen():
+    class ClosesWithANumber(HermesParser):
+        closing_text = 5
+
+        @classmethod
+        def claims(cls, traits):
+            return "closes" in traits.template
+
+    entry = EntryPoint("odd", "odd:odd", "openinfer.reasoning_parsers")
+
+    def list_one(asked):
+        return [_Loaded(entry, ClosesWithANumber)] if asked == entry.group else []
+
+    for template, name in (("closes", "auto"), ("", "odd")):
+        with pytest.raises(UnusableParser, match=r"the parser odd .* its closing_text is no text"):
+            choose_parsers(ModelTraits("", template), reasoning_parser=name, lister=list_one)
+    assert choose_parsers(ModelTraits("", ""), lister=list_one).reasoning is None
 
 
 def test_a_name_that_nobody_offers_is_refused():

@@ -173,13 +173,22 @@ def _choose(group: str, name: str, traits: ModelTraits, lister: Lister) -> Chose
     if name == NONE:
         return None
     if name != AUTO:
-        return _load(find_plugin(group, name, lister=lister))
+        return _with_texts(_load(find_plugin(group, name, lister=lister)))
     claiming = [chosen for chosen in map(_load, list_plugins(group, lister=lister)) if _claims(chosen, traits)]
     if len(claiming) > 1:
         names = ", ".join(chosen.origin for chosen in claiming)
         flag = "--" + group.removeprefix("openinfer.").replace("_", "-").removesuffix("s")
         raise UnusableParser(f"more than one of {group} claims this model: {names}; name one with {flag}")
-    return claiming[0] if claiming else None
+    return _with_texts(claiming[0]) if claiming else None
+
+
+def _with_texts(chosen: Chosen) -> Chosen:
+    for name in ("visible_tokens", "tags", "closing_text"):
+        said = getattr(chosen.parser, name, "")
+        texts = said if isinstance(said, Collection) else [said]
+        if not all(isinstance(text, str) for text in texts):
+            raise UnusableParser(f"the parser {chosen.origin} is none: its {name} is no text")
+    return chosen
 
 
 def _claims(chosen: Chosen, traits: ModelTraits) -> bool:
@@ -199,11 +208,4 @@ def _load(plugin: Plugin) -> Chosen:
     if missing or not isinstance(found, type):
         lacks = f"lacks {', '.join(missing)}" if missing else "is no class"
         raise UnusableParser(f"{plugin.name!r} of {plugin.group} ({plugin.origin}) is no parser: it {lacks}")
-    for name in ("visible_tokens", "tags", "closing_text"):
-        said = getattr(found, name, "")
-        texts = said if isinstance(said, Collection) else [said]
-        if not all(isinstance(text, str) for text in texts):
-            raise UnusableParser(
-                f"{plugin.name!r} of {plugin.group} ({plugin.origin}) is no parser: its {name} is no text"
-            )
     return Chosen(plugin, found)
