@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -162,13 +163,14 @@ class MaskedRequests:
         if self._compiler is None:
             raise InvalidRequest("there is no grammar compiler", field="grammar")
         try:
-            future = self._compiler.compile(request)
+            future: object = self._compiler.compile(request)
             if not isinstance(future, Future):
                 raise TypeError(f"compile returned a {type(future).__name__}, not a Future")
+            return cast("Future[TokenMatcher]", future)
         except PLUGIN_ERRORS as error:  # told like what the future raises: it costs this request alone
-            future = Future()
-            future.set_exception(error)
-        return future
+            failed: Future[TokenMatcher] = Future()
+            failed.set_exception(error)
+            return failed
 
     def withdraw(self, request_id: RequestId) -> GenerateRequest | None:
         """Takes out a request that is not scheduled yet; None if there is no such one."""

@@ -184,8 +184,8 @@ def _choose(group: str, name: str, traits: ModelTraits, lister: Lister) -> Chose
 
 def _with_texts(chosen: Chosen) -> Chosen:
     for name in ("visible_tokens", "tags", "closing_text"):
-        said = getattr(chosen.parser, name, "")
-        texts = said if isinstance(said, Collection) else [said]
+        said: object = getattr(chosen.parser, name, "")
+        texts = cast("Collection[object]", said) if isinstance(said, Collection) else [said]
         if not all(isinstance(text, str) for text in texts):
             raise UnusableParser(f"the parser {chosen.origin} is none: its {name} is no text")
     return chosen

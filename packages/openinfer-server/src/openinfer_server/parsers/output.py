@@ -9,7 +9,7 @@ nothing here knows HTTP.
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Final, TypeVar, get_args
+from typing import Final, TypeVar, cast, get_args
 
 from openinfer_core.plugins import PLUGIN_ERRORS, place_of
 from openinfer_server.parsers.contract import ReasoningParser, ToolParser
@@ -44,7 +44,7 @@ def fault_boundary(kind: str, parser: type, call: Callable[[], T]) -> T:
         raise ParserFault(kind, parser) from error
 
 
-def check_deltas(deltas: list[Delta]) -> list[Delta]:
+def check_deltas(deltas: object) -> list[Delta]:
     """What a parser has said, as it was said.
 
     Raises:
@@ -52,10 +52,10 @@ def check_deltas(deltas: list[Delta]) -> list[Delta]:
     """
     if not isinstance(deltas, list):
         raise TypeError(f"a parser said {type(deltas).__name__}, not a list of deltas")
-    for delta in deltas:
+    for delta in cast("list[object]", deltas):
         if type(delta) not in _DELTAS:
             raise TypeError(f"a parser said {type(delta).__name__}, which is no delta")
-    return deltas
+    return cast("list[Delta]", deltas)
 
 
 class OutputParser:
@@ -130,8 +130,8 @@ class OutputParser:
             if self._calls.found is not None:
                 return deltas
         if self._reasoning is not None and not self._is_told_apart:
-            deltas += self._with_calls(_end("reasoning", self._reasoning))
-        return deltas if self._tools is None else deltas + _end("tool", self._tools)
+            deltas += self._with_calls(_end("reasoning", type(self._reasoning), self._reasoning.finish))
+        return deltas if self._tools is None else deltas + _end("tool", type(self._tools), self._tools.finish)
 
     def _read(self, text: str) -> list[Delta]:
         """The way through both parsers."""
@@ -165,5 +165,5 @@ class OutputParser:
         return told
 
 
-def _end(kind: str, parser: ReasoningParser | ToolParser) -> list[Delta]:
-    return fault_boundary(kind, type(parser), lambda: check_deltas(parser.finish()))
+def _end(kind: str, parser: type, finish: Callable[[], list[Delta]]) -> list[Delta]:
+    return fault_boundary(kind, parser, lambda: check_deltas(finish()))
