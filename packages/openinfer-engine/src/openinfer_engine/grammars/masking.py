@@ -163,10 +163,7 @@ class MaskedRequests:
         if self._compiler is None:
             raise InvalidRequest("there is no grammar compiler", field="grammar")
         try:
-            future: object = self._compiler.compile(request)
-            if not isinstance(future, Future):
-                raise TypeError(f"compile returned a {type(future).__name__}, not a Future")
-            return cast("Future[TokenMatcher]", future)
+            return _as_future(self._compiler.compile(request))
         except PLUGIN_ERRORS as error:  # told like what the future raises: it costs this request alone
             failed: Future[TokenMatcher] = Future()
             failed.set_exception(error)
@@ -425,6 +422,12 @@ def _num_threads(compiler: GrammarCompiler | None) -> int:
     if isinstance(compiler, FillsInParallel) and compiler.fills_in_parallel:
         return max(1, min(MAX_THREADS, usable_processors() // 2))
     return 1
+
+
+def _as_future(returned: object) -> "Future[TokenMatcher]":
+    if not isinstance(returned, Future):
+        raise TypeError(f"compile returned a {type(returned).__name__}, not a Future")
+    return cast("Future[TokenMatcher]", returned)
 
 
 def _failure(running: _Running) -> Failed | None:
