@@ -4,15 +4,12 @@ tools, system prompt and messages, is the end of a prefix that is kept so long.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from openinfer_server.anthropic.blocks import BlockMark, MarkedTurn
 from openinfer_server.chat.prefix_marks import PrefixMark, TurnText
-from openinfer_server.http.api_errors import convert_inside, invalid
+from openinfer_server.http.api_errors import convert_inside
 from openinfer_server.request.retention import TTL_S, CacheControl
-
-MAX_MARKS: Final = 4
-"""As many as the API takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +26,7 @@ def cache_marks(
     """The marks of a request that count, at most one of each time to live.
 
     Raises:
-        ApiError: 400; there are more than `MAX_MARKS`; what is no mark is on a tool that was dropped unread.
+        ApiError: 400; what is no mark is on a tool that was dropped unread.
 
     Args:
         turns: of its messages.
@@ -38,11 +35,7 @@ def cache_marks(
         whole: the request's own mark, which is on its last block.
     """
     last: dict[float, PrefixMark] = {}
-    controls = list(_controls(before))
-    num_marks = len(controls) + sum(len(marks) for _, marks in turns) + (whole is not None)
-    if num_marks > MAX_MARKS:
-        raise invalid("cache_control", f"cache_control is there {num_marks} times; at most {MAX_MARKS} are possible")
-    for control in controls:
+    for control in _controls(before):
         _put(last, control, PrefixMark(None, _first_text(turns, 0, num_before)))
     for index, (_, marks) in enumerate(turns):
         for mark in marks:
