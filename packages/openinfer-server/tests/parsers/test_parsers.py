@@ -15,6 +15,7 @@ from openinfer_server.parsers import (
     ModelTraits,
     OutputParser,
     ParserContext,
+    ParserFault,
     ReasoningDelta,
     choose_parsers,
     merge,
@@ -351,6 +352,15 @@ def test_begin_tokens_inside_a_call_are_its_own(monkeypatch):
     call = f'<tool_call>{{"name": "now", "arguments": {{"a": "{inner}"}}}}</tool_call>'
     for pieces in ([call], [*call]):
         assert said(answer("hermes"), *pieces) == ("", "", [("call", "now", f'{{"a": "{inner}"}}')])
+
+
+@pytest.mark.parametrize("says", [lambda: (ContentDelta("x") for _ in range(3)), lambda: ["x"]])
+@pytest.mark.parametrize("hook", ["feed", "finish"])
+def test_what_is_no_list_of_deltas_is_a_fault_inside_the_reasoning_too(hook, says):
+    faulty = type("Faulty", (HermesParser,), {hook: lambda self, *text: says()})
+    make = answer_maker(Qwen3Thinking, faulty, TOOLS, prompt="<think>\n", by_text=True)
+    with pytest.raises(ParserFault, match=r"the tool parser .*Faulty failed"):
+        said(make(), "hm <tool_call>", "{")
 
 
 def test_reasoning_is_not_known_while_it_may_be_a_call():

@@ -7,7 +7,7 @@ they begin, one is open at a time, and nothing else is said between its `CallSta
 """
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Final, TypeAlias, cast, get_args
 
 import msgspec
 
@@ -46,6 +46,22 @@ class CallEnd(msgspec.Struct, frozen=True, gc=False):
 
 
 Delta: TypeAlias = ContentDelta | ReasoningDelta | CallStart | CallArguments | CallEnd
+
+_DELTAS: Final = frozenset(get_args(Delta))
+
+
+def check_deltas(deltas: object) -> list[Delta]:
+    """What a parser has said, as it was said.
+
+    Raises:
+        TypeError: it is no list of deltas. A generator is none: it could go on for ever, and raise anywhere.
+    """
+    if not isinstance(deltas, list):
+        raise TypeError(f"a parser said {type(deltas).__name__}, not a list of deltas")
+    for delta in cast("list[object]", deltas):
+        if type(delta) not in _DELTAS:
+            raise TypeError(f"a parser said {type(delta).__name__}, which is no delta")
+    return cast("list[Delta]", deltas)
 
 
 def merge(deltas: Iterable[Delta]) -> list[Delta]:

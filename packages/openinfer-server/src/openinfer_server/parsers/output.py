@@ -9,17 +9,14 @@ nothing here knows HTTP.
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Final, TypeVar, cast, get_args
+from typing import TypeVar
 
 from openinfer_core.plugins import PLUGIN_ERRORS, place_of
 from openinfer_server.parsers.contract import ReasoningParser, ToolParser
-from openinfer_server.parsers.deltas import ContentDelta, Delta, ReasoningDelta
+from openinfer_server.parsers.deltas import ContentDelta, Delta, ReasoningDelta, check_deltas
 from openinfer_server.parsers.reasoning_calls import BeginToken, ReasoningCalls, begin_tokens_of
 
 T = TypeVar("T")
-
-
-_DELTAS: Final = frozenset(get_args(Delta))
 
 
 class ParserFault(Exception):
@@ -42,20 +39,6 @@ def fault_boundary(kind: str, parser: type, call: Callable[[], T]) -> T:
         raise
     except PLUGIN_ERRORS as error:
         raise ParserFault(kind, parser) from error
-
-
-def check_deltas(deltas: object) -> list[Delta]:
-    """What a parser has said, as it was said.
-
-    Raises:
-        TypeError: it is no list of deltas. A generator is none: it could go on for ever, and raise anywhere.
-    """
-    if not isinstance(deltas, list):
-        raise TypeError(f"a parser said {type(deltas).__name__}, not a list of deltas")
-    for delta in cast("list[object]", deltas):
-        if type(delta) not in _DELTAS:
-            raise TypeError(f"a parser said {type(delta).__name__}, which is no delta")
-    return cast("list[Delta]", deltas)
 
 
 class OutputParser:

@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias, cast
 import msgspec
 
 from openinfer_server.parsers.contract import OutputTextParser, ToolParser
-from openinfer_server.parsers.deltas import CallArguments, CallEnd, CallStart, ContentDelta, Delta
+from openinfer_server.parsers.deltas import CallArguments, CallEnd, CallStart, ContentDelta, Delta, check_deltas
 from openinfer_server.parsers.syntax.markers import Markers
 from openinfer_server.parsers.trimmed import TrimmedText
 
@@ -149,7 +149,7 @@ class ReasoningCalls:
         if self.found is not None:
             return said + self.found.finish()
         for trial in self._trials:
-            trial.take(trial.parser.finish())
+            trial.take(check_deltas(trial.parser.finish()))
             trial.is_call = trial.is_call or False
         said += self._settle()
         return said if self.found is None else said + self.found.flush()
@@ -179,7 +179,7 @@ class ReasoningCalls:
             return self._read(piece)
         self._held.append(piece)
         for trial in self._trials:
-            trial.take(trial.parser.feed(piece))
+            trial.take(check_deltas(trial.parser.feed(piece)))
         return self._settle()
 
     def _release_kept(self) -> list[Delta]:
@@ -229,10 +229,10 @@ class WithoutClosing:
         self._is_closed = False
 
     def feed(self, text: str) -> list[Delta]:
-        return self.tell(self._parser.feed(text))
+        return self.tell(check_deltas(self._parser.feed(text)))
 
     def finish(self) -> list[Delta]:
-        return self.tell(self._parser.finish()) + self.flush()
+        return self.tell(check_deltas(self._parser.finish())) + self.flush()
 
     def tell(self, deltas: Sequence[Delta]) -> list[Delta]:
         """What is to be told of what the parser said."""
