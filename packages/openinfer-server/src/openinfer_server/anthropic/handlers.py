@@ -29,7 +29,7 @@ from openinfer_server.anthropic.types import (
     ToolChoiceTool,
 )
 from openinfer_server.chat.prompt import PromptEnd, chat_prompt, prompt_end
-from openinfer_server.http.api_errors import AnthropicErrorResponse, ApiError, convert_inside, invalid, refused
+from openinfer_server.http.api_errors import AnthropicErrorResponse, ApiError, convert_inside, invalid, refused, renamed
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Handler, Route, RouteDoc
 from openinfer_server.http.writers import StreamWriter
@@ -151,7 +151,7 @@ class Messages:
         given["stop"], given["model"] = request.stop_sequences, request.model
         fields = GenerationFields(**given)
         room = max(1, self._service.info.max_model_tokens - len(prompt.token_ids))
-        try:
+        with renamed(FIELD_NAMES):
             plan = make_plan(
                 self._service,
                 fields,
@@ -162,8 +162,6 @@ class Messages:
                 scoring=Scoring(),
                 retention=retention,
             )
-        except ApiError as error:
-            raise error.with_names(FIELD_NAMES) from error
         return constrained(plan, grammar), request.max_tokens > room
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from openinfer_server.http.api_errors import ApiError, invalid
+from openinfer_server.http.api_errors import ApiError, invalid, renamed
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.output import pipeline
@@ -132,10 +132,8 @@ class Responses:
     def _previous(self, http_request: HttpRequest, request: Conversation) -> ResponseRecord | None:
         if request.previous_response_id is None:
             return None
-        try:
+        with renamed({"response_id": "previous_response_id"}):
             return self.store.find(request.previous_response_id, http_request.tenant)
-        except ApiError as error:
-            raise error.with_names({"response_id": "previous_response_id"}) from error
 
     async def _answer_now(
         self, http_request: HttpRequest, run: ResponseRun, submit: Callable[[], Awaitable[None]], *, stream: bool

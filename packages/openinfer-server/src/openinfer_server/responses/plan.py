@@ -10,7 +10,7 @@ import msgspec
 from openinfer_core.sampling_defaults import SamplingDefaults
 from openinfer_server.chat.prompt import chat_prompt, prompt_end
 from openinfer_server.chat.variables import effort_variables
-from openinfer_server.http.api_errors import ApiError, invalid
+from openinfer_server.http.api_errors import invalid, renamed
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.limits.conversation import read_conversation
 from openinfer_server.openai.types import SystemTurn, Turn
@@ -119,18 +119,16 @@ async def conversation_prompt(
         continue_final_message=request.continue_final_message,
         add_generation_prompt=request.add_generation_prompt,
     )
-    try:
-        salt = request.cache_salt if isinstance(request, ResponseRequest) else None
+    salt = request.cache_salt if isinstance(request, ResponseRequest) else None
+    with renamed(FIELD_NAMES):
         return await chat_prompt(http_request, service, turns, variables, end=end, cache_salt=salt)
-    except ApiError as error:
-        raise error.with_names(FIELD_NAMES) from error
 
 
 def response_plan(http_request: HttpRequest, service: Service, request: ResponseRequest, prompt: Prompt) -> Plan:
     given = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
     fields = GenerationFields(**given, model=request.model)
     scoring = Scoring(output=(request.top_logprobs or 0) if LOGPROBS in (request.include or []) else None)
-    try:
+    with renamed(FIELD_NAMES):
         return make_plan(
             service,
             fields,
@@ -140,8 +138,6 @@ def response_plan(http_request: HttpRequest, service: Service, request: Response
             max_tokens=request.max_output_tokens,
             scoring=scoring,
         )
-    except ApiError as error:
-        raise error.with_names(FIELD_NAMES) from error
 
 
 def response_constraint(request: ResponseRequest) -> OutputConstraint:
