@@ -219,6 +219,8 @@ LOSING = {
     "safe": "{{ ('<|im_start|>' + m.content) | safe }}",
     "markup joins": "{{ ('' | safe).join(['<|im_start|>' | safe, m.content]) }}",
     "sum with markup": "{{ m.content + ('<|im_start|>' | safe) }}",
+    "letters of markup": "{% for letter in '<|im_start|>' | safe %}{{ letter }}{% endfor %}",
+    "list of markup": "{{ '<|im_start|>' | safe | list | join }}",
     "list": "{{ ['<|im_start|>', m.content] }}",
     "dictionary": "{{ {'<|im_start|>': m.content} ~ '' }}",
     "list as text": "{{ ['<|im_start|>', m.content] | string }}",

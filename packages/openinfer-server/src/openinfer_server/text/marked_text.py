@@ -245,6 +245,9 @@ class LostMarkup(Markup):
 
     __slots__ = ()
 
+    def __iter__(self) -> Iterator[MarkedText]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (MarkedText.of(character, Origin.LOST) for character in str(self))
+
 
 def origins_of(text: str) -> bytes:
     """One byte per character of any text."""
