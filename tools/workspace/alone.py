@@ -228,6 +228,7 @@ def check_alone(check: Check, wheels: Path, log: IO[str], options: argparse.Name
 
 def run_tests(check: Check, python: str, log: IO[str], options: argparse.Namespace) -> None:
     shutil.copytree(check.package.tests, check.folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "conftest.py", check.folder)
     for page in check.package.folder.glob("*.md"):  # what tests say of them
         shutil.copy(page, check.folder)
     results = check.folder / "results.xml"
