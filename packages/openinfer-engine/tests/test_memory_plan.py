@@ -28,6 +28,7 @@ from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_engine.weights.weight_bytes import RankWeights, rank_weights
 from openinfer_kernels import Array, WeightPart
 from openinfer_kernels.cpu import CpuOps
+from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, attention_group
 
 DEFINITION: Any = find_plugin("openinfer.models", "qwen3").load()().definition
 MODEL_DIR: Path = find_plugin("openinfer.checkpoints", "tiny").load()()
@@ -173,6 +174,20 @@ def test_device_that_the_family_does_not_run_on_is_refused_before_it_is_opened()
     resolve(OnCpus(), MODEL_DIR, EngineOptions(device=DeviceKind.CPU))
     with pytest.raises(Refused, match=r"^the family qwen3 does not run on the device cuda; possible: cpu$"):
         resolve(OnCpus(), MODEL_DIR, EngineOptions(device=DeviceKind.CUDA))
+
+
+def test_bits_that_would_depend_on_the_rank_are_refused_on_gpus() -> None:
+    """Which data-parallel rank has a request depends on the others."""
+    group = attention_group(name="kv", num_layers=2, num_heads=2, head_dim=128, dtype=KvDtype.BFLOAT16, rope_tag="none")
+    layout = KvLayout.from_spec(KvSpec(model_tag="tiny", paged=(group,)), block_size_tokens=16)
+
+    def check(**options: Any) -> None:
+        NamedGpuBackend(NAMED_GPUS["h200-141g"], EngineOptions(device=DeviceKind.CUDA, **options)).check_layout(layout)
+
+    check(batch_invariant=True)
+    check(data_parallel_size=2)
+    with pytest.raises(Refused, match=r"--batch-invariant: .* give --data-parallel-size 1, or use --device cpu"):
+        check(batch_invariant=True, data_parallel_size=2)
 
 
 # --- the served context ------------------------------------------------------------------------------------------

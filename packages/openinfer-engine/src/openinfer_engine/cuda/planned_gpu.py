@@ -75,6 +75,12 @@ class PlannedGpu:
                 "--batch-invariant: attention over latents has no such kernel on GPUs; leave the option out, or use "
                 "--device cpu"
             )
+        if self._options.batch_invariant and self._options.data_parallel_size > 1:
+            raise Refused(
+                "--batch-invariant: on GPUs a data-parallel rank adds its shared experts' part in its own place among "
+                "the sums of ranks, so that bits depend on which rank has a request; give --data-parallel-size 1, or "
+                "use --device cpu"
+            )
 
     def check_low_bit(self, activations: Collection[Code], *, fp8_head: bool) -> None:
         asked = {
