@@ -26,7 +26,7 @@ ROOMY: dict[str, Any] = {
     "lora": [f"{name}={ADAPTERS / name}" for name in NAMES],
     "max_lora_rank": 40,
 }
-SHORT = {"num_blocks": 40, "block_size_tokens": 4, "max_step_tokens": 40}
+SHORT = {"num_blocks": 24, "block_size_tokens": 4, "max_step_tokens": 40}
 
 
 def engine(**options: Any) -> EnginePlan:
