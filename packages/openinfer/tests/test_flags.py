@@ -5,6 +5,7 @@ import argparse
 import msgspec
 import pytest
 
+from openinfer.commands.flag_parser import FlagParser
 from openinfer.flags import add_flags, field_docstrings, read_flags
 from openinfer_core import InvalidRequest, SamplingParams
 
@@ -25,6 +26,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.count < 0:
             raise InvalidRequest("count is negative", field="count")
+
+
+class Off(msgspec.Struct):
+    """For those of which the default is false."""
+
+    count: int = 3
+    fast: bool = False
 
 
 def parse(*argv: str) -> Options:
@@ -94,6 +102,23 @@ def test_an_unknown_or_abbreviated_flag_is_an_error(capsys: pytest.CaptureFixtur
         with pytest.raises(SystemExit):
             parse(flag, "3")
         assert "unrecognized arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "fast", "count"),
+    [
+        (("--fast",), True, 3),
+        (("--fast", "--count", "7"), True, 7),
+        (("--count", "7", "--fast"), True, 7),
+        (("--fast", "false", "--count", "7"), False, 7),
+        (("--fast=false",), False, 3),
+    ],
+)
+def test_a_flag_of_true_or_false_is_true_alone(argv: tuple[str, ...], fast: bool, count: int) -> None:
+    parser = FlagParser()
+    add_flags(parser, Off if fast else Options)
+    found = read_flags(parser.parse_strictly(argv), Off if fast else Options)
+    assert (found.fast, found.count) == (fast, count)
 
 
 def test_help_is_the_fields_docstring() -> None:

@@ -2,7 +2,7 @@
 
 `max_num_seqs: int` becomes `--max-num-seqs N`. Values are converted by msgspec and range-checked by the Struct
 itself. A field ending in `_bytes` takes `64MiB`; a mapping takes `a=1,b=2`; a tuple takes `a,b`; a bool takes `true`
-or `false`; a list takes one value, and its flag may be repeated.
+or `false` (`FlagParser` lets it stand alone, which is true); a list takes one value, and its flag may be repeated.
 """
 
 import argparse
@@ -21,10 +21,11 @@ from openinfer_core import InvalidRequest
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
+TRUE_OR_FALSE = "true|false"
 _METAVARS = {
     "int": "N",
     "float": "X",
-    "bool": "true|false",
+    "bool": TRUE_OR_FALSE,
     "str": "NAME",
     "dict": "NAME=X,...",
     "tuple": "A,B,...",

@@ -2,12 +2,14 @@
 
 import argparse
 import difflib
+import itertools
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 
 from openinfer.commands.vllm_flags import OF_VLLM
+from openinfer.flags import TRUE_OR_FALSE
 
 # in this order; every other flag is advanced
 COMMON = (
@@ -60,11 +62,21 @@ class FlagParser(argparse.ArgumentParser):
         return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
     def parse_strictly(self, argv: Sequence[str]) -> argparse.Namespace:
-        """An unknown flag is refused, with the name that it has here if it is one of vLLM's."""
-        found, unknown = self.parse_known_args(argv)
+        """An unknown flag is refused, with the name that it has here if it is one of vLLM's.
+
+        A flag of true or false without a value is true, where the line ends or another flag follows.
+        """
+        found, unknown = self.parse_known_args([*self._with_true(argv)])
         if unknown:
             self.error(said_of_unknown(unknown, self.flags))
         return found
+
+    def _with_true(self, argv: Sequence[str]) -> Iterator[str]:
+        flags = self.flags
+        for word, after in itertools.zip_longest(argv, argv[1:], fillvalue="--"):
+            yield word
+            if word in flags and flags[word].metavar == TRUE_OR_FALSE and after.startswith("-"):
+                yield "true"
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
