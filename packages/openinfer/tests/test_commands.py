@@ -139,3 +139,14 @@ def test_commands_of_other_packages_are_found_and_listed(capsys: pytest.CaptureF
     assert re.search(r"kernels +of openinfer-kernels ", capsys.readouterr().out)
     assert main(["kernels", "list", "--arch", "sm_90a"]) == 0
     assert "attention_prefill_hopper" in capsys.readouterr().out
+
+
+def test_output_that_is_read_no_further_ends_the_command_without_a_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "openinfer.commands.main", "completion", "bash"]
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
