@@ -11,6 +11,7 @@ from openinfer_core.process.host import EngineLoop
 from openinfer_core.process.timeline import Timeline
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.engine_spec import EngineSpec
+from openinfer_engine.family_faults import named_faults
 from openinfer_engine.launch import build_engine_loop
 from openinfer_engine.worker.process_group import start_workers
 
@@ -32,7 +33,8 @@ def _build(raw: msgspec.Raw) -> EngineLoop:
     try:
         timeline.mark("imports")
         placement = None if processes is None else processes.placement
-        engine_plan = resolve(definition, Path(spec.model_dir), options, timeline=timeline, placement=placement)
+        with named_faults(definition):
+            engine_plan = resolve(definition, Path(spec.model_dir), options, timeline=timeline, placement=placement)
     except BaseException:
         if processes is not None:
             processes.close(deadline_s=0)

@@ -22,6 +22,7 @@ from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.dry_run import dry_run
 from openinfer_engine.engine_plan import EnginePlan, resolve
 from openinfer_engine.engine_spec import EngineSpec
+from openinfer_engine.family_faults import named_faults
 from openinfer_engine.gguf.file import GGUF_FILE
 from openinfer_engine.grammars.choice import NONE as NO_GRAMMARS
 from openinfer_engine.grammars.choice import no_grammars_because
@@ -62,9 +63,10 @@ def plan(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptio
     """What `launch` would do; every part is made, and the scheduler run on a fake device. Raises as these do."""
     from openinfer_engine.ranks.choice import planned_placement
 
-    engine_plan = resolve(definition, model_dir, options, placement=planned_placement(options))
-    dry_run(engine_plan)
-    return engine_plan.plan()
+    with named_faults(definition):
+        engine_plan = resolve(definition, model_dir, options, placement=planned_placement(options))
+        dry_run(engine_plan)
+        return engine_plan.plan()
 
 
 def plan_for_gpu(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions, *, gpu: str) -> FamilyPlan:
@@ -79,7 +81,8 @@ def plan_for_gpu(definition: ModelDefinition[Any], model_dir: Path, options: Eng
     has_weights = any(model_dir.glob("*.safetensors")) or (model_dir / GGUF_FILE).exists()
     shapes = {} if has_weights else {"load_format": LoadFormat.DUMMY}
     asked = msgspec.structs.replace(options, device=DeviceKind.CUDA, **shapes)
-    planned = resolve(definition, model_dir, asked, backend=NamedGpuBackend(named_gpu(gpu), asked)).plan()
+    with named_faults(definition):
+        planned = resolve(definition, model_dir, asked, backend=NamedGpuBackend(named_gpu(gpu), asked)).plan()
     weights = {} if has_weights else {"weights": "counted from config.json"}
     return msgspec.structs.replace(planned, parts=planned.parts | weights)
 
@@ -97,7 +100,8 @@ def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOpt
         processes = start_workers(EngineSpec.of(definition, model_dir, options), options)
         try:
             placement = None if processes is None else processes.placement
-            engine_plan = resolve(definition, model_dir, options, timeline=timeline, placement=placement)
+            with named_faults(definition):
+                engine_plan = resolve(definition, model_dir, options, timeline=timeline, placement=placement)
         except BaseException:
             if processes is not None:
                 processes.close(deadline_s=0)
@@ -110,9 +114,10 @@ def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOpt
 
 def build_engine_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -> EngineLoop:
     """Puts an engine together: one step loop, or one for each data-parallel rank. Raises as `build_loop`."""
-    if engine_plan.options.data_parallel_size > 1:
-        return build_data_parallel_loop(engine_plan, processes or _start_processes(engine_plan))
-    return build_loop(engine_plan, processes)
+    with named_faults(engine_plan.definition):
+        if engine_plan.options.data_parallel_size > 1:
+            return build_data_parallel_loop(engine_plan, processes or _start_processes(engine_plan))
+        return build_loop(engine_plan, processes)
 
 
 def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -> StepLoop:

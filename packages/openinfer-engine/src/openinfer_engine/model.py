@@ -12,8 +12,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 import msgspec
+import numpy as np
 
 from openinfer_core import InvalidCheckpoint, Refused
+from openinfer_core.errors import ContractViolation
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.weights.stored_tensor import TensorSpec
@@ -97,6 +99,32 @@ class Model(Protocol):
     def logits(self, hidden: Array) -> Array:
         """`[n, V]` float32 for `hidden [n, h]`, whole vocabulary on every rank."""
         ...
+
+
+def checked_hidden(model: Model, hidden: Array, *, num_tokens: int) -> Array:
+    """What `forward` gave, `[T, h]`; raises `ContractViolation` if it has not a row for each token."""
+    if getattr(hidden, "ndim", None) != 2 or len(hidden) != num_tokens:
+        raise ContractViolation(
+            f"{_described(model)}.forward gave {_shown(hidden)} for {num_tokens} tokens, not [T, h]"
+        )
+    return hidden
+
+
+def checked_logits(model: Model, logits: Array, *, num_rows: int, vocab_size: int) -> Array:
+    """What `logits` gave, `[n, V]` float32; raises `ContractViolation` if it is anything else."""
+    if getattr(logits, "shape", None) != (num_rows, vocab_size) or logits.dtype != np.float32:
+        expected = f"[{num_rows}, {vocab_size}] float32, the whole vocabulary on every rank"
+        raise ContractViolation(f"{_described(model)}.logits gave {_shown(logits)}, not {expected}")
+    return logits
+
+
+def _described(model: Model) -> str:
+    return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def _shown(array: object) -> str:
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+    return type(array).__name__ if shape is None else f"{[*shape]} {dtype}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from openinfer_engine.kv_tiers.pool import HostPool
 from openinfer_engine.lifecycle.memory import give_back
 from openinfer_engine.lora.adapter_rows import AdapterRows
 from openinfer_engine.lora.rank_adapters import RankAdapters
-from openinfer_engine.model import KvLayers, Model, ModelOfDealtExperts
+from openinfer_engine.model import KvLayers, Model, ModelOfDealtExperts, checked_hidden, checked_logits
 from openinfer_engine.tracing.trace import DEVICE, NoTrace, Tracer
 from openinfer_engine.worker.block_tables import BlockTables
 from openinfer_engine.worker.logprobs import HostLogprobs
@@ -243,10 +243,15 @@ class CpuWorker:
         if (slots := self._adapter_rows.of(plan.slots)) is not None:
             batch = replace(batch, adapter_slots=self._ops.upload(np.repeat(slots, plan.counts)))
         if self._observer is not None:
-            return self._observer.forward(
-                self._ops.upload(plan.slots.astype(np.int32)), token_ids, batch=batch, kv_cache=self._kv_pool.layers
-            )
-        return self._model.forward(token_ids, batch=batch, kv_cache=self._kv_pool.layers)
+            rows = self._ops.upload(plan.slots.astype(np.int32))
+            hidden = self._observer.forward(rows, token_ids, batch=batch, kv_cache=self._kv_pool.layers)
+        else:
+            hidden = self._model.forward(token_ids, batch=batch, kv_cache=self._kv_pool.layers)
+        return checked_hidden(self._model, hidden, num_tokens=len(token_ids))
+
+    def _logits(self, hidden: Array) -> Array:
+        logits = self._model.logits(hidden)
+        return checked_logits(self._model, logits, num_rows=len(hidden), vocab_size=self._limits.vocab_size)
 
     def _set_back(
         self, states: StateSlots, plan: StepPlan, kept: Array, token_ids: Array, new_counts: Int32Column
@@ -289,7 +294,7 @@ class CpuWorker:
         failed_rows: dict[int, str] = {}
         rows, position = np.flatnonzero(plan.max_new), 0
         while len(rows):
-            logits = self._model.logits(self._take(hidden, inputs.first_sampled[rows] + position))
+            logits = self._logits(self._take(hidden, inputs.first_sampled[rows] + position))
             sampled = self._sample_position(plan, rows, position, logits)
             for row, token_id in zip(rows.tolist(), sampled.tolist(), strict=True):
                 if token_id >= 0:
@@ -351,7 +356,7 @@ class CpuWorker:
         scored: list[TokenLogprobs] = []
         for begin in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             piece = targets[begin : begin + PROMPT_LOGPROB_ROWS]
-            logits = self._model.logits(hidden[begin : begin + len(piece)])
+            logits = self._logits(hidden[begin : begin + len(piece)])
             scored += self._logprobs_of(logits, self._ops.upload(np.asarray(piece, np.int32)), [top] * len(piece))
         return tuple(scored)
 

@@ -9,6 +9,7 @@ from openinfer_core import InvalidCheckpoint, OpenInferError, Refused, read_conf
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.engine_plan import EnginePlan
+from openinfer_engine.family_faults import described_family
 from openinfer_engine.gguf.file import GGUF_FILE
 from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.lifecycle.device_tensors import DeviceTensors
@@ -86,7 +87,11 @@ class ReloadableWorker:
         self._open: OpenedWeights | None = None
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        return self._worker.launch(plan)
+        try:
+            return self._worker.launch(plan)
+        except Exception as error:  # which ends the engine, and its log shall say whose model it was
+            error.add_note(f"raised in a step of {described_family(self._plan.definition)}")
+            raise
 
     @property
     def adapters(self) -> RankAdapters | None:

@@ -18,7 +18,15 @@ from openinfer_core import read_config
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.kernel_providers import choose_providers, with_providers
-from openinfer_engine.model import LastTokenModel, LogitsIndices, Model, ModelDefinition, WeightSource
+from openinfer_engine.model import (
+    LastTokenModel,
+    LogitsIndices,
+    Model,
+    ModelDefinition,
+    WeightSource,
+    checked_hidden,
+    checked_logits,
+)
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_engine.weights.stored_config import check_stored
@@ -107,7 +115,14 @@ class FamilyHarness:
                     rank_index=communicator.rank,
                 )
                 spec = spec if windows else spec.without_windows()
-                rank = _Rank(model, spec, ops=self._ops, block_tokens=block_tokens, num_blocks=num_blocks)
+                rank = _Rank(
+                    model,
+                    spec,
+                    ops=self._ops,
+                    vocab_size=definition.limits(parsed).vocab_size,
+                    block_tokens=block_tokens,
+                    num_blocks=num_blocks,
+                )
                 self._ranks.append(rank)
         self._windows = self._ranks[0].table_windows
         self._free: list[int] = np.random.default_rng(0).permutation(num_blocks * len(self._windows)).tolist()
@@ -257,8 +272,11 @@ def _compute_dtype(ops: Ops) -> KvDtype:
 class _Rank:
     """One rank's model and memory."""
 
-    def __init__(self, model: Model, spec: KvSpec, *, ops: Ops, block_tokens: int, num_blocks: int) -> None:
+    def __init__(
+        self, model: Model, spec: KvSpec, *, ops: Ops, vocab_size: int, block_tokens: int, num_blocks: int
+    ) -> None:
         self.model = model
+        self._vocab_size = vocab_size
         layout = KvLayout.from_spec(spec, block_size_tokens=block_tokens)
         self.table_windows = layout.table_windows
         self._pool = make_pool(layout, num_blocks=num_blocks * layout.num_tables + 1, ops=ops)
@@ -273,7 +291,9 @@ class _Rank:
                 self.states[f"{group.name}.{tensor.name}"] = states
 
     def logits(self, token_ids: Array, batch: AttentionBatch) -> Logits:
-        return self.model.logits(self.model.forward(token_ids, batch=self._own(batch), kv_cache=self._pool.layers))
+        hidden = self.model.forward(token_ids, batch=self._own(batch), kv_cache=self._pool.layers)
+        checked_hidden(self.model, hidden, num_tokens=len(token_ids))
+        return checked_logits(self.model, self.model.logits(hidden), num_rows=len(hidden), vocab_size=self._vocab_size)
 
     def last_token_logits(self, token_ids: Array, batch: AttentionBatch, indices: LogitsIndices) -> Logits:
         model = self.model
