@@ -45,7 +45,15 @@ from openinfer_kernels.ops import (
     Scoring,
     TokenMask,
 )
-from openinfer_kernels.rope import RopeParameters, YarnScaling, attention_factor, rope_table, softmax_factor
+from openinfer_kernels.rope import (
+    RopeParameters,
+    YarnScaling,
+    attention_factor,
+    partial_rope_order,
+    partial_rope_table,
+    rope_table,
+    softmax_factor,
+)
 from openinfer_kernels.weights.foreign import ForeignMemory, ForeignWeight
 from openinfer_kernels.weights.plain import RandomWeight, WeightPart
 from openinfer_kernels.weights.quantised import Code, QuantisedPart, RandomCodes, ScaleType, WeightFormat
@@ -100,6 +108,8 @@ __all__ = [
     "WeightValueError",
     "YarnScaling",
     "attention_factor",
+    "partial_rope_order",
+    "partial_rope_table",
     "rope_table",
     "softmax_factor",
 ]

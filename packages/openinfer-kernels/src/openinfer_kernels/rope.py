@@ -112,6 +112,53 @@ def rope_table(parameters: RopeParameters, *, head_dim: int, positions: int) -> 
     return table
 
 
+def partial_rope_table(
+    parameters: RopeParameters, *, head_dim: int, num_rotated: int, positions: int
+) -> NDArray[np.float32]:
+    """A table `[2, positions, head_dim / 2]` for heads of which `num_rotated` dimensions are rotated.
+
+    For `rope_append` and its relatives, and Q and K whose rows were put in `partial_rope_order`: its first
+    `num_rotated / 2` pairs turn, the others have cosines of 1 and sines of 0. Black et al. 2022, "GPT-NeoX-20B",
+    section 2.1.
+
+    Args:
+        parameters: which embedding, without a `partial_rotary_factor`, which `RopeParameters.from_config` refuses.
+        head_dim: of a head, even.
+        num_rotated: its first dimensions, even, at most `head_dim`.
+        positions: as in `rope_table`.
+
+    Raises:
+        RopeConfigError: `num_rotated` or `head_dim` is odd or out of bounds.
+    """
+    _check_partial(head_dim, num_rotated)
+    table = np.zeros((2, positions, head_dim // 2), np.float32)
+    table[0] = 1
+    table[:, :, : num_rotated // 2] = rope_table(parameters, head_dim=num_rotated, positions=positions)
+    return table
+
+
+def partial_rope_order(*, head_dim: int, num_rotated: int) -> NDArray[np.int64]:
+    """`[head_dim]`: which dimension of a published head stands at each place, for `partial_rope_table`.
+
+    Published pairs are `(i, i + num_rotated / 2)`, those of whole heads `(i, i + head_dim / 2)`. Q and K in one order
+    have the products that they had. Biases, and norms of Q and K per head, take it too; V does not.
+
+    Raises:
+        RopeConfigError: `num_rotated` or `head_dim` is odd or out of bounds.
+    """
+    _check_partial(head_dim, num_rotated)
+    rotated, rest = np.split(np.arange(head_dim), [num_rotated])
+    halves = zip(np.split(rotated, 2), np.split(rest, 2), strict=True)
+    return np.concatenate([part for half in halves for part in half])
+
+
+def _check_partial(head_dim: int, num_rotated: int) -> None:
+    if head_dim % 2 or num_rotated % 2 or not 0 < num_rotated <= head_dim:
+        raise RopeConfigError(
+            f"{num_rotated} of {head_dim} dimensions cannot be rotated in pairs: both must be even, and 2 or more"
+        )
+
+
 def attention_factor(yarn: YarnScaling) -> float:
     """What YaRN multiplies cosines and sines by: as given, or from the mscale fields, or `0.1 ln(factor) + 1`.
 

@@ -1,15 +1,19 @@
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from openinfer_kernels import (
     RopeConfigError,
     RopeParameters,
     YarnScaling,
     attention_factor,
+    partial_rope_order,
+    partial_rope_table,
     rope_table,
     softmax_factor,
 )
@@ -231,3 +235,35 @@ def test_attn_factor_multiplies_what_yarn_derives() -> None:
     assert attention_factor(yarn) == pytest.approx(1.0, rel=1e-12)
     with pytest.raises(RopeConfigError, match="attention_factor and attn_factor contradict each other"):
         RopeParameters.from_config({"rope_theta": 1e6, "rope_scaling": {**scaled, "attention_factor": 1.0}})
+
+
+def turned(x: NDArray[np.float64], table: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Turns pairs `(i, i + r / 2)` of the first dimensions of `x [positions, D]` by a table `[2, positions, r / 2]`."""
+    half = table.shape[2]
+    first, second, rest = x[:, :half], x[:, half : 2 * half], x[:, 2 * half :]
+    cos, sin = table.astype(np.float64)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=1)
+
+
+@pytest.mark.parametrize(("head_dim", "num_rotated"), [(16, 4), (80, 20), (6, 2), (8, 6), (8, 8), (4, 2)])
+@pytest.mark.parametrize("parameters", [{"rope_theta": 1e4}, {"rope_parameters": YARN}])
+def test_partial_rotation_in_the_order_of_whole_heads_has_the_published_scores(
+    head_dim: int, num_rotated: int, parameters: dict[str, Any]
+) -> None:
+    rope = RopeParameters.from_config(parameters)
+    order = partial_rope_order(head_dim=head_dim, num_rotated=num_rotated)
+    assert sorted(order.tolist()) == list(range(head_dim))
+    sizes = {"head_dim": head_dim, "num_rotated": num_rotated, "positions": 50}
+    whole, part = partial_rope_table(rope, **sizes), rope_table(rope, head_dim=num_rotated, positions=50)
+    assert (whole.shape, whole.dtype) == ((2, 50, head_dim // 2), np.float32)
+    q, k = np.random.default_rng(0).normal(size=(2, 50, head_dim))
+    published = turned(q, part) @ turned(k, part).T
+    np.testing.assert_allclose(turned(q[:, order], whole) @ turned(k[:, order], whole).T, published, atol=1e-12)
+
+
+@pytest.mark.parametrize(("head_dim", "num_rotated"), [(16, 5), (15, 4), (16, 18), (16, 0)])
+def test_partial_rotation_of_impossible_sizes_is_refused(head_dim: int, num_rotated: int) -> None:
+    with pytest.raises(RopeConfigError, match=f"{num_rotated} of {head_dim} dimensions"):
+        partial_rope_order(head_dim=head_dim, num_rotated=num_rotated)
+    with pytest.raises(RopeConfigError, match=f"{num_rotated} of {head_dim} dimensions"):
+        partial_rope_table(RopeParameters(theta=1e4), head_dim=head_dim, num_rotated=num_rotated, positions=2)

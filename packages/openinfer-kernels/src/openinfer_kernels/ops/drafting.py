@@ -142,7 +142,10 @@ class DraftingOps(Protocol):
         ...
 
     def join_columns(self, *parts: Array) -> Array:
-        """`[T, sum of widths]` in the compute dtype: matrices of float32 or the compute dtype next to each other."""
+        """`[T, sum of widths]` in the compute dtype: matrices of float32 or the compute dtype next to each other.
+
+        On a GPU their widths are multiples of 8. One matrix alone is rounded: a residual stream for a product.
+        """
         ...
 
     def clear_rows(self, matrix: Array, positions: Array, position: int) -> None:

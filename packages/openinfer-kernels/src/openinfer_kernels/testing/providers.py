@@ -130,7 +130,7 @@ def _check_case(call: Operator, twin: Operator, operator: str, case: Case, own: 
             tolerance = _FLOAT32_ERROR if key in case.unrounded else _tolerance(own.zeros((1,)).dtype)
             _require_close(after, expected_after[key], tolerance, f"{where}: argument {key}, which is mutated,")
         else:
-            require(_same(after, before[key]), f"{where}: argument {key} was changed")
+            require(_same(after, before[key]), f"{where}: argument {key} was changed, and Case.mutated has it not")
 
     again = [_host(each, own) for each in _leaves(_call(call, _uploaded(case, own)))]
     same = all(_same(one, _host(other, own)) for one, other in zip(again, results, strict=True))
