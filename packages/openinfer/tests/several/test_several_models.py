@@ -113,6 +113,18 @@ def test_streams_of_an_sdk_pass_through_piece_by_piece(router: Router) -> None:
     assert "".join(pieces) == whole.choices[0].message.content
 
 
+def test_an_sdk_finds_one_model_by_its_name(router: Router) -> None:
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client:
+        assert client.models.retrieve("second") == client.models.list().data[1]
+        for unknown in ("third", "org/third"):
+            with pytest.raises(openai.NotFoundError, match=f"the model '{unknown}' is not served") as refused:
+                client.models.retrieve(unknown)
+            assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
+        with pytest.raises(openai.NotFoundError) as refused:
+            client.responses.retrieve("resp_1")
+        assert refused.value.code == "unknown_url"
+
+
 def test_requests_of_both_models_at_once_are_all_answered(router: Router) -> None:
     answers: list[str] = []
 

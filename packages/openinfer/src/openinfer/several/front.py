@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from typing import cast
+from urllib.parse import unquote
 
 import httptools
 import msgspec
@@ -31,6 +32,7 @@ READ_TIMEOUT_S = 30.0  # for head and body
 WRITE_TIMEOUT_S = 30.0  # in which a client takes a part of what it is sent
 _READ_BYTES = 1 << 16
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
+_OF_ONE_MODEL = "/v1/models/"
 _RETRY = ((b"retry-after", b"5"),)
 # Of one connection, or what this server says itself.
 _HOP_BY_HOP = frozenset(
@@ -202,18 +204,26 @@ class Front:
             states = {name: self._turns.phase(name).name.lower() for name in self._servers}
             await answer.send(200, msgspec.json.encode({"status": "ok", "models": states}))
         elif request.method == "GET" and request.path == "/v1/models":
-            cards = [{"id": name, "object": "model", "created": 0, "owned_by": "openinfer"} for name in self._servers]
+            cards = [_card(name) for name in self._servers]
             await answer.send(200, msgspec.json.encode({"object": "list", "data": cards}))
+        elif request.method == "GET" and request.path.startswith(_OF_ONE_MODEL):
+            name = unquote(request.path.removeprefix(_OF_ONE_MODEL))
+            self._check_served(name)
+            await answer.send(200, msgspec.json.encode(_card(name)))
         elif request.method == "POST":
             await self._hand_on(request, answer)
         else:
-            raise ApiError(404, f"{request.method} {request.path[:200]} is not a route of several models")
+            message = f"{request.method} {request.path[:200]} is not a route of several models"
+            raise ApiError(404, message, code="unknown_url")
+
+    def _check_served(self, name: str) -> None:
+        if name not in self._servers:
+            message = f"the model {name[:200]!r} is not served; there are {', '.join(self._servers)}"
+            raise ApiError(404, message, code="model_not_found", param="model")
 
     async def _hand_on(self, request: HttpRequestHead, answer: "Answer") -> None:
         name = _model_of(request)
-        if name not in self._servers:
-            served = ", ".join(self._servers)
-            raise ApiError(404, f"the model {name[:200]!r} is not served; there are {served}", param="model")
+        self._check_served(name)
         server = self._servers[name]
         if server.has_ended:
             self._turns.lost(name)
@@ -236,6 +246,10 @@ class Front:
         target = request.target.decode("latin-1")
         async with asked(server.address, request.method, target, headers, bytes(request.body)) as response:
             await answer.pass_on(response)
+
+
+def _card(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "openinfer"}
 
 
 class Answer:
