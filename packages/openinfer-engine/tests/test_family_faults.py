@@ -1,5 +1,6 @@
 """A family of another package that is wrong: its start and its steps say whose fault it was, and where."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,9 +10,9 @@ import pytest
 
 from openinfer_core import BrokenPlugin, GenerateRequest, Refused, RequestId, SamplingParams, find_plugin
 from openinfer_core.errors import ContractViolation
-from openinfer_engine import EngineOptions, build_loop, plan, resolve
+from openinfer_engine import EngineFamily, EngineOptions, build_loop, plan, resolve
 from openinfer_engine.launch import launch
-from openinfer_engine.model import Model, ModelModule
+from openinfer_engine.model import Model, ModelDefinition, ModelModule
 from openinfer_engine.options import LoopHost
 from openinfer_engine.testing import FamilyHarness
 from openinfer_kernels import Array
@@ -120,6 +121,42 @@ def test_raising_hook_is_named_with_class_function_and_line(tiny: Path) -> None:
 def test_raising_load_is_named(tiny: Path) -> None:
     with pytest.raises(BrokenPlugin, match=r"failed in NoLoad\.load \(.*\): KeyError: 'layers'"):
         launch(NoLoad(), tiny, OPTIONS)
+
+
+def family(**members: Any) -> EngineFamily:
+    definition = type("Mine", (Qwen3Definition,), members)()
+    return type("Family", (EngineFamily,), {"definition": definition})()
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"rank_sizes": ("num_key_value_heads")}, "rank_sizes of Mine are 'num_key_value_heads': they are a tuple"),
+        ({"rank_sizes": ("num_heads",)}, r"rank_sizes of Mine are \('num_heads',\): .* names that Qwen3Config has"),
+        ({"config_type": dict}, "config_type of Mine is <class 'dict'>, no msgspec.Struct"),
+        ({"module": SimpleNamespace(load=qwen3.load)}, "Mine has no module.tensors"),
+    ],
+)
+def test_definition_that_lacks_something_makes_no_family(members: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        family(**members)
+
+
+def test_definition_that_says_nothing_makes_no_family() -> None:
+    class Bare(ModelDefinition[Any]):
+        def refusal(self, config: Mapping[str, Any]) -> str | None:
+            return None
+
+        def kv_spec(self, *given: Any, **keywords: Any) -> Any:
+            return None
+
+    for definition, said in (
+        (Bare(), r"Bare has no name, module, config_type, rank_sizes, module\.tensors, module\.load"),
+        (Bare, "no instance of a ModelDefinition"),
+    ):
+        made = type("Family", (EngineFamily,), {"definition": definition})
+        with pytest.raises(TypeError, match=said):
+            made()
 
 
 def test_refusal_of_a_hook_stays_what_it_is(tiny: Path) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import msgspec
 
@@ -21,6 +21,10 @@ class EngineFamily:
 
     definition: ClassVar[ModelDefinition[Any]]
     """What the engine, also in a process of its own, builds the model from."""
+
+    def __init__(self) -> None:
+        """Raises `TypeError` if the definition lacks what a subclass has to say; it would be missed at a start."""
+        _check(self.definition)
 
     @property
     def name(self) -> str:
@@ -64,3 +68,20 @@ def _own(options: msgspec.Struct) -> EngineOptions:
             f"the options of this family are {EngineOptions.__name__}, not {type(options).__name__}"
         )
     return options
+
+
+def _check(given: object) -> None:
+    if not isinstance(given, ModelDefinition):
+        raise TypeError(f"its definition is {given!r}, no instance of a ModelDefinition")
+    definition = cast("Any", given)  # what a package of others says may be of any type
+    which = type(definition).__qualname__
+    missing = [name for name in ("name", "module", "config_type", "rank_sizes") if not hasattr(definition, name)]
+    module = getattr(definition, "module", None)
+    missing += [f"module.{name}" for name in ("tensors", "load") if not hasattr(module, name)]
+    if missing:
+        raise TypeError(f"{which} has no {', '.join(missing)}")
+    config, sizes = definition.config_type, definition.rank_sizes
+    if not (isinstance(config, type) and issubclass(config, msgspec.Struct)):
+        raise TypeError(f"config_type of {which} is {config!r}, no msgspec.Struct")
+    if isinstance(sizes, str) or not all(hasattr(config, name) for name in sizes):
+        raise TypeError(f"rank_sizes of {which} are {sizes!r}: they are a tuple of names that {config.__name__} has")
