@@ -69,6 +69,8 @@ def test_wrong_method_names_the_right_ones():
     with pytest.raises(ApiError) as error:
         ROUTER.find("DELETE", "/a")
     assert error.value.headers == ((b"allow", b"GET, POST"),)
+    with pytest.raises(ApiError, match=r"^/models/birds/parrot takes GET, not DELETE$"):
+        ROUTER.find("DELETE", "/models/birds/parrot")
 
 
 def test_unknown_path_is_not_echoed_at_length():

@@ -48,7 +48,8 @@ class Router:
         if route is None:
             allowed = ", ".join(sorted(methods))
             headers = ((b"allow", allowed.encode()),)
-            raise ApiError(405, f"{template} takes {allowed}, not {method}", code="method_not_allowed", headers=headers)
+            message = f"{path[:200]} takes {allowed}, not {method}"
+            raise ApiError(405, message, code="method_not_allowed", headers=headers)
         return Match(route, parameters)
 
     def _resolve(self, path: str) -> tuple[str, dict[str, str]]:
