@@ -16,6 +16,7 @@ from openinfer_core.request import (
     MAX_RETAINED_PREFIXES,
     MAX_TRANSFER_BYTES,
     RetainedPrefix,
+    with_fields,
 )
 from openinfer_core.sampling import MAX_TOKEN_ID, MAX_TOKENS
 
@@ -119,6 +120,29 @@ def test_request_with_the_longest_prompt_is_accepted_and_one_more_refused() -> N
 def test_request_names_the_place_of_the_bad_token() -> None:
     with pytest.raises(InvalidRequest, match=r"\$\[2\]"):
         request(prompt_token_ids=(1, 2, -3))
+
+
+def test_other_fields_are_checked_and_all_else_is_the_requests_own() -> None:
+    original = request(
+        prompt_token_ids=(3, 1, 2), retained_prefixes=(RetainedPrefix(2, 60.0),), tenant="t", highest_token_id=3
+    )
+    changed = with_fields(original, deadline_s=2.5, prediction_token_ids=(4, 5))
+    assert changed == msgspec.structs.replace(original, deadline_s=2.5, prediction_token_ids=(4, 5))
+    assert changed.prompt_token_ids is original.prompt_token_ids
+    assert (original.deadline_s, original.prediction_token_ids) == (None, ())
+    for field, value in (("deadline_s", -1.0), ("prediction_token_ids", (-1,)), ("cache_key", "without retain_s")):
+        with pytest.raises(InvalidRequest) as caught:
+            with_fields(original, **{field: value})
+        assert caught.value.field == field
+    for field in ("prompt_token_ids", "retained_prefixes", "prompt"):
+        with pytest.raises(TypeError, match=field):
+            with_fields(original, **{field: ()})
+
+
+def test_other_fields_leave_the_prompt_unread() -> None:
+    original = request()
+    msgspec.structs.force_setattr(original, "prompt_token_ids", ("no id, which is not seen",))
+    assert with_fields(original, priority=1).priority == 1
 
 
 def test_decoding_checks_the_request_and_what_is_inside_it() -> None:

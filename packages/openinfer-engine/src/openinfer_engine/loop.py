@@ -31,7 +31,7 @@ from openinfer_core import (
 from openinfer_core.control import CAPABILITY_OF, ControlCommand, FlushCache, LoadAdapter, UnloadAdapter, refusal_of
 from openinfer_core.engine import EngineState
 from openinfer_core.grammars import GrammarCompiler
-from openinfer_core.request import token_id_beyond
+from openinfer_core.request import token_id_beyond, with_fields
 from openinfer_core.scheduling import FlushesCache, PlacesAdapters, Scheduler, StepPlan
 from openinfer_core.scheduling.draft_counter import DraftCounter
 from openinfer_engine.adapters import AdapterTable
@@ -532,7 +532,7 @@ class StepLoop:
         if request.lora is None:
             return request
         adapter = None if self._adapters is None else self._adapters.find(request.lora, tenant=request.tenant)
-        return None if adapter is None else msgspec.structs.replace(request, adapter=adapter)
+        return None if adapter is None else with_fields(request, adapter=adapter)
 
 
 def _no_adapter(request: GenerateRequest) -> str:

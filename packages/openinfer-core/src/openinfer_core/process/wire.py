@@ -20,7 +20,7 @@ from openinfer_core.control import ControlCommand
 from openinfer_core.engine import EngineInfo, EngineStats
 from openinfer_core.errors import ContractViolation, EngineClosed, Refused
 from openinfer_core.events import TokenEvent
-from openinfer_core.request import GenerateRequest, RequestId, RetainedPrefix
+from openinfer_core.request import GenerateRequest, RequestId, RetainedPrefix, with_fields
 from openinfer_core.sampling import Grammar, TokenIds
 
 ENDED = "the engine has ended"  # the refusal of a command that came too late
@@ -164,7 +164,7 @@ def submitted(message: Submit | SubmitAlike, *, last: Grammar | None) -> Generat
 
 
 def _with_grammar(request: GenerateRequest, grammar: Grammar | None) -> GenerateRequest:
-    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
+    return with_fields(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
 
 
 def raise_refusal(refusal: str | None) -> None:

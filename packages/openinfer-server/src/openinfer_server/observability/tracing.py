@@ -21,11 +21,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-import msgspec
-
 from openinfer_core.errors import brought_by
 from openinfer_core.events import FailureKind, FinishReason
-from openinfer_core.request import GenerateRequest
+from openinfer_core.request import GenerateRequest, with_fields
 from openinfer_core.sampling import SamplingParams
 from openinfer_server.errors import ServerError
 from openinfer_server.http.request import HttpRequest
@@ -122,7 +120,7 @@ class Tracing:
         context = self._child_context(parent)
         self._open[choice] = ChoiceTrace(context, parent, operation, request.sampling, time.time_ns())
         trace_parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
-        return msgspec.structs.replace(request, trace_parent=trace_parent)
+        return with_fields(request, trace_parent=trace_parent)
 
     def ended(self, choice: Choice, outcome: FinishReason | FailureKind, *, now_s: float) -> None:
         trace = self._open.pop(choice, None)

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
-
 from openinfer_core.engine import EngineCapability
-from openinfer_core.request import MAX_PREDICTION_TOKENS
+from openinfer_core.request import MAX_PREDICTION_TOKENS, with_fields
 from openinfer_server.http.api_errors import ApiError, invalid, refused
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.openai.types import Prediction, check_part
@@ -43,7 +41,7 @@ def predicted(plan: Plan, token_ids: Sequence[int]) -> Plan:
     if not token_ids:
         return plan
     ids = tuple(token_ids)
-    return replace(plan, requests=[msgspec.structs.replace(each, prediction_token_ids=ids) for each in plan.requests])
+    return replace(plan, requests=[with_fields(each, prediction_token_ids=ids) for each in plan.requests])
 
 
 def _text(prediction: Prediction) -> str:

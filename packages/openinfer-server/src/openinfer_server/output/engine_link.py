@@ -14,12 +14,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from openinfer_core.engine import EngineHandle, EngineStats
 from openinfer_core.errors import EngineClosed
 from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, Scheduled, TokenEvent, Tokens
-from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.request import GenerateRequest, RequestId, with_fields
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.limits.admission import AdmissionControl
 from openinfer_server.limits.loop_turns import LoopTurns
@@ -131,7 +129,7 @@ class EngineLink:
         if self._forget(choice) is not None:
             if request.deadline_s is not None:
                 left_s = max(_LEAST_DEADLINE_S, request.deadline_s - (self._clock() - choice.submitted_s))
-                request = msgspec.structs.replace(request, deadline_s=left_s)
+                request = with_fields(request, deadline_s=left_s)
             self.handle.abort(choice.request_id)
             self._enter(choice, request)
             self._hand_over(choice, request)

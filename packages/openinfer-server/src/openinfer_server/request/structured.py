@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from openinfer_core.errors import InvalidRequest
+from openinfer_core.request import with_fields
 from openinfer_core.sampling import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind, Preamble
 from openinfer_server.http.api_errors import from_invalid_request, invalid, refused
 from openinfer_server.limits.conversation import check_depth
@@ -100,7 +101,7 @@ def constrained(plan: Plan, grammar: Grammar | None) -> Plan:
         message = f"the grammar has {len(grammar.text)} characters for each of {len(plan.requests)} choices; "
         raise invalid("n", message + f"at most {4 * MAX_GRAMMAR_LENGTH} are possible")
     requests = [
-        msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
+        with_fields(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
         for request in plan.requests
     ]
     return replace(plan, requests=requests)
