@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,8 +22,10 @@ from openinfer_engine.cuda.worker import CudaWorker  # noqa: E402 - after the st
 from openinfer_engine.distributed import nccl_communicator, nccl_peers  # noqa: E402
 from openinfer_engine.distributed.nccl_peers import connect_peers  # noqa: E402
 from openinfer_kernels import CudaCallError, DeviceUnavailableError  # noqa: E402
-from openinfer_kernels.cuda.comm import nccl  # noqa: E402
+from openinfer_kernels.cuda.comm import nccl, peer_buffers  # noqa: E402
+from openinfer_kernels.cuda.comm.expert_rows import ExpertRows  # noqa: E402
 from openinfer_kernels.cuda.comm.nccl import NcclGroup  # noqa: E402
+from openinfer_kernels.cuda.comm.peer_buffers import PeerBuffers  # noqa: E402
 from openinfer_kernels.cuda.common.graphs import Stream  # noqa: E402
 
 
@@ -194,6 +197,43 @@ def a_rank_without_memory_leaves_no_other_waiting(fails: str) -> None:
         assert all(each.handles == [bytes([rank]) * 4 for rank in (1, 2, 3)] for each in made.values())
 
 
+class RuntimeMemory:
+    """What the runtime hands out next to CuPy's pool, and takes back only when it is freed."""
+
+    def __init__(self, *, allocations: int) -> None:
+        self._most, self.held = allocations, list[int]()
+
+    def malloc(self, num_bytes: int) -> int:
+        if len(self.held) == self._most:
+            raise CUDARuntimeError("out of memory")
+        self.held.append(num_bytes)
+        return num_bytes
+
+    def free(self, pointer: int) -> None:
+        self.held.remove(pointer)
+
+
+def memory_of_an_end_that_cannot_be_made_is_freed(make: Callable[[], Any], *, allocations: int, filled: int) -> None:
+    """So `connect_peers` has nothing to close where `make` raises; `filled` allocations can be filled."""
+    memory, fills = RuntimeMemory(allocations=allocations), iter(range(filled))
+
+    def fill(*_: Any) -> None:
+        if next(fills, None) is None:
+            raise CUDARuntimeError("the device has failed")
+
+    with (
+        patch.object(peer_buffers.cupy.cuda, "runtime", memory),
+        patch.object(peer_buffers, "driver", SimpleNamespace(cuMemsetD32Async=fill)),
+        patch.object(peer_buffers, "check", lambda _: None),
+    ):
+        try:
+            make()
+        except CUDARuntimeError:
+            assert not memory.held, f"{memory.held} bytes are held until the process ends"
+        else:
+            raise AssertionError("it is made without memory")
+
+
 class Captured:
     """What a stream has captured."""
 
@@ -220,4 +260,11 @@ if __name__ == "__main__":
     graphs_are_freed_also_where_a_traceback_has_them()
     for what in ("", "memory", "handle", "connect"):
         a_rank_without_memory_leaves_no_other_waiting(what)
+    sizes = {"rank": 0, "size": 2}
+    device: Any = SimpleNamespace(kernel=lambda *_: None)
+    of_buffers, of_rows = partial(PeerBuffers, slot_bytes=16, **sizes), partial(ExpertRows, device, **sizes)
+    memory_of_an_end_that_cannot_be_made_is_freed(of_buffers, allocations=0, filled=0)
+    memory_of_an_end_that_cannot_be_made_is_freed(of_buffers, allocations=1, filled=0)
+    memory_of_an_end_that_cannot_be_made_is_freed(of_rows, allocations=1, filled=1)
+    memory_of_an_end_that_cannot_be_made_is_freed(of_rows, allocations=2, filled=1)
     sys.stdout.write("ended\n")

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,10 @@ class ExpertRows:
         self._dispatch = device.kernel("expert_rows", "dispatch_expert_rows")
         self._combine = device.kernel("expert_rows", "combine_expert_rows")
         self._rows = PeerBuffers(rank=rank, size=size, slot_bytes=_ROWS_BYTES)
-        self._sums = PeerBuffers(rank=rank, size=size, slot_bytes=_SUMS_BYTES)
+        with ExitStack() as undo:
+            undo.callback(self._rows.close)
+            self._sums = PeerBuffers(rank=rank, size=size, slot_bytes=_SUMS_BYTES)
+            undo.pop_all()
 
     @property
     def handle(self) -> bytes:

@@ -6,6 +6,7 @@ ranks of other processes by CUDA's inter-process memory handles, those of the sa
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -51,18 +52,18 @@ class PeerBuffers:
     def __init__(self, *, rank: int, size: int, slot_bytes: int) -> None:
         self._rank = rank
         buffer_bytes = _NUM_BUFFERS * size * slot_bytes
-        # What other processes open has to be the beginning of an allocation, which CuPy's pool may not hand out.
-        self._own: int = cupy.cuda.runtime.malloc(buffer_bytes)
         self._opened: list[int] = []
         self._state: Array = cupy.zeros(_STATE_BYTES, np.uint8)
         # In host memory, where `abort` can write while kernels that wait for another rank read it.
         pinned: Any = cupy.cuda.alloc_pinned_memory(4)
         self._is_aborted = np.frombuffer(pinned, np.uint32, 1)
         self._is_aborted[0] = 0
-        stream = cupy.cuda.get_current_stream()
-        check(driver.cuMemsetD32Async(self._own, _EMPTY, buffer_bytes // 4, stream.ptr))
-        # Other ranks may write as soon as they have connected: the buffers must be empty by then.
-        stream.synchronize()
+        # What other processes open has to be the beginning of an allocation, which CuPy's pool may not hand out.
+        self._own: int = cupy.cuda.runtime.malloc(buffer_bytes)
+        with ExitStack() as undo:
+            undo.callback(self.close)  # the pool would free it by itself, the runtime does not
+            self._empty(buffer_bytes)
+            undo.pop_all()
         self.group = PeerGroup(
             state=address(self._state),
             is_aborted=self._is_aborted.ctypes.data,
@@ -71,6 +72,12 @@ class PeerBuffers:
             size=size,
         )
         self.group.buffers[rank] = self._own
+
+    def _empty(self, buffer_bytes: int) -> None:
+        stream = cupy.cuda.get_current_stream()
+        check(driver.cuMemsetD32Async(self._own, _EMPTY, buffer_bytes // 4, stream.ptr))
+        # Other ranks may write as soon as they have connected: the buffers must be empty by then.
+        stream.synchronize()
 
     @property
     def handle(self) -> bytes:
