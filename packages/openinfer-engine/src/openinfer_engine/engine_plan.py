@@ -1,7 +1,7 @@
 """Resolving a model folder and options into everything an engine is made of, before a weight is read."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -54,7 +54,7 @@ from openinfer_engine.memory_plan import (
     slot_bytes_of_rank,
     weights_of_rank,
 )
-from openinfer_engine.model import ModelDefinition
+from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.options import DEFAULT_QUEUE_POLICY, EngineOptions, LoadFormat, LowBitActivations
 from openinfer_engine.ranks.placement import Placement
 from openinfer_engine.scheduler.choice import check_capabilities, make_scheduler, origin_of
@@ -64,6 +64,7 @@ from openinfer_engine.weights.checkpoint import Checkpoint
 from openinfer_engine.weights.fingerprint import fingerprint
 from openinfer_engine.weights.quantization_config import QuantisedConfig
 from openinfer_engine.weights.stored_config import check_stored
+from openinfer_engine.weights.weight_bytes import RankWeights
 from openinfer_engine.worker.kv_cache_dtype import check_scales, choose_kv_dtype, described_kv_dtype
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec
 
@@ -440,27 +441,18 @@ def resolve(
     if timeline is None:
         timeline = Timeline(begin_s=time.time())
     published = read_config(model_dir)
-    config = definition.parse(published)
-    limits = definition.limits(config)
-    definition.check_device(options.device)
-    definition.check_ranks(config, options.tensor_parallel_size)
-    check_data_parallel(definition, config, options)
-    if options.load_format is LoadFormat.SAFETENSORS:
-        with Checkpoint.open(model_dir, keeps_gguf=options.keeps_gguf) as checkpoint:
-            config = check_stored(definition, config, checkpoint)
+    config, limits = _checked_config(definition, published, model_dir, options)
     timeline.mark("config")
     tiers = choose_tiers(options)
     tag = _model_tag(model_dir, options)
     adapters = check_adapters(definition, config, options)
     backend = backend or open_backend(options, rank=rank, placement=placement)
     timeline.mark("device", device_bytes=backend.used_bytes())
-    kv_dtype = choose_kv_dtype(definition, options, backend)
+    dtypes = {"kv_dtype": choose_kv_dtype(definition, options, backend), "state_dtype": backend.dtype}
     drafter = drafter or choose_drafter(options, published)
     if drafter is not None:
-        drafter = drafter.asked_for(
-            definition, config, model_dir, options, kv_dtype=kv_dtype, state_dtype=backend.dtype
-        )
-    specs = _specs(definition, config, tag, options, kv_dtype=kv_dtype, state_dtype=backend.dtype, drafter=drafter)
+        drafter = drafter.asked_for(definition, config, model_dir, options, **dtypes)
+    specs = _specs(definition, config, tag, options, **dtypes, drafter=drafter)
     scheduler = find_plugin(SCHEDULERS, options.scheduler)
     queue_policy = find_plugin(QUEUE_POLICIES, options.queue_policy or DEFAULT_QUEUE_POLICY)
     max_model_tokens = longest_context(options, limits)
@@ -470,55 +462,20 @@ def resolve(
         scheduler=scheduler,
         capabilities=lambda: capabilities_of(scheduler, queue_policy, options, max_model_tokens=max_model_tokens),
     )
-    layouts = tuple(KvLayout.from_spec(tables.of(spec), block_size_tokens=options.block_size_tokens) for spec in specs)
-    check_scales(layouts[0])
-    if drafter is not None and drafter.asked is not None:
-        drafter.asked.check(layouts[0])
-    backend.check_layout(layouts[0])
+    layouts = _checked_layouts(specs, tables, options, backend=backend, drafter=drafter)
     check_low_bit(options, config, backend)
-    sizes = WorkerLimits(
-        max_num_seqs=options.max_num_seqs,
-        max_model_tokens=max_model_tokens,
-        block_size_tokens=options.block_size_tokens,
-        num_tables=layouts[0].num_tables,
-        num_token_ids=read_num_token_ids(model_dir, vocab_size=limits.vocab_size),
-        vocab_size=limits.vocab_size,
-        tokens_per_score=limits.tokens_per_score,
-        slot_bytes=slot_bytes_of_rank(options, layouts[0]),
-    )
-    weights = weights_of_rank(
+    memory = _fit_memory(
+        _longest_sizes(limits, model_dir, options, layouts[0], max_model_tokens=max_model_tokens),
         definition,
         config,
-        definition.tensors(config),
-        backend,
-        ranks=options.tensor_parallel_size,
-        fp8_head=options.fp8_head,
-        data_parallel_size=options.data_parallel_size,
+        options,
+        layouts[0],
+        backend=backend,
+        tables=tables,
+        drafter=drafter,
     )
-    weights_bytes = weights.num_bytes
-    ranks, itemsize_bytes = options.tensor_parallel_size, backend.dtype.itemsize_bytes
-    drafter_bytes = 0 if drafter is None else drafter.weights_bytes(ranks, itemsize_bytes=itemsize_bytes)
-    try:
-        sizes, num_blocks = fit_context(
-            sizes,
-            options,
-            lambda each: num_blocks_of_pool(
-                options,
-                layouts[0],
-                backend,
-                each,
-                weights_bytes=weights_bytes + drafter_bytes,
-                drafter_bytes=drafter_bytes_next_to_weights(drafter, options, layouts[0], each, ranks=ranks),
-            ),
-            blocks_for_context=layouts[0].blocks_for_context,
-        )
-    except Refused as error:
-        ledgers = plan_ranks(definition, config, options, backend, sizes, tables=tables, drafter=drafter)
-        possible = possible_ranks(ledgers)
-        raise Refused(f"{error}; {possible}") from error
-    num_snapshots = num_snapshots_of_pool(options, layouts[0], num_blocks)
     if tiers is not None:
-        require_snapshots(specs[0], num_snapshots)
+        require_snapshots(specs[0], memory.sizes.num_snapshots)
     if options.kv_transfer is not None:
         require_whole_prefixes(layouts[0])
     return EnginePlan(
@@ -528,25 +485,131 @@ def resolve(
         model_dir=model_dir,
         options=options,
         backend=backend,
-        worker_limits=replace(sizes, num_snapshots=num_snapshots),
+        worker_limits=memory.sizes,
         model_context_tokens=limits.max_model_tokens,
         eos_token_ids=read_eos_token_ids(model_dir, published),
         layouts=layouts,
         tables=tables,
-        num_blocks=num_blocks,
-        weights_bytes=weights_bytes,
-        weight_kernels=backend.weight_kernels(weights.products),
+        num_blocks=memory.num_blocks,
+        weights_bytes=memory.weights.num_bytes,
+        weight_kernels=backend.weight_kernels(memory.weights.products),
         scheduler=scheduler,
         queue_policy=queue_policy,
         grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
         drafter=drafter,
-        drafter_bytes=drafter_bytes,
+        drafter_bytes=memory.drafter_bytes,
         kernel_providers=choose_providers_of_model(definition, options, backend),
         tiers=tiers,
         adapters=adapters,
         timeline=timeline,
         placement=placement,
     )
+
+
+def _checked_config(
+    definition: ModelDefinition[Any], published: Mapping[str, Any], model_dir: Path, options: EngineOptions
+) -> tuple[Any, ModelLimits]:
+    """The definition's typed config and its limits; the folder's tensors and the options go with them."""
+    config = definition.parse(published)
+    limits = definition.limits(config)
+    definition.check_device(options.device)
+    definition.check_ranks(config, options.tensor_parallel_size)
+    check_data_parallel(definition, config, options)
+    if options.load_format is LoadFormat.SAFETENSORS:
+        with Checkpoint.open(model_dir, keeps_gguf=options.keeps_gguf) as checkpoint:
+            config = check_stored(definition, config, checkpoint)
+    return config, limits
+
+
+def _checked_layouts(
+    specs: Sequence[KvSpec],
+    tables: TableChoice,
+    options: EngineOptions,
+    *,
+    backend: Backend,
+    drafter: ChosenDrafter | None,
+) -> tuple[KvLayout, ...]:
+    """Of each rank, for block tables as they were chosen; the device and the drafter take them."""
+    layouts = tuple(KvLayout.from_spec(tables.of(spec), block_size_tokens=options.block_size_tokens) for spec in specs)
+    check_scales(layouts[0])
+    if drafter is not None and drafter.asked is not None:
+        drafter.asked.check(layouts[0])
+    backend.check_layout(layouts[0])
+    return layouts
+
+
+def _longest_sizes(
+    limits: ModelLimits, model_dir: Path, options: EngineOptions, layout: KvLayout, *, max_model_tokens: int
+) -> WorkerLimits:
+    """A worker's sizes for the longest context, whatever the pool holds; without snapshots."""
+    return WorkerLimits(
+        max_num_seqs=options.max_num_seqs,
+        max_model_tokens=max_model_tokens,
+        block_size_tokens=options.block_size_tokens,
+        num_tables=layout.num_tables,
+        num_token_ids=read_num_token_ids(model_dir, vocab_size=limits.vocab_size),
+        vocab_size=limits.vocab_size,
+        tokens_per_score=limits.tokens_per_score,
+        slot_bytes=slot_bytes_of_rank(options, layout),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Memory:
+    """What a rank's memory holds."""
+
+    weights: RankWeights
+    drafter_bytes: int
+    sizes: WorkerLimits
+    num_blocks: int
+
+
+def _fit_memory(
+    longest: WorkerLimits,
+    definition: ModelDefinition[Any],
+    config: Any,
+    options: EngineOptions,
+    layout: KvLayout,
+    *,
+    backend: Backend,
+    tables: TableChoice,
+    drafter: ChosenDrafter | None,
+) -> _Memory:
+    """Weights and drafter, the KV pool that is left, and sizes for a context that this pool holds.
+
+    Raises:
+        Refused: they do not fit; the message says on how many devices they would.
+    """
+    ranks = options.tensor_parallel_size
+    weights = weights_of_rank(
+        definition,
+        config,
+        definition.tensors(config),
+        backend,
+        ranks=ranks,
+        fp8_head=options.fp8_head,
+        data_parallel_size=options.data_parallel_size,
+    )
+    itemsize_bytes = backend.dtype.itemsize_bytes
+    drafter_bytes = 0 if drafter is None else drafter.weights_bytes(ranks, itemsize_bytes=itemsize_bytes)
+
+    def blocks_left(sizes: WorkerLimits) -> int:
+        return num_blocks_of_pool(
+            options,
+            layout,
+            backend,
+            sizes,
+            weights_bytes=weights.num_bytes + drafter_bytes,
+            drafter_bytes=drafter_bytes_next_to_weights(drafter, options, layout, sizes, ranks=ranks),
+        )
+
+    try:
+        sizes, num_blocks = fit_context(longest, options, blocks_left, blocks_for_context=layout.blocks_for_context)
+    except Refused as error:
+        ledgers = plan_ranks(definition, config, options, backend, longest, tables=tables, drafter=drafter)
+        raise Refused(f"{error}; {possible_ranks(ledgers)}") from error
+    sizes = replace(sizes, num_snapshots=num_snapshots_of_pool(options, layout, num_blocks))
+    return _Memory(weights=weights, drafter_bytes=drafter_bytes, sizes=sizes, num_blocks=num_blocks)
 
 
 def _model_tag(model_dir: Path, options: EngineOptions) -> str:
