@@ -4,6 +4,8 @@ from array import array
 from hashlib import blake2b
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from openinfer_kv_cache import KvConfigError, PrefixHasher
 from openinfer_kv_cache.digest import encode_token_ids
@@ -187,3 +189,58 @@ def test_known_digests_are_bounded(hasher, monkeypatch):
     chains = [array("I", range(first, first + 4 * 64)) for first in range(20)]
     for ids in (*chains, *chains):
         assert hasher.chain(hasher.root(), ids) == plain_chain(hasher, hasher.root(), ids)
+
+
+def test_hashers_that_remember_together_compute_a_group_once():
+    first, second = PrefixHasher(4, key=KEY), PrefixHasher(4, key=KEY)
+    second.remember_with(first)
+    ids, longer = array("I", range(4 * 96 + 4)), array("I", range(4 * 160))
+    for computing, finding, asked, num_known in ((first, second, ids, 96), (second, first, longer, 160)):
+        computed, found = (hasher.chain(hasher.root(), asked) for hasher in (computing, finding))
+        assert computed == found == plain_chain(finding, finding.root(), asked)
+        same = [mine is theirs for mine, theirs in zip(computed, found, strict=True)]
+        assert same == [True] * num_known + [False] * (len(found) - num_known)  # what is found is the object itself
+
+
+HASHERS = st.fixed_dictionaries(
+    {
+        "block_size_tokens": st.sampled_from((1, 2, 4)),
+        "key": st.sampled_from((KEY, KEY[::-1])),
+        "layout_digest": st.sampled_from(("", "00")),
+    }
+)
+ROOTS = st.fixed_dictionaries(
+    {
+        "lora_name": st.sampled_from((None, "a")),
+        "adapter_digest": st.sampled_from((None, None, bytes(16))),
+        "cache_salt": st.sampled_from((None, "a", "b")),
+    }
+)
+CHAINS = st.tuples(
+    st.integers(0, 3),  # whose
+    ROOTS,
+    st.sampled_from(("", "v1")),
+    st.integers(0, 300),  # tokens
+    st.integers(0, 300),  # of which so many are those of all others
+    st.integers(0, 80),  # blocks that are asked for first
+)
+
+
+@given(made=st.lists(HASHERS, min_size=4, max_size=4), chains=st.lists(CHAINS, min_size=1, max_size=12))
+def test_what_others_have_computed_is_never_found_for_anything_else(made, chains):
+    """Of any keys, block sizes, layouts, roots and versions: each digest is what a hasher of its own computes."""
+    hashers = [PrefixHasher(**each) for each in made]
+    for each in hashers[1:]:
+        each.remember_with(hashers[0])
+    for number, (index, names, version, num_tokens, num_common, first) in enumerate(chains):
+        hasher, alone = hashers[index], PrefixHasher(**made[index])
+        hasher.weights_version = alone.weights_version = version
+        ids = array("I", (place if place < num_common else 1000 * number + place for place in range(num_tokens)))
+        root = hasher.root(**names)
+        digests = []
+        num_blocks = num_tokens // hasher.block_size_tokens
+        hasher.extend_chain(digests, root, ids, num_blocks=min(first, num_blocks))
+        hasher.extend_chain(digests, root, ids, num_blocks=num_blocks)
+        assert digests == alone.chain(alone.root(**names), ids)
+        foreign = hashers[0].root(**names)  # also where a chain begins with what another hasher made
+        assert hasher.chain(foreign, ids) == alone.chain(foreign, ids)

@@ -63,6 +63,15 @@ class PrefixHasher:
         self._group = hashlib.blake2b(digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-group")
         self._known: OrderedDict[bytes, tuple[Digest, ...]] = OrderedDict()
 
+    def remember_with(self, other: "PrefixHasher") -> None:
+        """From now on each of the two finds digests that the other has computed. Both are used from one thread.
+
+        What is found is what would be computed: a group is known by a keyed digest of its tokens and of the digest
+        before it, which binds all that came before, down to the root. A hasher of another key, block size, layout or
+        version of the weights finds nothing of the other's.
+        """
+        self._known = other._known  # noqa: SLF001 - of the same class
+
     def root(
         self, *, lora_name: str | None = None, adapter_digest: bytes | None = None, cache_salt: str | None = None
     ) -> Digest:
