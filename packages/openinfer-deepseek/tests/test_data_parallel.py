@@ -22,8 +22,10 @@ from openinfer_engine.data_parallel.loop import DataParallelLoop
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.launch import build_loop
 from openinfer_engine.options import EngineOptions, LoopHost
+from openinfer_engine.scheduler import TokenBudgetScheduler
 from openinfer_engine.testing import ask_launched, check_launched
 from openinfer_engine.testing.answers import Answer, run_at_once
+from openinfer_kv_cache import PrefixHasher
 
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_step_tokens": 64, "block_size_tokens": 8, "num_blocks": 200}
 
@@ -66,6 +68,13 @@ def request(
 
 def tokens_of(answers: dict[int, Answer]) -> dict[int, list[int]]:
     return {request_id: answer.token_ids for request_id, answer in answers.items()}
+
+
+def test_ranks_remember_digests_together_with_the_router(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[PrefixHasher] = []
+    monkeypatch.setattr(TokenBudgetScheduler, "share_digests", lambda _, hasher: told.append(hasher))
+    with data_parallel(groups, 2):
+        assert [each is told[0] for each in told] == [True, True]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

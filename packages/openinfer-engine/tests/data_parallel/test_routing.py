@@ -1,9 +1,16 @@
 """Which data-parallel rank gets a request: the one with its prefix, unless another would be done with it first."""
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
-from openinfer_engine.data_parallel.routing import OPEN_REQUEST_TOKENS, UNCACHED_WEIGHT, RankRouter
+from openinfer_core.queue_policies import FirstComeFirstServed
+from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepResult
+from openinfer_engine.data_parallel.routing import OPEN_REQUEST_TOKENS, UNCACHED_WEIGHT, RankRouter, SharesDigests
 from openinfer_engine.kv_tiers import TierContents
-from openinfer_kv_cache import PrefixHasher
+from openinfer_engine.scheduler import TokenBudgetScheduler
+from openinfer_kv_cache import Digest, PrefixHasher, StoredBlocks
 
 HASHER = PrefixHasher(16, key=bytes(16))
 
@@ -141,3 +148,45 @@ def test_a_prefix_may_begin_in_the_pool_and_go_on_in_the_tiers() -> None:
     tiers[0].stored(digests[:20])
     tiers[1].stored(digests[10:])
     assert router.choose(longer) == 1
+
+
+class Stored:
+    """A listener that keeps the digests of what can be found."""
+
+    def __init__(self) -> None:
+        self.digests: list[Digest] = []
+
+    def stored(self, blocks: StoredBlocks) -> None:
+        self.digests += blocks.digests
+
+    def removed(self, digests: Sequence[Digest]) -> None:
+        raise AssertionError("there is room for all")
+
+    def cleared(self) -> None:
+        raise AssertionError("nothing is flushed")
+
+
+def test_digests_of_the_router_are_those_of_the_scheduler_and_computed_once() -> None:
+    config = SchedulerConfig(
+        num_blocks=128,
+        block_size_tokens=16,
+        max_num_seqs=2,
+        max_step_tokens=1024,
+        max_model_tokens=2048,
+        digest_key=bytes(16),
+    )
+    scheduler, stored = TokenBudgetScheduler(config, FirstComeFirstServed(QueuePolicyConfig())), Stored()
+    assert isinstance(scheduler, SharesDigests)
+    hasher = PrefixHasher(16, key=bytes(16))
+    scheduler.share_digests(hasher)
+    scheduler.listen(stored)
+    asked = request(0, prompt=1, tokens=16 * 96 + 5, salt="a tenant's")
+    RankRouter([None], num_blocks=100, hasher=hasher).choose(asked)
+    scheduler.add(asked, now_s=0.0)
+    while (plan := scheduler.plan(now_s=0.0)) is not None:
+        token_ids = np.where(plan.max_new > 0, 7, -1).astype(np.int32)
+        scheduler.apply(plan, StepResult.of_single_tokens(token_ids), now_s=0.0)
+    routed = hasher.chain(hasher.root(cache_salt="a tenant's"), asked.prompt_token_ids)
+    assert stored.digests == routed
+    # what was found is the object that was computed; a sequence looks for its first blocks one by one
+    assert all(mine is theirs for mine, theirs in zip(stored.digests[32:], routed[32:], strict=True))

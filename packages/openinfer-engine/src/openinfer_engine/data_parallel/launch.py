@@ -15,7 +15,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine.data_parallel.loop import DataParallelLoop
 from openinfer_engine.data_parallel.processes import load_ranks
-from openinfer_engine.data_parallel.routing import RankRouter
+from openinfer_engine.data_parallel.routing import RankRouter, SharesDigests
 from openinfer_engine.data_parallel.runner import PlanRunner, SharedRank, StepRound, ThreadRank
 from openinfer_engine.distributed.expert_group import DataParallelCommunicator
 from openinfer_engine.engine_plan import EnginePlan
@@ -67,23 +67,30 @@ def build_data_parallel_loop(engine_plan: EnginePlan, processes: ProcessGroup | 
             undo.callback(ranks[0].close)
         step_round = StepRound(ranks, processes)
         loops: list[StepLoop] = []
+        schedulers: list[Scheduler] = []
         contents: list[TierContents | None] = []
         digest_key: bytes | None = None
         for rank, runner in enumerate(step_round.runners):
             tiers = None if runner.share is not None else engine_plan.open_tiers(rank=rank)
             # All ranks name blocks alike, as the first one's tiers do: others' take any names.
             digest_key = digest_key or _digest_key(engine_plan, tiers)
-            loops.append(_make_loop(engine_plan, runner, tiers, digest_key=digest_key, tracer=tracer))
-            undo.callback(loops[-1].close)
+            loop, scheduler = _make_loop(engine_plan, runner, tiers, digest_key=digest_key, tracer=tracer)
+            undo.callback(loop.close)
+            loops.append(loop)
+            schedulers.append(scheduler)
             contents.append(_contents(runner, tiers))
+        layout_digest = engine_plan.scheduler_config.layout_digest
+        hasher = PrefixHasher(options.block_size_tokens, key=digest_key, layout_digest=layout_digest)
+        for scheduler in schedulers:
+            if isinstance(scheduler, SharesDigests):  # the router digests each prompt first: one is enough
+                scheduler.share_digests(hasher)
         undo.pop_all()
     engine_plan.mark("ranks")
     logger.info("the engine started in %s", engine_plan.timeline)
-    layout_digest = engine_plan.scheduler_config.layout_digest
     router = RankRouter(
         contents,
         num_blocks=engine_plan.num_blocks if None not in contents else _held_blocks(engine_plan),
-        hasher=PrefixHasher(options.block_size_tokens, key=digest_key, layout_digest=layout_digest),
+        hasher=hasher,
     )
     return DataParallelLoop(loops, step_round=step_round, router=router)
 
@@ -127,7 +134,7 @@ def _held_blocks(engine_plan: EnginePlan) -> int:
 
 def _make_loop(
     engine_plan: EnginePlan, runner: PlanRunner, tiers: OpenTiers | None, *, digest_key: bytes | None, tracer: Tracer
-) -> StepLoop:
+) -> tuple[StepLoop, Scheduler]:
     with contextlib.ExitStack() as undo:
         if tiers is not None:
             undo.callback(tiers.tier.close)
@@ -138,7 +145,7 @@ def _make_loop(
             undo.callback(port.close)
         compiler = engine_plan.make_grammar_compiler()
         undo.pop_all()
-    return StepLoop(
+    loop = StepLoop(
         info=msgspec.structs.replace(engine_plan.info, start=engine_plan.timeline.phases),
         scheduler=scheduler,
         runner=runner,
@@ -147,6 +154,7 @@ def _make_loop(
         port=port,
         tracer=tracer,
     )
+    return loop, scheduler
 
 
 def _join_tiers(

@@ -10,6 +10,7 @@ among idle ranks, the pool that was filled least is.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from openinfer_core import GenerateRequest, RequestId
 from openinfer_core.replicas.held_prefixes import HeldPrefixes
@@ -20,6 +21,15 @@ OPEN_REQUEST_TOKENS = 64
 """What an open request counts as: each step computes a row of it, and how many will follow is not known."""
 UNCACHED_WEIGHT = 2
 """Of a token that is computed on one rank although another one holds it, against one that waits."""
+
+
+@runtime_checkable
+class SharesDigests(Protocol):
+    """A `Scheduler` that digests prompts by a `PrefixHasher`, as the router has done before."""
+
+    def share_digests(self, hasher: PrefixHasher) -> None:
+        """Has its hasher remember what it computes together with this one; called once, before the first request."""
+        ...
 
 
 class RankRouter:

@@ -56,7 +56,7 @@ from openinfer_engine.scheduler.outputs import OutputProcessor, finished
 from openinfer_engine.scheduler.run_queue import RunQueue
 from openinfer_engine.scheduler.sequence import Sequence, SequenceState, count_final_tokens
 from openinfer_engine.scheduler.step_builder import StepBuilder, StepInFlight
-from openinfer_kv_cache import BlockListener, BlockPin, BlockStateError, Digest, TierPort
+from openinfer_kv_cache import BlockListener, BlockPin, BlockStateError, Digest, PrefixHasher, TierPort
 
 EARLY_LOADS = "early-loads"
 """The option of `--scheduler-option`: `true` loads what conversations will need before their next turn arrives."""
@@ -100,6 +100,10 @@ class TokenBudgetScheduler:
         self._decode_turns = DecodeTurns()
         self._company = Company()
         self._draft_pace = DraftPace(config.max_itl_ms) if config.adapts_drafts else None
+
+    def share_digests(self, hasher: PrefixHasher) -> None:
+        """As `SharesDigests` says."""
+        self._queue.kv.hasher.remember_with(hasher)
 
     def use_tiers(self, port: TierPort) -> None:
         """Raises `ContractViolation`: prefixes are not shared, or the port lacks the model's recurrent states."""
