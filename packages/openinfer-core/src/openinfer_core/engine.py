@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import msgspec
 
 from openinfer_core.events import TokenEvent
+from openinfer_core.plugins import SCHEDULERS
 from openinfer_core.process.timeline import StartPhase
 from openinfer_core.request import GenerateRequest, RequestId
 
@@ -170,8 +171,11 @@ class SlowCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     plugin: str
     call: str
-    """What it was called for: `plan`, `apply`, `add` or `abort`; of a grammar's matcher, `fill`."""
+    """What it was called for: `plan`, `apply`, `add` or `abort`; of a queue policy its own call, such as `key`; of a
+    grammar's matcher, `fill`."""
     age_s: float
+    group: str = SCHEDULERS
+    """Of entry points."""
 
 
 class KvTransferStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -252,7 +256,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     adapters: tuple[AdapterStats, ...] = ()
     """By name."""
     plugin_faults: tuple[PluginFaults, ...] = ()
-    """One for each plug-in that is guarded."""
+    """One for each plug-in that is guarded; of a queue policy once it has been slow."""
     slow_call: SlowCall | None = None
     state: EngineState = EngineState.SERVING
     weights_version: str = ""

@@ -10,6 +10,7 @@ import pytest
 
 from openinfer_core import Failed, FailureKind, Finished, FinishReason, InvalidRequest, RequestId
 from openinfer_core.grammars import MaskWords, TokenMatcher
+from openinfer_core.plugins import place_of
 from openinfer_core.scheduling import SchedulerCapabilities, StepPlan
 from openinfer_engine.grammars import masking
 from openinfer_engine.scheduler import TokenBudgetScheduler
@@ -323,7 +324,7 @@ def test_a_mask_that_takes_long_is_told_as_a_slow_call(monkeypatch: pytest.Monke
     step_until_entered(client, gate)
     slow = loop.stats().slow_call
     assert slow is not None
-    assert (slow.plugin, slow.call) == ("WordCompiler", "fill")
+    assert (slow.plugin, slow.call, slow.group) == (place_of(WordCompiler), "fill", "openinfer.grammar_compilers")
     gate.opened.set()
     client.run()
     assert loop.stats().slow_call is None

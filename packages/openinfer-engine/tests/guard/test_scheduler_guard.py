@@ -16,10 +16,12 @@ from openinfer_core import (
     PluginFault,
     RequestId,
     SamplingParams,
+    SlowCall,
     TokenEvent,
 )
+from openinfer_core.plugins import place_of
 from openinfer_core.queue_policies import FirstComeFirstServed
-from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepPlan, StepResult
+from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepPlan, StepResult, WaitingRequest
 from openinfer_engine.guard import FaultKind, GuardOptions, PlanCheck, SchedulerGuard
 from openinfer_engine.scheduler import TokenBudgetScheduler
 
@@ -280,6 +282,42 @@ def test_slow_call_is_told_while_it_lasts_and_counted_after(caplog: pytest.LogCa
     assert f"the scheduler {PLUGIN} took 2.5 s in plan" in caplog.text
     assert world.guard.stats().slow_call is None
     assert world.counts == {"slow_call": 1}
+
+
+def test_policy_that_blocks_is_named_in_the_schedulers_place(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[EngineStats] = []
+
+    class Slow(FirstComeFirstServed):
+        def key(self, waiting: WaitingRequest) -> Any:
+            seen.append(world.guard.stats())
+            world.now_s += 2.5
+            seen.extend((world.guard.stats(), world.guard.stats()))
+            return super().key(waiting)
+
+        def admitted(self, request: GenerateRequest) -> None:
+            world.now_s += 0.4  # the next 0.9 s are the scheduler's own
+
+    class Scheduling(TokenBudgetScheduler):
+        def plan(self, *, now_s: float) -> StepPlan | None:
+            world.now_s += 0.9
+            return super().plan(now_s=now_s)
+
+    world = World(Scheduling(CONFIG, Slow(QueuePolicyConfig())))
+    policy = place_of(Slow)
+    world.add(0)
+    quick, slow, again = seen
+    assert quick.slow_call is None
+    assert slow == again
+    assert slow.slow_call == SlowCall(plugin=policy, call="key", age_s=2.5, group="openinfer.queue_policies")
+    assert caplog.text.count(f"the queue policy {policy} has been in key for 2.5 s") == 1
+    assert f"the queue policy {policy} took 2.5 of the 2.5 s in add" in caplog.text
+    assert "the scheduler" not in caplog.text
+    world.step()
+    assert f"the scheduler {PLUGIN} took 1.3 s in plan" in caplog.text
+    of_scheduler, of_policy = world.guard.stats().plugin_faults
+    assert (of_scheduler.group, of_scheduler.counts["slow_call"]) == ("openinfer.schedulers", 1)
+    assert (of_policy.group, of_policy.plugin) == ("openinfer.queue_policies", policy)
+    assert of_policy.counts == {"slow_call": 1}
 
 
 # --- requests without a row -------------------------------------------------------------------------------------

@@ -63,6 +63,25 @@ def test_health_is_503_when_a_step_takes_too_long(start, info, call):
     assert call(server, "GET", "/ready")[::2] == (200, b'{"status":"ready"}')
 
 
+@pytest.mark.parametrize(
+    ("group", "part"),
+    [
+        ("openinfer.schedulers", "scheduler"),
+        ("openinfer.queue_policies", "queue policy"),
+        ("openinfer.grammar_compilers", "grammar compiler"),
+        ("openinfer.something_newer", "plug-in"),
+    ],
+)
+def test_health_says_which_part_has_the_loop(start, info, call, group, part):
+    class Slow(ParrotLoop):
+        def stats(self):
+            slow = SlowCall(plugin="birds:Sitting", call="key", age_s=2.5, group=group)
+            return msgspec.structs.replace(super().stats(), slow_call=slow)
+
+    _, _, body = call(start(Slow(info)), "GET", "/health")
+    assert json.loads(body)["status"] == f"the {part} birds:Sitting has been in key for 2.5 s"
+
+
 def test_models_are_listed_and_retrieved(start, info, connect, call):
     server = start(ParrotLoop(info), ServerOptions(port=0, model_name=["birds/parrot", "bird"]))
     client = connect(server)

@@ -10,10 +10,12 @@ step.py             what a step is: `StepPlan` and `StepResult`
 scheduler.py        who decides it
 adapters.py         which adapters lie in the device's slots
 waiting_queue.py    the queue that a scheduler serves in a policy's order
+policy_calls.py     how long that policy is in its calls
 draft_counter.py    drafts and accepted ones, counted from results
 """
 
 from openinfer_core.scheduling.adapters import AdapterLoad, AdapterPort, PlacesAdapters
+from openinfer_core.scheduling.policy_calls import PolicyCalls
 from openinfer_core.scheduling.scheduler import (
     MAX_ADAPTERS,
     MAX_DRAFTS,
@@ -49,6 +51,7 @@ __all__ = [
     "HoldsRows",
     "Int32Column",
     "PlacesAdapters",
+    "PolicyCalls",
     "QueuePolicy",
     "QueuePolicyConfig",
     "Scheduler",

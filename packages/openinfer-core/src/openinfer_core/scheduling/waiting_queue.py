@@ -17,8 +17,9 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-from openinfer_core.plugins import PLUGIN_ERRORS, place_of
+from openinfer_core.plugins import PLUGIN_ERRORS
 from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.scheduling.policy_calls import PolicyCalls
 from openinfer_core.scheduling.scheduler import ChoosesVictim, CountsTokens, QueuePolicy, SharesRows, WaitingRequest
 
 logger = logging.getLogger("openinfer.scheduler")
@@ -27,6 +28,7 @@ Item = TypeVar("Item")  # what a scheduler keeps of a request
 
 ASKED_AGAIN = 32
 """Requests whose keys are asked again before a step, at most."""
+_COMPARISON = "comparison of keys"
 MAX_BYPASS_S = 30.0
 """Seconds for which later requests may pass one that waits, where a policy that is asked again says nothing else."""
 
@@ -60,7 +62,8 @@ class WaitingQueue(Generic[Item]):
     ) -> None:
         self.faults = 0  # times the policy raised
         # What a request is answered that the policy raised on: a client's operator looks for that policy.
-        self.fault_message = f"the queue policy {place_of(type(policy))} failed on this request"
+        self.calls = PolicyCalls(type(policy))
+        self.fault_message = f"the queue policy {self.calls.policy} failed on this request"
         self._policy = policy
         self._describe = describe
         self._choose = policy.victim if isinstance(policy, ChoosesVictim) else None
@@ -87,14 +90,15 @@ class WaitingQueue(Generic[Item]):
         arrival, self._arrivals = self._arrivals, self._arrivals + 1
         try:
             waiting = self._waiting(item, request, arrival)
-            key = self._policy.key(waiting)
+            key = self.calls.run("key", self._policy.key, waiting)
         except PLUGIN_ERRORS as error:  # the policy is a plug-in: it costs this request only
             self._record_fault("key", error)
             return False
         try:
-            insort(self._entries, entry := _Entry(key, item, waiting, now_s), key=attrgetter("key"))
+            entry = _Entry(key, item, waiting, now_s)
+            self.calls.run(_COMPARISON, insort, self._entries, entry, key=attrgetter("key"))
         except PLUGIN_ERRORS as error:  # as above: comparing keys runs the policy's code too
-            self._record_fault("comparison of keys", error)
+            self._record_fault(_COMPARISON, error)
             self._tell("withdrawn", self._policy.withdrawn, request)
             return False
         self.tenants[request.tenant] += 1
@@ -114,15 +118,15 @@ class WaitingQueue(Generic[Item]):
             entry = self._entries[self._next_asked]
             try:
                 entry.waiting = self._waiting(entry.item, entry.request, entry.waiting.arrival)
-                entry.key = self._policy.key(entry.waiting)
+                entry.key = self.calls.run("key", self._policy.key, entry.waiting)
             except PLUGIN_ERRORS as error:  # the policy is a plug-in
                 self._record_fault("key", error)
         overdue = [entry for entry in self._entries if now_s - entry.arrived_s >= self._max_bypass_s]
         others = [entry for entry in self._entries if now_s - entry.arrived_s < self._max_bypass_s]
         try:
-            others.sort(key=attrgetter("key"))
+            self.calls.run(_COMPARISON, others.sort, key=attrgetter("key"))
         except PLUGIN_ERRORS as error:  # comparing keys runs the policy's code too
-            self._record_fault("comparison of keys", error)
+            self._record_fault(_COMPARISON, error)
             return
         self._entries = sorted(overdue, key=lambda entry: entry.waiting.arrival) + others
 
@@ -136,7 +140,7 @@ class WaitingQueue(Generic[Item]):
         if self.shares is None or not self._entries:
             return self.head
         try:
-            return self._by_id[self.shares.next(full)].item
+            return self._by_id[self.calls.run("next", self.shares.next, full)].item
         except PLUGIN_ERRORS as error:  # the policy is a plug-in: the order of the keys stands in
             self._record_fault("next", error)
             return self.head
@@ -146,7 +150,7 @@ class WaitingQueue(Generic[Item]):
         if self.shares is None:
             return 1.0
         try:
-            weight = float(self.shares.weight(tenant))
+            weight = float(self.calls.run("weight", self.shares.weight, tenant))
             if not 0 < weight < float("inf"):
                 raise ValueError(f"weight of {tenant!r} is {weight}; it must be above 0 and finite")
         except PLUGIN_ERRORS as error:  # the policy is a plug-in
@@ -197,7 +201,7 @@ class WaitingQueue(Generic[Item]):
         if self._choose is None:
             return None
         try:
-            chosen = operator.index(self._choose(candidates))
+            chosen = operator.index(self.calls.run("victim", self._choose, candidates))
             if not 0 <= chosen < len(candidates):
                 raise IndexError(f"victim answered {chosen}; there are {len(candidates)} candidates, from 0 on")
         except PLUGIN_ERRORS as error:  # the policy is a plug-in: the scheduler's own choice stands in
@@ -216,7 +220,7 @@ class WaitingQueue(Generic[Item]):
 
     def _tell(self, name: str, hook: Callable[[GenerateRequest], None], request: GenerateRequest) -> bool:
         try:
-            hook(request)
+            self.calls.run(name, hook, request)
         except PLUGIN_ERRORS as error:  # the policy is a plug-in: it costs this request only
             self._record_fault(name, error)
             return False
@@ -224,4 +228,4 @@ class WaitingQueue(Generic[Item]):
 
     def _record_fault(self, what: str, error: BaseException) -> None:
         self.faults += 1
-        logger.error("queue policy %s: %s raised", place_of(type(self._policy)), what, exc_info=error)
+        logger.error("queue policy %s: %s raised", self.calls.policy, what, exc_info=error)

@@ -42,7 +42,7 @@ from openinfer_core.grammars import (
     TokenMatcher,
     mask_words,
 )
-from openinfer_core.plugins import PLUGIN_ERRORS, place_of
+from openinfer_core.plugins import GRAMMAR_COMPILERS, PLUGIN_ERRORS, place_of
 from openinfer_core.process.processors import usable_processors
 from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.grammars.mask_cache import MaskCache
@@ -134,7 +134,7 @@ class MaskedRequests:
         age_s = self._queue.oldest_s()
         if age_s <= SLOW_MASK_S:
             return None
-        return SlowCall(plugin=type(self._compiler).__name__, call="fill", age_s=age_s)
+        return SlowCall(plugin=place_of(type(self._compiler)), call="fill", age_s=age_s, group=GRAMMAR_COMPILERS)
 
     @property
     def num_compiling(self) -> int:

@@ -7,7 +7,8 @@
     a plan breaks the contract (`plan_check`)   the same, before a device sees it; our own scheduler's are not checked
     a request is added and forgotten            it alone ends with `Failed(INTERNAL)`
     one is counted and never gets a row         the same, after `starvation_timeout_s` (`row_watch`)
-    a call takes longer than a second           it cannot be interrupted; `EngineStats.slow_call` says so meanwhile
+    a call takes longer than a second           it cannot be interrupted; `EngineStats.slow_call` says so meanwhile, and
+                                                names the queue policy where most of that time is in its calls
 
 Each is named with the plug-in in the log and in what clients are told, and counted.
 """
@@ -15,7 +16,7 @@ Each is named with the plug-in in the log and in what clients are told, and coun
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,8 +38,16 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
-from openinfer_core.plugins import PLUGIN_ERRORS, SCHEDULERS
-from openinfer_core.scheduling import ChangesWeights, HoldsRows, Scheduler, SchedulerConfig, StepPlan, StepResult
+from openinfer_core.plugins import PLUGIN_ERRORS, QUEUE_POLICIES, SCHEDULERS
+from openinfer_core.scheduling import (
+    ChangesWeights,
+    HoldsRows,
+    PolicyCalls,
+    Scheduler,
+    SchedulerConfig,
+    StepPlan,
+    StepResult,
+)
 from openinfer_engine.guard.errors import BadPlan
 from openinfer_engine.guard.plan_check import PlanCheck
 from openinfer_engine.guard.row_watch import RowWatch
@@ -80,8 +89,14 @@ class SchedulerGuard:
         self._scheduler = scheduler
         self._holds_rows = scheduler if isinstance(scheduler, HoldsRows) else None
         self._changes_weights = scheduler if isinstance(scheduler, ChangesWeights) else None
+        told: object = getattr(scheduler, "policy_calls", None)
+        self._policy = told if isinstance(told, PolicyCalls) else None
+        self._policy_before_s = 0.0  # what all calls before this one took of the policy
+        self._slow_policy_calls = 0
         self._options = options
         self._clock = clock
+        if self._policy is not None:
+            self._policy.clock = clock  # ages are compared
         self._counts = dict.fromkeys(FaultKind, 0)
         self._check = options.plan_check
         self._watch: RowWatch | None = None
@@ -199,7 +214,16 @@ class SchedulerGuard:
     def _leave(self, call: tuple[str, float]) -> None:
         self._call = None
         taken_s = self._clock() - call[1]
-        if taken_s > SLOW_CALL_S:
+        policy, before_s = self._policy, self._policy_before_s
+        if policy is not None:
+            self._policy_before_s = policy.spent_s
+        if taken_s <= SLOW_CALL_S:
+            return
+        if policy is not None and (by_policy_s := policy.spent_s - before_s) > taken_s / 2:
+            self._slow_policy_calls += 1
+            message = "the queue policy %s took %.1f of the %.1f s in %s"
+            logger.warning(message, policy.policy, by_policy_s, taken_s, call[0])
+        else:
             self._counts[FaultKind.SLOW_CALL] += 1
             logger.warning("the scheduler %s took %.1f s in %s", self._options.plugin, taken_s, call[0])
 
@@ -298,10 +322,11 @@ class SchedulerGuard:
         slow_call = self._slow_call()
         if slow_call is None:
             self._take_stats()
-        faults = PluginFaults(
-            group=SCHEDULERS, plugin=self._options.plugin, counts={str(kind): n for kind, n in self._counts.items()}
-        )
-        return msgspec.structs.replace(self._last_stats, plugin_faults=(faults,), slow_call=slow_call)
+        faults = [PluginFaults(group=SCHEDULERS, plugin=self._options.plugin, counts=_by_name(self._counts))]
+        if self._policy is not None and self._slow_policy_calls:
+            counts = _by_name({FaultKind.SLOW_CALL: self._slow_policy_calls})
+            faults.append(PluginFaults(group=QUEUE_POLICIES, plugin=self._policy.policy, counts=counts))
+        return msgspec.structs.replace(self._last_stats, plugin_faults=tuple(faults), slow_call=slow_call)
 
     def _slow_call(self) -> SlowCall | None:
         call = self._call
@@ -310,10 +335,15 @@ class SchedulerGuard:
         age_s = self._clock() - call[1]
         if age_s <= SLOW_CALL_S:
             return None
+        slow = SlowCall(plugin=self._options.plugin, call=call[0], age_s=age_s)
+        policy = self._policy
+        if policy is not None and (by_policy_s := policy.spent_s - self._policy_before_s) > age_s / 2:
+            slow = SlowCall(plugin=policy.policy, call=policy.name, age_s=by_policy_s, group=QUEUE_POLICIES)
         if self._told_call != call:
             self._told_call = call
-            logger.warning("the scheduler %s has been in %s for %.1f s", self._options.plugin, call[0], age_s)
-        return SlowCall(plugin=self._options.plugin, call=call[0], age_s=age_s)
+            part = "scheduler" if slow.group == SCHEDULERS else "queue policy"
+            logger.warning("the %s %s has been in %s for %.1f s", part, slow.plugin, slow.call, slow.age_s)
+        return slow
 
     def _take_stats(self) -> None:
         try:
@@ -326,3 +356,7 @@ class SchedulerGuard:
             return
         if isinstance(stats, EngineStats):
             self._last_stats = stats
+
+
+def _by_name(counts: Mapping[FaultKind, int]) -> dict[str, int]:
+    return {str(kind): count for kind, count in counts.items()}

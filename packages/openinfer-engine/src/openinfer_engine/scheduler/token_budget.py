@@ -38,6 +38,7 @@ from openinfer_core.scheduler_options import refuse_unknown_options
 from openinfer_core.scheduling import (
     AdapterPort,
     DecodeStepTime,
+    PolicyCalls,
     QueuePolicy,
     SchedulerCapabilities,
     SchedulerConfig,
@@ -100,6 +101,10 @@ class TokenBudgetScheduler:
         self._decode_turns = DecodeTurns()
         self._company = Company()
         self._draft_pace = DraftPace(config.max_itl_ms) if config.adapts_drafts else None
+
+    @property
+    def policy_calls(self) -> PolicyCalls:
+        return self._queue.waiting.calls
 
     def share_digests(self, hasher: PrefixHasher) -> None:
         """As `SharesDigests` says."""

@@ -11,6 +11,7 @@ import msgspec
 from openinfer_core.control import FlushCache
 from openinfer_core.engine import EngineCapability, EngineState, EngineStats
 from openinfer_core.errors import EngineClosed, Refused
+from openinfer_core.plugins import GRAMMAR_COMPILERS, QUEUE_POLICIES, SCHEDULERS
 from openinfer_server.http.access import Level
 from openinfer_server.http.api_errors import ApiError, busy, shutting_down
 from openinfer_server.http.request import HttpRequest
@@ -152,6 +153,9 @@ class Operations:
             return None
 
 
+_PARTS = {SCHEDULERS: "scheduler", QUEUE_POLICIES: "queue policy", GRAMMAR_COMPILERS: "grammar compiler"}
+
+
 def _num_open(snapshots: Sequence[MetricsSnapshot]) -> int:
     return sum(snapshot.open_requests for snapshot in snapshots)
 
@@ -159,7 +163,7 @@ def _num_open(snapshots: Sequence[MetricsSnapshot]) -> int:
 def _health(stats: EngineStats, *, hangs: bool) -> Health:
     status, call = "the engine's loop hangs" if hangs else "ok", stats.slow_call
     if call is not None:
-        status = f"the scheduler {call.plugin} has been in {call.call} for {call.age_s:.1f} s"
+        status = f"the {_PARTS.get(call.group, 'plug-in')} {call.plugin} has been in {call.call} for {call.age_s:.1f} s"
     faults = tuple(
         f"{faults.plugin}, of {faults.group}: {kind} {count}"
         for faults in stats.plugin_faults
