@@ -5,8 +5,6 @@ with ranks that share one (`engine/testing/ranks_of_one_gpu.py`).
 """
 
 import json
-import os
-import signal
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -14,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from killed_rank import check_a_killed_rank
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
-from openinfer_core.process.host import EngineLoop
 from openinfer_deepseek.family import DeepseekV2
 from openinfer_deepseek.model import DeepseekModel
-from openinfer_engine import EngineOptions, GroupBroken, StepLoop, build_loop, resolve
+from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.data_parallel.loop import DataParallelLoop
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.launch import build_engine_loop
@@ -252,11 +250,6 @@ def test_what_an_earlier_engine_left_on_disks_is_found_on_each_rank(model_dir: P
     assert num_different({10 + each: tokens for each, tokens in tokens_of(first).items()}, tokens_of(again)) <= 1
 
 
-def run_to_the_end(loop: EngineLoop) -> None:
-    while loop.busy:
-        loop.step()
-
-
 class Broken(Exception):
     """Of one rank."""
 
@@ -290,10 +283,4 @@ def test_a_rank_that_is_killed_in_a_step_ends_the_engine_with_its_reason(model_d
     assert processes is not None
     loop = build_engine_loop(resolve(DeepseekV2().definition, model_dir, asked), processes)
     with closing(loop):
-        for each in two_of_which_one_ends_early():
-            loop.submit(each)
-        for _ in range(5):
-            loop.step()
-        os.kill(processes.process_ids[0], signal.SIGKILL)
-        with pytest.raises(GroupBroken, match="rank 1 has died: its process ended with signal 9"):
-            run_to_the_end(loop)
+        check_a_killed_rank(loop, processes, two_of_which_one_ends_early())

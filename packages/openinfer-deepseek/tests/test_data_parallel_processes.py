@@ -1,7 +1,5 @@
 """Data-parallel ranks that are processes: of this machine, or of another node that joins over TCP."""
 
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from killed_rank import check_a_killed_rank
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_deepseek import DeepseekV2
 from openinfer_deepseek.family import DeepseekV2Definition
-from openinfer_engine import GroupBroken
 from openinfer_engine.data_parallel.loop import DataParallelLoop
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.engine_spec import EngineSpec
@@ -103,23 +101,12 @@ def test_launched_it_goes_on_as_recorded(host: LoopHost) -> None:
     check_launched(DeepseekV2(), MODEL_DIR, options, tolerance=1e-4)
 
 
-def run_to_the_end(loop: DataParallelLoop) -> None:
-    while loop.busy:
-        loop.step()
-
-
 def test_a_rank_that_is_killed_ends_the_engine_with_its_reason() -> None:
     asked = [request(index, num_tokens=10, max_tokens=4000 // 8) for index in range(2)]
     loop, processes = start(MODEL_DIR, 2, rank_host="process", num_blocks=400)
     assert processes is not None
     try:
-        for each in asked:
-            loop.submit(each)
-        for _ in range(5):
-            loop.step()
-        os.kill(processes.process_ids[0], signal.SIGKILL)
-        with pytest.raises(GroupBroken, match="rank 1 has died: its process ended with signal 9"):
-            run_to_the_end(loop)
+        check_a_killed_rank(loop, processes, asked)
     finally:
         loop.close()
 
