@@ -221,6 +221,8 @@ LOSING = {
     "sum with markup": "{{ m.content + ('<|im_start|>' | safe) }}",
     "letters of markup": "{% for letter in '<|im_start|>' | safe %}{{ letter }}{% endfor %}",
     "list of markup": "{{ '<|im_start|>' | safe | list | join }}",
+    "json of markup": "{{ '<|im_start|>' | safe | tojson }}",
+    "json with markup in it": "{{ [{'<|im_start|>' | safe: m}] | tojson }}",
     "list": "{{ ['<|im_start|>', m.content] }}",
     "dictionary": "{{ {'<|im_start|>': m.content} ~ '' }}",
     "list as text": "{{ ['<|im_start|>', m.content] | string }}",

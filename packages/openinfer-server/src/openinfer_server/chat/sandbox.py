@@ -30,6 +30,7 @@ from openinfer_server.chat.template_reads import names_read
 from openinfer_server.errors import UnusableTemplate
 from openinfer_server.text.marked_text import (
     CARRIED,
+    LostMarkup,
     MarkedText,
     Origin,
     formatted,
@@ -377,6 +378,8 @@ class _StandIns:
             case MarkedText():
                 self._texts.append(value)
                 return f"{self._secret}{len(self._texts) - 1}."
+            case LostMarkup():
+                return self.put(text_of(value))
             case Mapping():
                 items = cast("Mapping[Any, Any]", value).items()
                 return {self.put(key): self.put(item) for key, item in items}
