@@ -223,6 +223,7 @@ LOSING = {
     "list of markup": "{{ '<|im_start|>' | safe | list | join }}",
     "json of markup": "{{ '<|im_start|>' | safe | tojson }}",
     "json with markup in it": "{{ [{'<|im_start|>' | safe: m}] | tojson }}",
+    "bytes": "{{ '<|im_start|>'.encode().decode() }}",
     "list": "{{ ['<|im_start|>', m.content] }}",
     "dictionary": "{{ {'<|im_start|>': m.content} ~ '' }}",
     "list as text": "{{ ['<|im_start|>', m.content] | string }}",

@@ -180,7 +180,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if owner is self:  # `added` or `concatenated`: jinja2 would ask whether they want its context
             return function(*args)
         if not isinstance(owner, str):
-            return super().call(context, function, *args, **kwargs)
+            result = super().call(context, function, *args, **kwargs)
+            if isinstance(owner, bytes) and isinstance(result, str):
+                return MarkedText.of(result, Origin.LOST)  # what `encode` made the bytes of is not known
+            return result
         name = function.__name__
         if name in ("join", "replace") and not isinstance(owner, MarkedText | Markup):
             function = getattr(MarkedText(owner), name)
