@@ -63,6 +63,7 @@ def test_prompt_ends_with_the_text_that_is_continued(source, content, fields, pr
     [
         (TWICE, "Sure", {}, "not once"),
         ("{{ messages[0].content }}", "Sure", {}, "does not write"),
+        *[("{% for m in messages %}{{ m.content | capitalize }}{% endfor %}", "Sure", {}, "does not write")] * 8,
         (OPENING, "b", {"reasoning_content": "a"}, "leaves the reasoning"),
         (TRIMMING, "", {"reasoning_content": "a"}, "leaves the reasoning"),
         (THINKING, "", {}, "no text"),

@@ -69,7 +69,7 @@ def _before(
         variables: of the template.
         names: of the field; templates know it by one of them.
     """
-    mark = secrets.token_hex(16)
+    mark = f"a{secrets.token_hex(16)}"  # a letter first: a template that capitalises texts must not pass by chance
     last = {**turns[-1], **dict.fromkeys(names, mark)}
     text = template.render([*turns[:-1], last], variables, add_generation_prompt=False)
     before, found, after = text.partition(mark)
