@@ -4,6 +4,7 @@ import enum
 import json
 import sys
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import field, make_dataclass
@@ -438,8 +439,9 @@ class MiniEngine:
     @staticmethod
     def _value(request, position, rank, group):
         lora = request.lora_request and request.lora_request.name
-        context = (*request.all_token_ids[: position + 1], request.cache_salt, lora, tuple(request.mm_features), rank)
-        return hash((*context, group)) % 997
+        # the hashes of texts and of None are others in each process, those of integers are not
+        words = zlib.crc32(repr((request.cache_salt, lora, request.mm_features)).encode())
+        return hash((*request.all_token_ids[: position + 1], words, rank, group)) % 997
 
 
 def copied(held):
