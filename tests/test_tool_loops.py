@@ -64,7 +64,7 @@ def go_on(body: dict[str, Any], turn: int) -> dict[str, Any]:
     items = body[field]
     calls = [index for index, each in enumerate(items) if each.get("type") == "function_call" or is_call(each)]
     step = json.dumps(items[calls[-1] :])
-    for each in ids_of(json.loads(step)):
+    for each in sorted(ids_of(json.loads(step))):
         step = step.replace(each, f"{each}x{turn}")
     for city in ("Paris", "Rome", "Oslo"):
         step = step.replace(city, f"{city}{turn}")
@@ -88,7 +88,8 @@ def ids_of(value: Any) -> set[str]:
 def ask(server: ThreadedServer, path: str, body: dict[str, Any], headers: dict[str, str], *, leave: bool) -> Any:
     """Prompt tokens, and those that were cached; None where the client leaves at the first event."""
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    sent = json.dumps({**body, limit: 4000 if leave else OUTPUT_TOKENS, "stream": True}).encode()
+    fields = {limit: 4000 if leave else OUTPUT_TOKENS, "stream": True, "temperature": 0}
+    sent = json.dumps({**body, **fields}).encode()
     connection = http.client.HTTPConnection(*server.address, timeout=60)
     try:
         connection.request("POST", path, sent, {"content-type": "application/json", **headers})
