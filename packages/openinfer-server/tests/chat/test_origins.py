@@ -43,6 +43,7 @@ UNARY = [
     *("('%s' % ({},))", "('x%sy' | format({}))", "('x{{}}{{}}'.format({}, 'y'))", "(({},) | join)"),
     *("('x' if {} else 'y')", "({{'x': {}}} | tojson)", "([{}, 'z'] | map('upper') | map('lower') | join)"),
     *("({}).partition('g')[2]", "({} | indent)", "({} | title)", "({} | center(9))", "({} | string | list | last)"),
+    *("({} | safe)", "([{}] | string)", "({}).encode().decode()"),
 ]
 BINARY = [
     *("({} + {})", "({} ~ {})", "({}).replace('x', {})", "({} | replace('g', {}))", "([{}, {}] | join('y'))"),

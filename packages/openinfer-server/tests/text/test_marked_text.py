@@ -181,6 +181,7 @@ def test_values_become_texts_as_python_writes_them():
     assert set(origins_of(text_of(["a", template]))) == {Origin.LOST}
     assert set(origins_of(text_of(object()))) == {Origin.LOST}
     assert set(origins_of(text_of(LostMarkup("a")))) == {Origin.LOST}
+    assert text_of([LostMarkup("a")]) == str([Markup("a")])
 
 
 def test_runs_tell_stretches_of_one_origin():

@@ -245,6 +245,9 @@ class LostMarkup(Markup):
 
     __slots__ = ()
 
+    def __repr__(self) -> str:
+        return f"Markup({str.__repr__(self)})"  # a template that writes a list writes this
+
     def __iter__(self) -> Iterator[MarkedText]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return (MarkedText.of(character, Origin.LOST) for character in str(self))
 
