@@ -140,6 +140,16 @@ def test_texts_are_what_jinja_makes_of_them(source, texts):
     assert template(source).render(turns(texts), VARIABLES).plain == expected
 
 
+@pytest.mark.parametrize("name", ["capitalize", "format", "lower", "string", "trim", "upper"])
+def test_escaped_texts_stay_so_in_filters(name):
+    for text in ("'x'", "messages[0].content"):
+        source = f"{{{{ ({text} | escape | {name}) + '<' }}}}"
+        rendered = template(source).render(turns(("b", "v", "b")), {})
+        assert rendered.plain == plainly(source, turns(("b", "v", "b")))
+        assert rendered.plain.endswith("&lt;")
+        check_origins(rendered)
+
+
 # --- forging: the client writes the token's text, wherever it can, whole or in parts that meet in the rendering
 
 

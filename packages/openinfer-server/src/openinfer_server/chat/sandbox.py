@@ -306,11 +306,17 @@ def _join(environment: jinja2.Environment, value: Iterable[object], d: object = 
 def _format(value: object, *args: object, **kwargs: object) -> str:
     if args and kwargs:
         raise FilterArgumentError("can't handle positional and keyword arguments at the same time")
+    if isinstance(value, Markup):
+        return cast("str", lost(value % (kwargs or args), value, args, kwargs))
     return percent_formatted(text_of(value), kwargs or args)
 
 
+def _string(value: object) -> str:
+    return value if isinstance(value, Markup) else text_of(value)  # `Markup` stays so, and escapes what is added to it
+
+
 def _trim(value: object, chars: str | None = None) -> str:
-    return text_of(value).strip(chars)
+    return _string(value).strip(chars)
 
 
 def _replace(value: object, old: object, new: object, count: int | None = None) -> str:
@@ -327,15 +333,15 @@ def _title(value: object) -> str:
 
 
 def _upper(value: object) -> str:
-    return text_of(value).upper()
+    return _string(value).upper()
 
 
 def _lower(value: object) -> str:
-    return text_of(value).lower()
+    return _string(value).lower()
 
 
 def _capitalize(value: object) -> str:
-    return text_of(value).capitalize()
+    return _string(value).capitalize()
 
 
 def _to_json(
@@ -360,7 +366,7 @@ _CARRYING_FILTERS: Mapping[str, Callable[..., Any]] = {
     "join": _join,
     "lower": _lower,
     "replace": _replace,
-    "string": text_of,
+    "string": _string,
     "title": _title,
     "tojson": _to_json,
     "trim": _trim,
