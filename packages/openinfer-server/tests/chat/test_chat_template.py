@@ -70,11 +70,38 @@ def test_template_that_fails_does_not_quote_python():
         "{{ 10**9 * 'x' }}",
         "{{ [messages] * 10**7 }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 10 ** 1000000000 }}",
+        "{{ lipsum(10**9) }}",
+        *("{{ 'x' | center(10**12) }}", "{{ 'x\n' | indent(10**12) }}", "{{ messages | tojson(indent=10**12) }}"),
+        *("{{ 'x'.ljust(10**12) }}", "{{ 'x'.rjust(10**12) }}", "{{ 'x'.center(10**12) }}", "{{ '1'.zfill(10**12) }}"),
+        *(
+            "{{ '\t'.expandtabs(tabsize=10**9) }}",
+            "{{ (1).to_bytes(10**12, 'big') }}",
+            "{{ 'x'.encode().ljust(10**12) }}",
+        ),
+        *(
+            "{{ '{:>999999999999}'.format('x') }}",
+            "{{ '{:{}}'.format('x', 10**12) }}",
+            "{{ '%999999999d' | format(1) }}",
+        ),
+        *(
+            "{{ messages | batch(10**12, 'x') | list }}",
+            "{{ messages | slice(10**12) | list }}",
+            "{{ 1.5 | round(10**12) }}",
+        ),
+        "{{ ['x'] | map('center', 10**12) | list }}",
     ],
 )
 def test_sandbox_refuses(source):
     with pytest.raises(RenderingRefused):
         render(source)
+
+
+def test_large_numbers_that_pad_nothing_are_taken():
+    source = (
+        "{{ 1700000000 | round | int }} {{ none_such | default(1700000000) }} {{ 'a' | replace('a', 'b', 1700000000) }}"
+    )
+    assert render(source + " {{ 2 ** 10 }} {{ '{:>4}'.format('x') }}") == "1700000000 1700000000 b 1024    x"
 
 
 @pytest.mark.parametrize("source", ["{{ raise_exception.__globals__ }}", "{{ messages.__class__ }}"])

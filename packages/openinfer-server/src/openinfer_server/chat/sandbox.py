@@ -41,7 +41,7 @@ from openinfer_server.text.marked_text import (
     text_of,
 )
 
-MAX_REPEATED_LENGTH = 2**20  # longest string or list that a product with a number may give
+MAX_REPEATED_LENGTH = 2**20  # longest string or list that a product with a number, or padding, may give
 TICK = "openinfer_loop_tick"  # context name of the function that every loop calls
 _OF_TEXTS = frozenset(name for name in dir(str) if not name.startswith(("_", "format")))
 """Methods of a text that are safe, and not replaced by others."""
@@ -49,6 +49,9 @@ _OF_DICTIONARIES = frozenset(dir(dict))
 _TEXTS = (str, MarkedText)
 _CALLS_OWN = frozenset(("_loop_vars", "_block_vars"))  # which jinja2 hands to every call
 _WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")  # a width or precision of five digits, or one that is an argument
+_PADDING_METHODS = frozenset(("center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill"))
+_PADDING_FILTERS = ("batch", "center", "indent", "round", "slice")
+_FIELD_WIDTH = re.compile(r"\d{5}|\{")  # the same in a field of `format`
 _OF_LOOPS = frozenset(("depth", "depth0", "first", "index", "index0", "last", "length", "revindex", "revindex0"))
 """What a loop says of itself in numbers."""
 _VALUES = (*_TEXTS, bool, int)  # what a namespace mostly has, which is safe to hand on
@@ -84,9 +87,9 @@ class Tick:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of one template; products, sums and padding are bounded."""
+    """The environment of one template; products, powers, sums and padding are bounded."""
 
-    intercepted_binops = frozenset({"*", "+", "%"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self, max_characters: int) -> None:
         super().__init__(
@@ -96,8 +99,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             finalize=text_of,
         )
         self.max_characters = max_characters
+        padding = {name: _bounded(self.filters[name]) for name in _PADDING_FILTERS}
+        self.filters.update(padding)
         others = {name: _losing(each) for name, each in self.filters.items() if name not in _HANDING_FILTERS}
         self.filters.update({**others, **_CARRYING_FILTERS})
+        del self.globals["lipsum"]  # texts of any length
 
     def compile_template(
         self, source: str, variables: Mapping[str, object]
@@ -159,11 +165,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             for repeated, times in ((left, right), (right, left)):
                 if isinstance(times, int) and _length(repeated) * times > MAX_REPEATED_LENGTH:
                     raise RenderingRefused("the chat template repeats a text beyond all measure")
+        elif operator == "**":
+            _check_power(left, right)
         elif operator == "+" and _length(left) + _length(right) > self.max_characters:
             raise RenderingRefused(f"the chat template makes a text of more than {self.max_characters} characters")
         elif operator == "%" and isinstance(left, str):
-            if _WIDTH.search(left):
-                raise RenderingRefused("the chat template pads a text beyond all measure")
+            _check_width(left)
             if not isinstance(left, Markup):
                 return percent_formatted(left, right)
         result = super().call_binop(context, operator, left, right)
@@ -179,6 +186,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(function, "__self__", None)
         if owner is self:  # `added` or `concatenated`: jinja2 would ask whether they want its context
             return function(*args)
+        if owner is not None and function.__name__ in _PADDING_METHODS:
+            _check_numbers(args, kwargs)
         if not isinstance(owner, str):
             result = super().call(context, function, *args, **kwargs)
             if isinstance(owner, bytes) and isinstance(result, str):
@@ -203,6 +212,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         formatter = SandboxedFormatter(self)
 
         def carry(*args: Any, **kwargs: Any) -> str:
+            if any(spec and _FIELD_WIDTH.search(spec) for _, _, spec, _ in formatter.parse(owner)):
+                raise _too_wide()
             whole = wrapped(*args, **kwargs)
             if isinstance(owner, Markup):
                 return cast("str", lost(whole, owner, args, kwargs))
@@ -287,6 +298,37 @@ class _Literals(NodeTransformer):
         return nodes.Call(nodes.EnvironmentAttribute(name), parts, [], None, None, lineno=node.lineno)
 
 
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that pads no text and no list beyond all measure."""
+    first = 2 if hasattr(function, "jinja_pass_arg") else 1  # after the environment, and what is padded
+
+    @functools.wraps(function)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        _check_numbers(args[first:], kwargs)
+        return function(*args, **kwargs)
+
+    return apply
+
+
+def _check_numbers(args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    if any(isinstance(each, int) and each > MAX_REPEATED_LENGTH for each in (*args, *kwargs.values())):
+        raise _too_wide()
+
+
+def _check_power(base: object, exponent: object) -> None:
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > MAX_REPEATED_LENGTH:
+        raise RenderingRefused("the chat template makes a number beyond all measure")
+
+
+def _check_width(pattern: str) -> None:
+    if _WIDTH.search(pattern):
+        raise _too_wide()
+
+
+def _too_wide() -> RenderingRefused:
+    return RenderingRefused("the chat template pads a text beyond all measure")
+
+
 def _losing(function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that says so where origins are lost in it."""
 
@@ -306,6 +348,7 @@ def _join(environment: jinja2.Environment, value: Iterable[object], d: object = 
 def _format(value: object, *args: object, **kwargs: object) -> str:
     if args and kwargs:
         raise FilterArgumentError("can't handle positional and keyword arguments at the same time")
+    _check_width(str(value))
     if isinstance(value, Markup):
         return cast("str", lost(value % (kwargs or args), value, args, kwargs))
     return percent_formatted(text_of(value), kwargs or args)
@@ -351,6 +394,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
+    _check_numbers((indent,), {})
     # jinja2's own filter escapes for HTML, which models have never seen
     write = functools.partial(json.dumps, ensure_ascii=ensure_ascii, indent=indent, separators=separators)
     if not holds_marks(value):
