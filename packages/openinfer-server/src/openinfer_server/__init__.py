@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from openinfer_server.answering import AnswerForm, Completed, Conversation, Ended, answer, complete
     from openinfer_server.app import App, build_app, load_app
-    from openinfer_server.chat.sandbox import RenderingRefused
+    from openinfer_server.chat.bounds import RenderingRefused
     from openinfer_server.chat.template import ChatTemplate
     from openinfer_server.errors import (
         CannotListen,

@@ -36,7 +36,7 @@ from openinfer_core import (
 from openinfer_core.contracts import one_release, require_one_release
 from openinfer_core.events import Failed
 from openinfer_core.sampling_defaults import SamplingDefaultsFrom, read_sampling_defaults
-from openinfer_server.chat.sandbox import RenderingRefused
+from openinfer_server.chat.bounds import RenderingRefused
 from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.text.control_tokens import OriginLost
 from openinfer_server.text.marked_text import MarkedText

@@ -8,9 +8,9 @@ from enum import StrEnum
 
 import msgspec
 
+from openinfer_server.chat.bounds import RenderingRefused
 from openinfer_server.chat.prefill import PrefillRefused, continued
 from openinfer_server.chat.prefix_marks import PrefixMark, flagged_turns, prefix_ends
-from openinfer_server.chat.sandbox import RenderingRefused
 from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.chat.turns import TemplateTurn, num_characters, template_turns
 from openinfer_server.http.api_errors import ApiError, invalid, refused

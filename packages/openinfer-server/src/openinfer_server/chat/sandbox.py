@@ -7,9 +7,6 @@ filter is marked as lost, if there were marks to lose: no text of the template b
 """
 
 import functools
-import json
-import re
-import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -17,8 +14,6 @@ from typing import Any, cast
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
-from jinja2.exceptions import FilterArgumentError
-from jinja2.filters import do_title, make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
@@ -26,47 +21,40 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
+from openinfer_server.chat.bounds import (
+    FIELD_WIDTH,
+    MAX_REPEATED_LENGTH,
+    RenderingRefused,
+    check_numbers,
+    check_power,
+    check_width,
+    too_wide,
+)
+from openinfer_server.chat.filters import CARRYING_FILTERS, HANDING_FILTERS, PADDING_FILTERS, bounded, losing
 from openinfer_server.chat.template_reads import names_read
 from openinfer_server.errors import UnusableTemplate
 from openinfer_server.text.marked_text import (
     CARRIED,
-    LostMarkup,
     MarkedText,
     Origin,
     formatted,
-    holds_marks,
     joined,
     lost,
     percent_formatted,
     text_of,
 )
 
-MAX_REPEATED_LENGTH = 2**20  # longest string or list that a product with a number, or padding, may give
 TICK = "openinfer_loop_tick"  # context name of the function that every loop calls
 _OF_TEXTS = frozenset(name for name in dir(str) if not name.startswith(("_", "format")))
 """Methods of a text that are safe, and not replaced by others."""
 _OF_DICTIONARIES = frozenset(dir(dict))
 _TEXTS = (str, MarkedText)
 _CALLS_OWN = frozenset(("_loop_vars", "_block_vars"))  # which jinja2 hands to every call
-_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")  # a width or precision of five digits, or one that is an argument
 _PADDING_METHODS = frozenset(("center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill"))
-_PADDING_FILTERS = ("batch", "center", "indent", "round", "slice")
-_FIELD_WIDTH = re.compile(r"\d{5}|\{")  # the same in a field of `format`
 _OF_LOOPS = frozenset(("depth", "depth0", "first", "index", "index0", "last", "length", "revindex", "revindex0"))
 """What a loop says of itself in numbers."""
 _VALUES = (*_TEXTS, bool, int)  # what a namespace mostly has, which is safe to hand on
 _LITERAL = "openinfer_literal_"  # attributes of the environment
-_HANDING_FILTERS = frozenset(  # that hand on what they are given, or make numbers of it
-    (
-        *("abs", "attr", "batch", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items"),
-        *("last", "length", "list", "map", "max", "min", "random", "reject", "rejectattr", "reverse", "round"),
-        *("select", "selectattr", "slice", "sort", "sum", "unique", "wordcount"),
-    )
-)
-
-
-class RenderingRefused(Exception):
-    """The template refused these messages, failed on them or exceeded a bound; the message is for the client."""
 
 
 class Tick:
@@ -99,10 +87,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             finalize=text_of,
         )
         self.max_characters = max_characters
-        padding = {name: _bounded(self.filters[name]) for name in _PADDING_FILTERS}
+        padding = {name: bounded(self.filters[name]) for name in PADDING_FILTERS}
         self.filters.update(padding)
-        others = {name: _losing(each) for name, each in self.filters.items() if name not in _HANDING_FILTERS}
-        self.filters.update({**others, **_CARRYING_FILTERS})
+        others = {name: losing(each) for name, each in self.filters.items() if name not in HANDING_FILTERS}
+        self.filters.update({**others, **CARRYING_FILTERS})
         del self.globals["lipsum"]  # texts of any length
 
     def compile_template(
@@ -166,11 +154,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 if isinstance(times, int) and _length(repeated) * times > MAX_REPEATED_LENGTH:
                     raise RenderingRefused("the chat template repeats a text beyond all measure")
         elif operator == "**":
-            _check_power(left, right)
+            check_power(left, right)
         elif operator == "+" and _length(left) + _length(right) > self.max_characters:
             raise RenderingRefused(f"the chat template makes a text of more than {self.max_characters} characters")
         elif operator == "%" and isinstance(left, str):
-            _check_width(left)
+            check_width(left)
             if not isinstance(left, Markup):
                 return percent_formatted(left, right)
         result = super().call_binop(context, operator, left, right)
@@ -187,7 +175,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if owner is self:  # `added` or `concatenated`: jinja2 would ask whether they want its context
             return function(*args)
         if owner is not None and function.__name__ in _PADDING_METHODS:
-            _check_numbers(args, kwargs)
+            check_numbers(args, kwargs)
         if not isinstance(owner, str):
             result = super().call(context, function, *args, **kwargs)
             if isinstance(owner, bytes) and isinstance(result, str):
@@ -212,8 +200,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         formatter = SandboxedFormatter(self)
 
         def carry(*args: Any, **kwargs: Any) -> str:
-            if any(spec and _FIELD_WIDTH.search(spec) for _, _, spec, _ in formatter.parse(owner)):
-                raise _too_wide()
+            if any(spec and FIELD_WIDTH.search(spec) for _, _, spec, _ in formatter.parse(owner)):
+                raise too_wide()
             whole = wrapped(*args, **kwargs)
             if isinstance(owner, Markup):
                 return cast("str", lost(whole, owner, args, kwargs))
@@ -296,169 +284,6 @@ class _Literals(NodeTransformer):
     @staticmethod
     def _call(parts: list[nodes.Expr], name: str, node: nodes.Node) -> nodes.Call:
         return nodes.Call(nodes.EnvironmentAttribute(name), parts, [], None, None, lineno=node.lineno)
-
-
-def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that pads no text and no list beyond all measure."""
-    first = 2 if hasattr(function, "jinja_pass_arg") else 1  # after the environment, and what is padded
-
-    @functools.wraps(function)
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        _check_numbers(args[first:], kwargs)
-        return function(*args, **kwargs)
-
-    return apply
-
-
-def _check_numbers(args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-    if any(isinstance(each, int) and each > MAX_REPEATED_LENGTH for each in (*args, *kwargs.values())):
-        raise _too_wide()
-
-
-def _check_power(base: object, exponent: object) -> None:
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > MAX_REPEATED_LENGTH:
-        raise RenderingRefused("the chat template makes a number beyond all measure")
-
-
-def _check_width(pattern: str) -> None:
-    if _WIDTH.search(pattern):
-        raise _too_wide()
-
-
-def _too_wide() -> RenderingRefused:
-    return RenderingRefused("the chat template pads a text beyond all measure")
-
-
-def _losing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that says so where origins are lost in it."""
-
-    @functools.wraps(function)
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        return lost(function(*args, **kwargs), args, kwargs)
-
-    return apply
-
-
-@jinja2.pass_environment
-def _join(environment: jinja2.Environment, value: Iterable[object], d: object = "", attribute: Any = None) -> str:
-    items = value if attribute is None else map(make_attrgetter(environment, attribute), value)
-    return joined((text_of(d),)).join(map(text_of, items))
-
-
-def _format(value: object, *args: object, **kwargs: object) -> str:
-    if args and kwargs:
-        raise FilterArgumentError("can't handle positional and keyword arguments at the same time")
-    _check_width(str(value))
-    if isinstance(value, Markup):
-        return cast("str", lost(value % (kwargs or args), value, args, kwargs))
-    return percent_formatted(text_of(value), kwargs or args)
-
-
-def _string(value: object) -> str:
-    return value if isinstance(value, Markup) else text_of(value)  # `Markup` stays so, and escapes what is added to it
-
-
-def _trim(value: object, chars: str | None = None) -> str:
-    return _string(value).strip(chars)
-
-
-def _replace(value: object, old: object, new: object, count: int | None = None) -> str:
-    text = joined((text_of(value),))
-    return text.replace(str(old), text_of(new), -1 if count is None else count)
-
-
-def _title(value: object) -> str:
-    text = text_of(value)
-    result = do_title(text)
-    if isinstance(text, MarkedText) and len(result) == len(text):
-        return MarkedText(result, text.origins)
-    return cast("str", lost(result, text))
-
-
-def _upper(value: object) -> str:
-    return _string(value).upper()
-
-
-def _lower(value: object) -> str:
-    return _string(value).lower()
-
-
-def _capitalize(value: object) -> str:
-    return _string(value).capitalize()
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass it by position
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002
-) -> str:
-    _check_numbers((indent,), {})
-    # jinja2's own filter escapes for HTML, which models have never seen
-    write = functools.partial(json.dumps, ensure_ascii=ensure_ascii, indent=indent, separators=separators)
-    if not holds_marks(value):
-        return write(value, sort_keys=sort_keys)
-    stand_ins = _StandIns()
-    text = write(stand_ins.put(_in_order(value) if sort_keys else value))
-    return stand_ins.replaced(text, lambda part: write(part)[1:-1])
-
-
-_CARRYING_FILTERS: Mapping[str, Callable[..., Any]] = {
-    "capitalize": _capitalize,
-    "format": _format,
-    "join": _join,
-    "lower": _lower,
-    "replace": _replace,
-    "string": _string,
-    "title": _title,
-    "tojson": _to_json,
-    "trim": _trim,
-    "upper": _upper,
-}
-
-
-class _StandIns:
-    """Random names in place of texts with marks, while JSON is written around them."""
-
-    def __init__(self) -> None:
-        self._secret = secrets.token_hex(16)
-        self._texts: list[MarkedText] = []
-
-    def put(self, value: Any) -> Any:
-        """A copy of a value with names in it."""
-        match value:
-            case MarkedText():
-                self._texts.append(value)
-                return f"{self._secret}{len(self._texts) - 1}."
-            case LostMarkup():
-                return self.put(text_of(value))
-            case Mapping():
-                items = cast("Mapping[Any, Any]", value).items()
-                return {self.put(key): self.put(item) for key, item in items}
-            case list() | tuple():
-                return [self.put(item) for item in cast("Sequence[Any]", value)]
-            case _:
-                return value
-
-    def replaced(self, text: str, write: Callable[[str], str]) -> MarkedText:
-        """The text with the names' own texts, each stretch of one origin as `write` has it."""
-        parts = re.split(rf"{self._secret}(\d+)\.", text)
-        parts[1::2] = [self._written(self._texts[int(index)], write) for index in parts[1::2]]
-        return joined(parts)
-
-    def _written(self, text: MarkedText, write: Callable[[str], str]) -> MarkedText:
-        written = ((write(part.plain), part.origins[:1]) for part in text.stretches())
-        return joined(MarkedText(json_text, origin * len(json_text)) for json_text, origin in written)
-
-
-def _in_order(value: Any) -> Any:
-    """The value with the keys of every object sorted."""
-    if isinstance(value, dict):
-        return {key: _in_order(item) for key, item in sorted(cast("dict[Any, Any]", value).items())}
-    if isinstance(value, list | tuple):
-        return [_in_order(item) for item in cast("Sequence[Any]", value)]
-    return value
 
 
 def _length(value: object) -> int:

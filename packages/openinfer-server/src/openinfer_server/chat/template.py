@@ -17,7 +17,8 @@ import jinja2
 import msgspec
 from jinja2.defaults import DEFAULT_NAMESPACE
 
-from openinfer_server.chat.sandbox import TICK, RenderingRefused, Sandbox, Tick
+from openinfer_server.chat.bounds import RenderingRefused
+from openinfer_server.chat.sandbox import TICK, Sandbox, Tick
 from openinfer_server.chat.turns import REASONING_NAMES
 from openinfer_server.errors import UnusableTemplate
 from openinfer_server.text.marked_text import MarkedText, Origin, joined
