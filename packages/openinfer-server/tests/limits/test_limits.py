@@ -249,11 +249,45 @@ def test_body_of_too_many_values_is_refused_before_it_is_decoded(start, call, in
         "{{ '%1000000000d' % 1 }}",
         "{{ '%*d' % (1000000000, 1) }}",
         "{{ 'x' * 1000000000 }}",
+        *(
+            f"{{% set a = 'x' * 9999 %}}{{{{ {form} }}}}"
+            for form in (
+                *("a.replace('x', a)", "a.replace('', a)", "a | replace('x', a)", "a | replace('x', a, 5000)"),
+                *(
+                    "a.join(a)",
+                    "a | join(a)",
+                    "a.join(a | map('upper'))",
+                    "[a, a] | join",
+                    "['b', 'c'] | map('center', 9999) | join",
+                ),
+                *("a.replace('x', '\t').expandtabs(9999)", "a.translate({120: a})", "a.encode().decode().join(a)"),
+                *(
+                    "'{0}{0}'.format(a)",
+                    "'{x}{x}'.format(x=a)",
+                    "'{x}{x}'.format_map({'x': a})",
+                    "'{}{}'.format([a], a)",
+                ),
+                *("'%s%s' % (a, a)", "'%(x)s%(x)s' % {'x': a}", "'%s%s' | format(a, a)", "'%s' % ([a, a],)"),
+                *(
+                    "[a, a]",
+                    "[a, a] | string",
+                    "[a, a] | upper",
+                    "[a, a] | tojson",
+                    "{'b': a, 'c': a} ~ ''",
+                    "[a, a] | pprint",
+                ),
+                *("a | wordwrap(1, wrapstring=a)", "(a.replace('x', '\n')) | indent(a)", "a | indent(99, first=true)"),
+                *("[[[1]]] | tojson(indent=9999)", "([[a] * 999] * 999) | sum(start=[])", "a | urlize(rel=a)"),
+            )
+        ),
+        "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
+        "{% set b %}{% for i in range(99) %}{{ 'x' * 999 }}{% endfor %}{% endset %}{{ b | length }}",
+        "{% macro m() %}{% for i in range(99) %}{{ 'x' * 999 }}{% endfor %}{% endmacro %}{{ m() | length }}",
     ],
 )
 def test_template_cannot_make_a_large_value(source):
     begin_s = time.process_time()
-    with pytest.raises(RenderingRefused):
+    with pytest.raises(RenderingRefused, match=r"more than|beyond all measure|exceeds"):
         ChatTemplate(source, {}, timeout_s=60, max_characters=10_000).render([], {})
     assert time.process_time() - begin_s < 5  # each would take minutes or all memory
 

@@ -1,18 +1,26 @@
-"""The filters of chat templates: those that carry origins, and those that lose them."""
+"""The filters of chat templates: those that carry origins, those that lose them, and what bounds both."""
 
 import functools
 import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jinja2
 from jinja2.exceptions import FilterArgumentError
 from jinja2.filters import do_title, make_attrgetter
 from markupsafe import Markup
 
-from openinfer_server.chat.bounds import check_numbers, check_width
+from openinfer_server.chat.bounds import (
+    CONTAINERS,
+    PADDING_FILTERS,
+    Bounds,
+    check_numbers,
+    grown_size,
+    length_of,
+    length_or_width,
+)
 from openinfer_server.text.marked_text import (
     LostMarkup,
     MarkedText,
@@ -23,8 +31,7 @@ from openinfer_server.text.marked_text import (
     text_of,
 )
 
-PADDING_FILTERS = ("batch", "center", "indent", "round", "slice")
-HANDING_FILTERS = frozenset(  # that hand on what they are given, or make numbers of it
+_HANDING = frozenset(  # that hand on what they are given, or make numbers of it
     (
         *("abs", "attr", "batch", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items"),
         *("last", "length", "list", "map", "max", "min", "random", "reject", "rejectattr", "reverse", "round"),
@@ -33,9 +40,40 @@ HANDING_FILTERS = frozenset(  # that hand on what they are given, or make number
 )
 
 
-def bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+class _Bounded(Protocol):
+    """The environment of a template."""
+
+    bounds: Bounds
+
+
+def _bounds_of(environment: jinja2.Environment) -> Bounds:
+    return cast("_Bounded", environment).bounds
+
+
+def template_filters(given: Mapping[str, Callable[..., Any]], bounds: Bounds) -> dict[str, Callable[..., Any]]:
+    """Jinja's filters as templates have them here.
+
+    Args:
+        given: Jinja's own.
+        bounds: of what they make.
+    """
+    own = dict(given)
+    own.update({name: _padding(own[name]) for name in PADDING_FILTERS})
+    losing = {name: _losing(each) for name, each in own.items() if name not in {*_HANDING, *_CARRYING}}
+    own.update({name: _checked(each, bounds, by_texts=True) for name, each in losing.items()})
+    writing = {**_CARRYING, "sum": own["sum"]}  # of lists it makes one list
+    own.update({name: _checked(each, bounds, by_texts=False) for name, each in writing.items()})
+    return own
+
+
+def _first_argument(function: Callable[..., Any]) -> int:
+    """Its place: some filters are handed the environment before it."""
+    return int(hasattr(function, "jinja_pass_arg"))
+
+
+def _padding(function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that pads no text and no list beyond all measure."""
-    first = 2 if hasattr(function, "jinja_pass_arg") else 1  # after the environment, and what is padded
+    first = _first_argument(function) + 1  # after what is padded
 
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +83,30 @@ def bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def losing(function: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(function: Callable[..., Any], bounds: Bounds, *, by_texts: bool) -> Callable[..., Any]:
+    """A filter that writes no list beyond the bound.
+
+    Args:
+        function: the filter.
+        bounds: of what is written.
+        by_texts: whether texts and widths among its arguments may be written as often as the first has characters.
+    """
+    first = _first_argument(function)
+
+    @functools.wraps(function)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        for each in args[first:]:
+            if isinstance(each, CONTAINERS):
+                bounds.check_written(cast("object", each))
+        if by_texts and len(args) > first and (len(args) > first + 1 or kwargs):
+            each_time = sum(length_or_width(each) for each in (*args[first + 1 :], *kwargs.values()))
+            bounds.check_size((length_of(args[first]) + 1) * (each_time + 1))
+        return function(*args, **kwargs)
+
+    return apply
+
+
+def _losing(function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that says so where origins are lost in it."""
 
     @functools.wraps(function)
@@ -58,13 +119,17 @@ def losing(function: Callable[..., Any]) -> Callable[..., Any]:
 @jinja2.pass_environment
 def _join(environment: jinja2.Environment, value: Iterable[object], d: object = "", attribute: Any = None) -> str:
     items = value if attribute is None else map(make_attrgetter(environment, attribute), value)
-    return joined((text_of(d),)).join(map(text_of, items))
+    bounds = _bounds_of(environment)
+    between, texts = joined((bounds.text_of(d),)), list(map(bounds.text_of, items))
+    bounds.check_size(grown_size(between, "join", (texts,), {}))
+    return between.join(texts)
 
 
-def _format(value: object, *args: object, **kwargs: object) -> str:
+@jinja2.pass_environment
+def _format(environment: jinja2.Environment, value: object, *args: object, **kwargs: object) -> str:
     if args and kwargs:
         raise FilterArgumentError("can't handle positional and keyword arguments at the same time")
-    check_width(str(value))
+    _bounds_of(environment).check_percent(str(value), kwargs or args)
     if isinstance(value, Markup):
         return cast("str", lost(value % (kwargs or args), value, args, kwargs))
     return percent_formatted(text_of(value), kwargs or args)
@@ -78,9 +143,11 @@ def _trim(value: object, chars: str | None = None) -> str:
     return _string(value).strip(chars)
 
 
-def _replace(value: object, old: object, new: object, count: int | None = None) -> str:
-    text = joined((text_of(value),))
-    return text.replace(str(old), text_of(new), -1 if count is None else count)
+@jinja2.pass_environment
+def _replace(environment: jinja2.Environment, value: object, old: object, new: object, count: int | None = None) -> str:
+    text, sizes = joined((text_of(value),)), (str(old), text_of(new), -1 if count is None else count)
+    _bounds_of(environment).check_size(grown_size(text, "replace", sizes, {}))
+    return text.replace(*sizes)
 
 
 def _title(value: object) -> str:
@@ -103,14 +170,17 @@ def _capitalize(value: object) -> str:
     return _string(value).capitalize()
 
 
-def _to_json(
+@jinja2.pass_environment
+def _to_json(  # noqa: PLR0917 - as below
+    environment: jinja2.Environment,
     value: object,
     ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass it by position
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    check_numbers((indent,), {})
+    if indent is not None:
+        _bounds_of(environment).check_written(value, indent=length_or_width(indent))
     # jinja2's own filter escapes for HTML, which models have never seen
     write = functools.partial(json.dumps, ensure_ascii=ensure_ascii, indent=indent, separators=separators)
     if not holds_marks(value):
@@ -120,7 +190,7 @@ def _to_json(
     return stand_ins.replaced(text, lambda part: write(part)[1:-1])
 
 
-CARRYING_FILTERS: Mapping[str, Callable[..., Any]] = {
+_CARRYING: Mapping[str, Callable[..., Any]] = {
     "capitalize": _capitalize,
     "format": _format,
     "join": _join,

@@ -2,13 +2,14 @@
 
 The template's own text (what stands between its tags, and its string constants) reaches expressions as `MarkedText`;
 what a request says is plain `str`. Of what a template can do with texts, `+`, `~`, `*`, `%`, slices, loops, blocks,
-macros, `format`, the methods of `MarkedText` and the filters below carry origins. The result of every other method and
-filter is marked as lost, if there were marks to lose: no text of the template becomes a client's in silence.
+macros, `format`, the methods of `MarkedText` and some filters (`filters.py`) carry origins. The result of every other
+method and filter is marked as lost, if there were marks to lose: no text of the template becomes a client's in silence.
 """
 
 import functools
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import jinja2
@@ -22,15 +23,16 @@ from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
 from openinfer_server.chat.bounds import (
-    FIELD_WIDTH,
     MAX_REPEATED_LENGTH,
+    PADDING_METHODS,
+    TEXTS,
+    Bounds,
     RenderingRefused,
     check_numbers,
     check_power,
-    check_width,
-    too_wide,
+    length_of,
 )
-from openinfer_server.chat.filters import CARRYING_FILTERS, HANDING_FILTERS, PADDING_FILTERS, bounded, losing
+from openinfer_server.chat.filters import template_filters
 from openinfer_server.chat.template_reads import names_read
 from openinfer_server.errors import UnusableTemplate
 from openinfer_server.text.marked_text import (
@@ -41,19 +43,16 @@ from openinfer_server.text.marked_text import (
     joined,
     lost,
     percent_formatted,
-    text_of,
 )
 
 TICK = "openinfer_loop_tick"  # context name of the function that every loop calls
 _OF_TEXTS = frozenset(name for name in dir(str) if not name.startswith(("_", "format")))
 """Methods of a text that are safe, and not replaced by others."""
 _OF_DICTIONARIES = frozenset(dir(dict))
-_TEXTS = (str, MarkedText)
 _CALLS_OWN = frozenset(("_loop_vars", "_block_vars"))  # which jinja2 hands to every call
-_PADDING_METHODS = frozenset(("center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill"))
 _OF_LOOPS = frozenset(("depth", "depth0", "first", "index", "index0", "last", "length", "revindex", "revindex0"))
 """What a loop says of itself in numbers."""
-_VALUES = (*_TEXTS, bool, int)  # what a namespace mostly has, which is safe to hand on
+_VALUES = (*TEXTS, bool, int)  # what a namespace mostly has, which is safe to hand on
 _LITERAL = "openinfer_literal_"  # attributes of the environment
 
 
@@ -75,22 +74,20 @@ class Tick:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of one template; products, powers, sums and padding are bounded."""
+    """The environment of one template; what its expressions make is bounded (`bounds.py`)."""
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self, max_characters: int) -> None:
+        bounds = Bounds(max_characters)
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-            finalize=text_of,
+            finalize=bounds.text_of,
         )
-        self.max_characters = max_characters
-        padding = {name: bounded(self.filters[name]) for name in PADDING_FILTERS}
-        self.filters.update(padding)
-        others = {name: losing(each) for name, each in self.filters.items() if name not in HANDING_FILTERS}
-        self.filters.update({**others, **CARRYING_FILTERS})
+        self.bounds = bounds
+        self.filters.update(template_filters(self.filters, bounds))
         del self.globals["lipsum"]  # texts of any length
 
     def compile_template(
@@ -122,11 +119,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             setattr(self, name, MarkedText.of(text, Origin.TEMPLATE))
         return jinja2.Template.from_code(self, code, self.make_globals({**variables})), read, frozenset(literals.names)
 
-    @staticmethod
-    def concat(parts: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def concat(self, parts: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What macros, blocks and loops that call themselves put together."""
         several = list(parts)
-        return several[0] if len(several) == 1 and type(several[0]) in _TEXTS else joined(several)
+        self.bounds.check_size(sum(map(len, several)))
+        return several[0] if len(several) == 1 and type(several[0]) in TEXTS else joined(several)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         # jinja2 asks a dictionary for an attribute first, and a chat of 160 turns has a thousand such questions.
@@ -134,7 +131,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if kind is dict and attribute not in _OF_DICTIONARIES:
             fields = cast("dict[str, Any]", obj)
             return fields[attribute] if attribute in fields else self.undefined(obj=fields, name=attribute)
-        if attribute in _OF_TEXTS and kind in _TEXTS:  # as in most other questions
+        if attribute in _OF_TEXTS and kind in TEXTS:  # as in most other questions
             return getattr(cast("str", obj), attribute)
         if kind is LoopContext and attribute in _OF_LOOPS:
             return getattr(obj, attribute)
@@ -145,20 +142,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and type(left) in _TEXTS and type(right) in _TEXTS:  # as most are
-            if len(left) + len(right) > self.max_characters:
-                raise RenderingRefused(f"the chat template makes a text of more than {self.max_characters} characters")
+        if operator == "+" and type(left) in TEXTS and type(right) in TEXTS:  # as most are
+            self.bounds.check_size(len(left) + len(right))
             return left + right
         if operator == "*":
             for repeated, times in ((left, right), (right, left)):
-                if isinstance(times, int) and _length(repeated) * times > MAX_REPEATED_LENGTH:
+                if isinstance(times, int) and length_of(repeated) * times > MAX_REPEATED_LENGTH:
                     raise RenderingRefused("the chat template repeats a text beyond all measure")
         elif operator == "**":
             check_power(left, right)
-        elif operator == "+" and _length(left) + _length(right) > self.max_characters:
-            raise RenderingRefused(f"the chat template makes a text of more than {self.max_characters} characters")
+        elif operator == "+":
+            self.bounds.check_size(length_of(left) + length_of(right))
         elif operator == "%" and isinstance(left, str):
-            check_width(left)
+            self.bounds.check_percent(left, right)
             if not isinstance(left, Markup):
                 return percent_formatted(left, right)
         result = super().call_binop(context, operator, left, right)
@@ -174,7 +170,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(function, "__self__", None)
         if owner is self:  # `added` or `concatenated`: jinja2 would ask whether they want its context
             return function(*args)
-        if owner is not None and function.__name__ in _PADDING_METHODS:
+        if owner is not None and function.__name__ in PADDING_METHODS:
             check_numbers(args, kwargs)
         if not isinstance(owner, str):
             result = super().call(context, function, *args, **kwargs)
@@ -182,9 +178,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 return MarkedText.of(result, Origin.LOST)  # what `encode` made the bytes of is not known
             return result
         name = function.__name__
+        args = self.bounds.check_growth(owner, name, args, kwargs)
         if name in ("join", "replace") and not isinstance(owner, MarkedText | Markup):
             function = getattr(MarkedText(owner), name)
-        if type(owner) in _TEXTS:  # whose methods take no context, and are all safe
+        if type(owner) in TEXTS:  # whose methods take no context, and are all safe
             result = function(*args, **{key: value for key, value in kwargs.items() if key not in _CALLS_OWN})
         else:
             result = super().call(context, function, *args, **kwargs)
@@ -200,30 +197,33 @@ class Sandbox(ImmutableSandboxedEnvironment):
         formatter = SandboxedFormatter(self)
 
         def carry(*args: Any, **kwargs: Any) -> str:
-            if any(spec and FIELD_WIDTH.search(spec) for _, _, spec, _ in formatter.parse(owner)):
-                raise too_wide()
+            fields = list(formatter.parse(owner))
+            positional, named = ((), args[0]) if is_map else (args, kwargs)
+
+            def value_of(name: str) -> object:
+                return formatter.get_field(name, positional, named)[0]
+
+            numbers = itertools.count()
+            names = [name or str(next(numbers)) for _, name, _, _ in fields if name is not None]
+            self.bounds.check_fields(owner, [spec for _, _, spec, _ in fields], map(value_of, names))
             whole = wrapped(*args, **kwargs)
             if isinstance(owner, Markup):
                 return cast("str", lost(whole, owner, args, kwargs))
-            positional, named = ((), args[0]) if is_map else (args, kwargs)
-            fields = formatter.parse(owner)
-            return formatted(owner, str(whole), fields, lambda name: formatter.get_field(name, positional, named)[0])
+            return formatted(owner, str(whole), fields, value_of)
 
         return carry
 
     def added(self, *parts: Any) -> Any:
         """Several values one to the other, from the left: texts are copied once, not once for each."""
-        if not all(type(part) in _TEXTS for part in parts):
+        if not all(type(part) in TEXTS for part in parts):
             return functools.reduce(lambda left, right: self.call_binop(None, "+", left, right), parts)
-        if sum(map(len, parts)) > self.max_characters:
-            raise RenderingRefused(f"the chat template makes a text of more than {self.max_characters} characters")
+        self.bounds.check_size(sum(map(len, parts)))
         return "".join(parts) if all(type(part) is str for part in parts) else joined(parts)
 
     def concatenated(self, *parts: object) -> str:
         """What `~` makes."""
-        texts = list(map(text_of, parts))
-        if sum(map(len, texts)) > self.max_characters:
-            raise RenderingRefused(f"the chat template makes a text of more than {self.max_characters} characters")
+        texts = list(map(self.bounds.text_of, parts))
+        self.bounds.check_size(sum(map(len, texts)))
         return joined(texts)
 
 
@@ -284,7 +284,3 @@ class _Literals(NodeTransformer):
     @staticmethod
     def _call(parts: list[nodes.Expr], name: str, node: nodes.Node) -> nodes.Call:
         return nodes.Call(nodes.EnvironmentAttribute(name), parts, [], None, None, lineno=node.lineno)
-
-
-def _length(value: object) -> int:
-    return len(cast("Sequence[object]", value)) if isinstance(value, str | list | tuple) else 0

@@ -1,10 +1,9 @@
 """`ChatTemplate`: the model folder's Jinja template, rendered in a sandbox, with transformers' conventions.
 
 What bounds a rendering: the immutable sandbox (no private attributes, no mutation, `range` up to 100,000), a clock
-that is read at every turn of every loop, bounds on every product of a string or list with a number, on what is put
-together by `+` and `~`, on padding by `%`, and on the length of the output. What nothing bounds: a single expression
-that runs long, or makes a large value by a method or filter (`replace`, `ljust`, `format`, `join`). The template comes
-from the model folder, which its owner trusts as they trust the weights; requests cannot bring one.
+that is read at every turn of every loop, and the length of every text and list that an expression makes, which is told
+before it is made (`bounds.py`). What nothing bounds is the time of a single expression. The template comes from the
+model folder, which its owner trusts as they trust the weights; requests cannot bring one.
 """
 
 import time
