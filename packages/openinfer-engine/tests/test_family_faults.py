@@ -16,6 +16,7 @@ from openinfer_engine.model import Model, ModelDefinition, ModelModule
 from openinfer_engine.options import LoopHost
 from openinfer_engine.testing import FamilyHarness
 from openinfer_kernels import Array
+from openinfer_kernels.cpu import CpuOps
 from openinfer_qwen3 import model as qwen3
 from openinfer_qwen3.family import Qwen3Definition
 
@@ -121,6 +122,27 @@ def test_raising_hook_is_named_with_class_function_and_line(tiny: Path) -> None:
 def test_raising_load_is_named(tiny: Path) -> None:
     with pytest.raises(BrokenPlugin, match=r"failed in NoLoad\.load \(.*\): KeyError: 'layers'"):
         launch(NoLoad(), tiny, OPTIONS)
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is gone"), MemoryError("no more")])
+def test_what_we_could_not_read_or_hold_is_no_fault_of_the_family(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(self: CpuOps, *parts: Any) -> Array:
+        raise error
+
+    monkeypatch.setattr(CpuOps, "upload_weight", fails)
+    with pytest.raises(type(error), match=str(error)):
+        launch(Qwen3Definition(), tiny, OPTIONS)
+
+
+def test_file_that_the_family_could_not_read_is_its_own(tiny: Path) -> None:
+    class Reading(Qwen3Definition):
+        def load(self, *given: Any, **keywords: Any) -> Model:
+            raise FileNotFoundError("rotations.bin")
+
+    with pytest.raises(BrokenPlugin, match=r"Reading\.load \(.*\): FileNotFoundError: rotations\.bin"):
+        launch(Reading(), tiny, OPTIONS)
 
 
 def family(**members: Any) -> EngineFamily:

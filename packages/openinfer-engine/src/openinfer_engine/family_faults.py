@@ -16,7 +16,8 @@ logger = logging.getLogger("openinfer.engine")
 def named_faults(definition: ModelDefinition[Any]) -> Generator[None]:
     """Around the start of an engine: what a family raises becomes one sentence.
 
-    Our own refusals pass, and so does what went through no code of the family's package: that is no fault of it.
+    Our own refusals pass, and so does what went through no code of the family's package: that is no fault of it. Nor
+    is a file that we could not read for it, or memory that there was not.
 
     Raises:
         BrokenPlugin: the family raised; names its class, the function, the line and what it raised, its `__cause__`.
@@ -40,11 +41,11 @@ def described_family(definition: ModelDefinition[Any]) -> str:
 
 
 def _place_in_family(definition: ModelDefinition[Any], error: Exception) -> str | None:
-    """`FUNCTION (FILE:LINE)`, the innermost one of the package of the definition's class."""
+    """`FUNCTION (FILE:LINE)`, the innermost one of the definition's package; None if that is not to blame."""
     package = type(definition).__module__.partition(".")[0]
-    frames = [
-        f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).partition(".")[0] == package
-    ]
-    return frames[-1] if frames else None
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [each for each in frames if str(each[0].f_globals.get("__name__")).partition(".")[0] == package]
+    if not own or (isinstance(error, OSError | MemoryError) and own[-1] is not frames[-1]):
+        return None
+    frame, line = own[-1]
+    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
