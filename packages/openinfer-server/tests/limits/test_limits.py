@@ -292,6 +292,48 @@ def test_template_cannot_make_a_large_value(source):
     assert time.process_time() - begin_s < 5  # each would take minutes or all memory
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        *(
+            "a | wordwrap(79)",
+            "a | truncate(255)",
+            "a | truncate(9000, true, '...')",
+            "a | indent(4)",
+            "a | indent(4, first=true)",
+        ),
+        *(
+            "a | center(99)",
+            "a | urlize",
+            "a | replace('x', 'y')",
+            "a.replace('x', 'y')",
+            "a | e",
+            "a | pprint",
+            "[a] | tojson",
+        ),
+        *(
+            "'%s!' % a",
+            "'{}!'.format(a)",
+            "'{0}{1}'.format(a, 'b')",
+            "[a, 'b'] | join(', ')",
+            "', '.join([a, 'b'])",
+            "[a]",
+        ),
+        *(
+            "a | trim",
+            "a | upper",
+            "a.expandtabs(4)",
+            "a.translate({120: 'y'})",
+            "a.ljust(9)",
+            "{'b': a} | tojson(indent=2)",
+        ),
+    ],
+)
+def test_text_that_just_fits_is_no_large_value(form):
+    source = "{% set a = ('x' * 94 + '\n\n') * 100 %}{{ (" + form + ") | length }}"
+    assert int(ChatTemplate(source, {}, timeout_s=60, max_characters=10_500).render([], {})) > 0
+
+
 def test_template_may_put_texts_together():
     source = "{{ 'a' ~ 1 ~ none ~ missing ~ 'b' + 'c' }}{{ '%s %03d %%' % ('x', 7) }}{{ [1] + [2] }}"
     assert ChatTemplate(source, {}, timeout_s=1, max_characters=100).render([], {}) == "a1Nonebcx 007 %[1, 2]"

@@ -17,6 +17,7 @@ PADDING_METHODS = frozenset(("center", "expandtabs", "ljust", "rjust", "to_bytes
 PADDING_FILTERS = ("batch", "center", "indent", "round", "slice")
 CONTAINERS = (list, tuple, dict, set, frozenset)
 TEXTS = (str, MarkedText)
+_FEW_CHARACTERS = 8  # that may be put between any two others: `wordwrap` ends lines by `\n`, `truncate` by `...`
 _WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")  # a width or precision of five digits, or one that is an argument
 _FIELD_WIDTH = re.compile(r"\d{5}|\{")  # the same in a field of `format`
 _NAMED_CONVERSION = re.compile(r"%\((\w+)\)")
@@ -94,6 +95,23 @@ def check_power(base: object, exponent: object) -> None:
 def length_of(value: object) -> int:
     """Of a text or list; of all else 0."""
     return len(cast("Sequence[object]", value)) if isinstance(value, str | list | tuple) else 0
+
+
+def filtered_size(name: str, value: object, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
+    """Characters that a filter may give which writes its own arguments into a text, some of them many times.
+
+    Args:
+        name: of the filter.
+        value: what it is applied to.
+        args: positional, after that one.
+        kwargs: by name.
+    """
+    given = (*args, *kwargs.values())
+    if name == "indent":
+        lines = value.count("\n") + 1 if isinstance(value, str) else 1
+        return length_of(value) + lines * max(map(length_or_width, given), default=0)
+    each_time = sum(map(length_of, given))
+    return length_of(value) * (1 + each_time) if each_time > _FEW_CHARACTERS else 0
 
 
 def length_or_width(value: object) -> int:

@@ -17,8 +17,8 @@ from openinfer_server.chat.bounds import (
     PADDING_FILTERS,
     Bounds,
     check_numbers,
+    filtered_size,
     grown_size,
-    length_of,
     length_or_width,
 )
 from openinfer_server.text.marked_text import (
@@ -60,9 +60,9 @@ def template_filters(given: Mapping[str, Callable[..., Any]], bounds: Bounds) ->
     own = dict(given)
     own.update({name: _padding(own[name]) for name in PADDING_FILTERS})
     losing = {name: _losing(each) for name, each in own.items() if name not in {*_HANDING, *_CARRYING}}
-    own.update({name: _checked(each, bounds, by_texts=True) for name, each in losing.items()})
+    own.update({name: _checked(each, bounds, name=name) for name, each in losing.items()})
     writing = {**_CARRYING, "sum": own["sum"]}  # of lists it makes one list
-    own.update({name: _checked(each, bounds, by_texts=False) for name, each in writing.items()})
+    own.update({name: _checked(each, bounds) for name, each in writing.items()})
     return own
 
 
@@ -83,13 +83,13 @@ def _padding(function: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _checked(function: Callable[..., Any], bounds: Bounds, *, by_texts: bool) -> Callable[..., Any]:
+def _checked(function: Callable[..., Any], bounds: Bounds, *, name: str | None = None) -> Callable[..., Any]:
     """A filter that writes no list beyond the bound.
 
     Args:
         function: the filter.
         bounds: of what is written.
-        by_texts: whether texts and widths among its arguments may be written as often as the first has characters.
+        name: if it may write its arguments many times.
     """
     first = _first_argument(function)
 
@@ -98,9 +98,8 @@ def _checked(function: Callable[..., Any], bounds: Bounds, *, by_texts: bool) ->
         for each in args[first:]:
             if isinstance(each, CONTAINERS):
                 bounds.check_written(cast("object", each))
-        if by_texts and len(args) > first and (len(args) > first + 1 or kwargs):
-            each_time = sum(length_or_width(each) for each in (*args[first + 1 :], *kwargs.values()))
-            bounds.check_size((length_of(args[first]) + 1) * (each_time + 1))
+        if name is not None and len(args) > first:
+            bounds.check_size(filtered_size(name, args[first], args[first + 1 :], kwargs))
         return function(*args, **kwargs)
 
     return apply
