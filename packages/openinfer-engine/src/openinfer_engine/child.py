@@ -11,7 +11,7 @@ from openinfer_core.process.host import EngineLoop
 from openinfer_core.process.timeline import Timeline
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.engine_spec import EngineSpec
-from openinfer_engine.family_faults import named_faults
+from openinfer_engine.guard.family_faults import named_faults
 from openinfer_engine.launch import build_engine_loop
 from openinfer_engine.worker.process_group import start_workers
 

@@ -22,10 +22,10 @@ from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.dry_run import dry_run
 from openinfer_engine.engine_plan import EnginePlan, resolve
 from openinfer_engine.engine_spec import EngineSpec
-from openinfer_engine.family_faults import named_faults
 from openinfer_engine.gguf.file import GGUF_FILE
 from openinfer_engine.grammars.choice import NONE as NO_GRAMMARS
 from openinfer_engine.grammars.choice import no_grammars_because
+from openinfer_engine.guard.family_faults import named_faults
 from openinfer_engine.kv_events.opening import tell_of_tiers
 from openinfer_engine.kv_tiers import (
     LocalShare,

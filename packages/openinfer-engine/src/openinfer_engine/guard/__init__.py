@@ -1,4 +1,4 @@
-"""The guard around a scheduler: what it may not do is noticed, named, and ends its requests instead of hanging them."""
+"""Around code of others: what a scheduler or a family does wrong is named, and requests end instead of hanging."""
 
 from openinfer_engine.guard.plan_check import PlanCheck
 from openinfer_engine.guard.scheduler_guard import FaultKind, GuardOptions, SchedulerGuard

@@ -9,8 +9,8 @@ from openinfer_core import InvalidCheckpoint, OpenInferError, Refused, read_conf
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.engine_plan import EnginePlan
-from openinfer_engine.family_faults import described_family
 from openinfer_engine.gguf.file import GGUF_FILE
+from openinfer_engine.guard.family_faults import described_family
 from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.lifecycle.device_tensors import DeviceTensors
 from openinfer_engine.lifecycle.folders import file_below
