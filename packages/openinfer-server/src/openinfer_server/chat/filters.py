@@ -59,10 +59,11 @@ def template_filters(given: Mapping[str, Callable[..., Any]], bounds: Bounds) ->
     """
     own = dict(given)
     own.update({name: _padding(own[name]) for name in PADDING_FILTERS})
-    losing = {name: _losing(each) for name, each in own.items() if name not in {*_HANDING, *_CARRYING}}
+    losing = {name: _losing(each) for name, each in own.items() if name not in {*_HANDING, *_CARRYING, *_CHECKING}}
     own.update({name: _checked(each, bounds, name=name) for name, each in losing.items()})
     writing = {**_CARRYING, "sum": own["sum"]}  # of lists it makes one list
     own.update({name: _checked(each, bounds) for name, each in writing.items()})
+    own.update(_CHECKING)
     return own
 
 
@@ -128,10 +129,12 @@ def _join(environment: jinja2.Environment, value: Iterable[object], d: object = 
 def _format(environment: jinja2.Environment, value: object, *args: object, **kwargs: object) -> str:
     if args and kwargs:
         raise FilterArgumentError("can't handle positional and keyword arguments at the same time")
-    _bounds_of(environment).check_percent(str(value), kwargs or args)
-    if isinstance(value, Markup):
-        return cast("str", lost(value % (kwargs or args), value, args, kwargs))
-    return percent_formatted(text_of(value), kwargs or args)
+    bounds = _bounds_of(environment)
+    pattern = value if isinstance(value, Markup) else bounds.text_of(value)
+    bounds.check_percent(pattern, kwargs or args)
+    if isinstance(pattern, Markup):
+        return cast("str", lost(pattern % (kwargs or args), pattern, args, kwargs))
+    return percent_formatted(pattern, kwargs or args)
 
 
 def _string(value: object) -> str:
@@ -144,9 +147,11 @@ def _trim(value: object, chars: str | None = None) -> str:
 
 @jinja2.pass_environment
 def _replace(environment: jinja2.Environment, value: object, old: object, new: object, count: int | None = None) -> str:
-    text, sizes = joined((text_of(value),)), (str(old), text_of(new), -1 if count is None else count)
-    _bounds_of(environment).check_size(grown_size(text, "replace", sizes, {}))
-    return text.replace(*sizes)
+    bounds = _bounds_of(environment)
+    text = joined((bounds.text_of(value),))
+    changes = bounds.text_of(old), bounds.text_of(new), -1 if count is None else count
+    bounds.check_size(grown_size(text, "replace", changes, {}))
+    return text.replace(*changes)
 
 
 def _title(value: object) -> str:
@@ -178,8 +183,7 @@ def _to_json(  # noqa: PLR0917 - as below
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    if indent is not None:
-        _bounds_of(environment).check_written(value, indent=length_or_width(indent))
+    _bounds_of(environment).check_written(value, indent=length_or_width(indent))
     # jinja2's own filter escapes for HTML, which models have never seen
     write = functools.partial(json.dumps, ensure_ascii=ensure_ascii, indent=indent, separators=separators)
     if not holds_marks(value):
@@ -191,16 +195,19 @@ def _to_json(  # noqa: PLR0917 - as below
 
 _CARRYING: Mapping[str, Callable[..., Any]] = {
     "capitalize": _capitalize,
-    "format": _format,
-    "join": _join,
     "lower": _lower,
-    "replace": _replace,
     "string": _string,
     "title": _title,
-    "tojson": _to_json,
     "trim": _trim,
     "upper": _upper,
 }
+_CHECKING: Mapping[str, Callable[..., Any]] = {
+    "format": _format,
+    "join": _join,
+    "replace": _replace,
+    "tojson": _to_json,
+}
+"""These carry origins, too, and look at the bounds themselves."""
 
 
 class _StandIns:
