@@ -1,6 +1,6 @@
 """Agents' sessions on one GPU: what a turn costs next to the same turn alone on the card, in a pool of a third.
 
-    python3 tools/device/sessions.py qwen3-8b|qwen3.5-4b[-long|-120k[-six]]|tiny OUT COMMIT [PART ...]
+    python3 tools/device/sessions.py qwen3-4b|qwen3-8b|qwen3.5-4b[-long|-120k[-six]]|tiny OUT COMMIT [PART ...]
 
     part        what is played                                                        the table's columns
     alone-NEW   one session without waits, NEW tokens a turn: all of it in the pool   the reference
@@ -12,7 +12,8 @@
 
 The sets of `-long` grow to 120,000 tokens in 40 turns, those of `-120k` have nearly as many from the first turn on and
 end there; their pool is a third of what they hold, and the host tier holds all of it. `-120k-six` is the goal's own:
-six sessions of Qwen3-8B in a pool of two.
+six sessions of Qwen3-8B in a pool of two. `-plain` parts ask for no more than tokens, as those of another engine's
+server do (`peer_sessions.py`).
 Each server has answered a large request before the parts begin (`large_s`). Weights are random (`tiny` has its own, on
 the CPU: the rehearsal), prompts are token ids, and the server is asked over HTTP. Parts of one server run in the order
 given; of `check`, which stands for all its names, three at a time, since nothing is timed. One whose server has a
@@ -29,8 +30,8 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -159,11 +160,14 @@ class Shape:
     new_tokens: int
     output_tokens: int = 16
     wait_s: float = 1.0
+    is_plain: bool = False
+    """Whether requests ask for no log-probabilities and no token ids, so that servers of others do the same work."""
 
     @property
     def flags(self) -> list[str]:
-        named = {name.replace("_", "-"): value for name, value in asdict(self).items()}
-        return [text for name, value in named.items() for text in (f"--{name}", str(value))] + ["--agents-share", "0"]
+        named = {name.replace("_", "-"): value for name, value in asdict(self).items() if name != "is_plain"}
+        flags = [text for name, value in named.items() for text in (f"--{name}", str(value))]
+        return [*flags, "--agents-share", "0", *(["--plain"] if self.is_plain else [])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +241,7 @@ LONGER = replace(CHECKED, output_tokens=64)
 WAITING = replace(CHECKED, wait_s=0.4)
 """So that something can be loaded before a turn arrives."""
 BRIEF = replace(CHECKED, sessions=4, turns=4)
+PLAIN = Shape(sessions=6, turns=16, first_tokens=30_000, new_tokens=150, wait_s=2.0, is_plain=True)
 TINY = Shape(sessions=3, turns=4, first_tokens=100, new_tokens=40, output_tokens=8, wait_s=0.0)
 
 
@@ -257,6 +262,7 @@ SET_UPS: Mapping[str, SetUp] = {
             "3000": Shape(sessions=6, turns=14, first_tokens=3_000, new_tokens=3_000, wait_s=2.0),
             "150": Shape(sessions=6, turns=8, first_tokens=34_000, new_tokens=150, wait_s=2.0),
             "150x16": Shape(sessions=6, turns=16, first_tokens=30_000, new_tokens=150, wait_s=2.0),
+            "150x16-plain": PLAIN,
             "150x40": Shape(sessions=6, turns=40, first_tokens=30_000, new_tokens=150, wait_s=2.0),
         },
         checks={
@@ -267,6 +273,16 @@ SET_UPS: Mapping[str, SetUp] = {
             "other-batches": Check(shape=CHECKED, turns=40, flags=HOST),
             "other-batches-fp8": Check(shape=CHECKED, turns=40, flags=(*HOST, *FP8)),
         },
+        disk=Shape(sessions=3, turns=2, first_tokens=16_000, new_tokens=150, wait_s=0.0),
+        num_blocks=5_100,
+        host="host=36GiB",
+        block_bytes=16 * 36 * 2 * 8 * 128 * 2,
+        flags=(*CUDA, "--max-model-tokens", "45000"),
+        config={"max_position_embeddings": 131_072},
+    ),
+    "qwen3-4b": SetUp(
+        many={"150x16-plain": PLAIN},
+        checks={},
         disk=Shape(sessions=3, turns=2, first_tokens=16_000, new_tokens=150, wait_s=0.0),
         num_blocks=5_100,
         host="host=36GiB",
@@ -532,20 +548,14 @@ class Runner:
 
     def _play(self, server: Served, shape: Shape, salt: str, *flags: str, model: str = "m") -> dict[str, Any]:
         began_s, before = time.monotonic(), counters(server)
-        with tempfile.TemporaryDirectory(prefix="sessions-") as folder:
-            report = Path(folder) / "report.json"
-            command = [*OPENINFER, "bench", "sessions", "--url", f"http://127.0.0.1:{server.port}"]
-            command += ["--served-model", model, "--json", str(report), "--commit", self._commit, "--salt", salt]
-            command += ["--num-token-ids", str(self.set_up.num_token_ids), *shape.flags, *flags]
-            done = subprocess.run(command, timeout=PART_LIMIT_S, capture_output=True, text=True, check=False)
-            if not report.exists():
-                return {"failed": (done.stdout + done.stderr)[-2000:]}
-            found = json.loads(report.read_bytes())
-        return {name: found[name] for name in ("set_up", "rows", "totals", "checked")} | {
+        asked = ("--served-model", model, "--commit", self._commit, "--salt", salt)
+        found = played(server.port, shape, *asked, "--num-token-ids", str(self.set_up.num_token_ids), *flags)
+        if "failed" in found:
+            return found
+        return found | {
             "wall_s": round(time.monotonic() - began_s, 1),
             "window_s": (began_s, time.monotonic()),
             "counters": {name: value - before[name] for name, value in counters(server).items()},
-            "said": done.stdout.splitlines()[-8:],
         }
 
     def _note(self, part: str, found: dict[str, Any]) -> None:
@@ -571,14 +581,37 @@ class Runner:
         self._file.write_text(json.dumps(report, indent=1) + "\n")
 
     def by_turn(self) -> dict[str, list[dict[str, Any]]]:
-        """Of `alone` and each of `many` and `early`: TTFT p50 by turn, and whether it is within the goal."""
-        tables: dict[str, list[dict[str, Any]]] = {}
-        for new in self.set_up.many:
-            for kind in ("many", "early"):
-                alone, many = (self.found.get(f"{each}-{new}", {}).get("rows", ()) for each in ("alone", kind))
-                pairs = zip(alone, many, strict=False)
-                tables[f"{kind}-{new}"] = [compared(*pair) for pair in pairs if all(map(has_time, pair))]
-        return {new: rows for new, rows in tables.items() if rows}
+        return by_turn(self.found, self.set_up.many)
+
+
+def played(port: int, shape: Shape, *flags: str) -> dict[str, Any]:
+    """What `openinfer bench sessions` found at a server of this machine; `failed` alone if it has no report."""
+    with tempfile.TemporaryDirectory(prefix="sessions-") as folder:
+        report = Path(folder) / "report.json"
+        command = [*OPENINFER, "bench", "sessions", "--url", f"http://127.0.0.1:{port}", "--json", str(report)]
+        command += [*shape.flags, *flags]
+        done = subprocess.run(command, timeout=PART_LIMIT_S, capture_output=True, text=True, check=False)
+        if not report.exists():
+            return {"failed": (done.stdout + done.stderr)[-2000:]}
+        found = json.loads(report.read_bytes())
+    kept = {name: found[name] for name in ("set_up", "rows", "totals", "checked")}
+    return kept | {"said": done.stdout.splitlines()[-8:]}
+
+
+def by_turn(found: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+    """Of `alone` and each of `many` and `early`: TTFT p50 by turn, and whether it is within the goal.
+
+    Args:
+        found: of each part.
+        names: of the shapes, as parts have them.
+    """
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for new in names:
+        for kind in ("many", "early"):
+            alone, many = (found.get(f"{each}-{new}", {}).get("rows", ()) for each in ("alone", kind))
+            pairs = zip(alone, many, strict=False)
+            tables[f"{kind}-{new}"] = [compared(*pair) for pair in pairs if all(map(has_time, pair))]
+    return {new: rows for new, rows in tables.items() if rows}
 
 
 def ask_largely(port: int) -> float:
@@ -633,12 +666,19 @@ def draws(checked: Sequence[Mapping[str, Any]], output_tokens: int) -> dict[str,
 
 def counters(server: Served) -> dict[str, float]:
     """Sums over the labels of what may go wrong without a request's failing."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as response:
-        lines = [line for line in response.read().decode().splitlines() if line.startswith(COUNTED)]
-    return {
-        name: sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + " ", name + "{")))
-        for name in COUNTED
-    }
+    found = sums(server.port)
+    return {name: found.get(name, 0.0) for name in COUNTED}
+
+
+def sums(port: int) -> dict[str, float]:
+    """What a server's `/metrics` says by name, over all labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+        lines = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
+    found: defaultdict[str, float] = defaultdict(float)
+    for line in filter(None, lines):
+        labelled, _, value = line.rpartition(" ")
+        found[labelled.partition("{")[0]] += float(value)
+    return found
 
 
 def has_time(row: Mapping[str, Any]) -> bool:

@@ -306,6 +306,23 @@ def test_the_command_plays_checks_writes_and_draws(tmp_path: Path, capsys: pytes
     assert f" of {drafts['draft_tokens']:,} drafts accepted, " in shown
 
 
+def test_plain_sessions_ask_for_tokens_alone_and_go_on_from_filler(start: Callable[..., Target]) -> None:
+    player = Player(start(), FILLER, places=8, salt="a", top_logprobs=None)
+    asyncio.run(player.play(generate(SHAPE, seed=3)))
+    totals = totals_of(player.played, player.spans_s)
+    assert totals["failed"] == 0
+    assert totals["hits_of_allowed"] == 1.0
+    assert not any(each.outcome.scored or each.outcome.token_ids for each in player.played)
+    second = next(each for each in player.played if (each.session, each.turn) == ("session-0", 2))
+    filler = FILLER.tokens("output", "session-0", 1, num_tokens=SHAPE.output_tokens)
+    assert np.frombuffer(second.prompt, np.int32)[50:56].tolist() == filler.tolist()
+
+
+def test_plain_sessions_are_not_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "sessions", "--model", "tiny", "--plain", "--check", "1"]) == 2
+    assert "--plain" in capsys.readouterr().err
+
+
 def test_nothing_to_play_and_nothing_to_check_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "sessions", "--model", "tiny", "--max-tokens", "100"]) == 2
     assert "--max-tokens" in capsys.readouterr().err

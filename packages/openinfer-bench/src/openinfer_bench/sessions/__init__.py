@@ -29,7 +29,7 @@ from openinfer_bench.sessions.check import Comparison, Verdict, check, choose, i
 from openinfer_bench.sessions.figures import heading, hits_by_tier, line_of, rows_of, summary, totals_of
 from openinfer_bench.sessions.filler import Filler
 from openinfer_bench.sessions.generate import Shape, generate
-from openinfer_bench.sessions.play import Player
+from openinfer_bench.sessions.play import TOP_LOGPROBS, Player
 from openinfer_bench.sessions.plot import draw
 from openinfer_bench.sessions.session import Session, within
 from openinfer_bench.sessions.traces import read_sessions
@@ -46,6 +46,8 @@ def run(argv: Sequence[str]) -> int:
     Flags that are not listed go to `openinfer serve`.
     """
     arguments, flags = _parser().parse_known_args(argv)
+    if arguments.plain and arguments.check:
+        raise InvalidRequest("--check compares log-probabilities, which --plain does not ask for", field="plain")
     shape = Shape(
         sessions=arguments.sessions,
         turns=arguments.turns,
@@ -59,7 +61,8 @@ def run(argv: Sequence[str]) -> int:
     salt = arguments.salt or secrets.token_hex(8)
     filler = Filler(num_token_ids=arguments.num_token_ids, seed=arguments.seed)
     with target_of(arguments, flags) as (target, _):
-        player = Player(target, filler, places=arguments.places, salt=salt)
+        top_logprobs = None if arguments.plain else TOP_LOGPROBS
+        player = Player(target, filler, places=arguments.places, salt=salt, top_logprobs=top_logprobs)
         before, drafts = _metrics(target), DraftWatch(target)
         asyncio.run(player.play(sessions))
         rows = rows_of(player.played)
@@ -167,6 +170,12 @@ def _parser() -> argparse.ArgumentParser:
         "--salt",
         metavar="TEXT",
         help="cache_salt of the sessions; a random one by default. Give one to find what a run before left in a tier",
+    )
+    add(
+        "--plain",
+        action="store_true",
+        help="ask for no log-probabilities and no token ids, which take servers different times; answers are filler in"
+        " the prompts after them",
     )
     add("--check", type=int, default=0, metavar="N", help="turns to ask again without a cache")
     add(

@@ -43,6 +43,8 @@ class Player:
         filler: stands for text.
         places: conversations at once, sub-agents not counted.
         salt: of all requests; another salt finds nothing that this one left.
+        top_logprobs: that each request asks for, with the token ids; None asks for neither, and answers are filler in
+            the prompts after them.
         on_played: is called after each turn, before the next one of its session; its time is none of the session's.
     """
 
@@ -53,12 +55,14 @@ class Player:
         *,
         places: int,
         salt: str,
+        top_logprobs: int | None = TOP_LOGPROBS,
         on_played: Callable[[Played], None] = lambda _: None,
     ) -> None:
         self._client = Client(target)
         self._filler = filler
         self._places = asyncio.Semaphore(places)
         self._salt = salt
+        self._top_logprobs = top_logprobs
         self._on_played = on_played
         self._seen = PrefixesSeen()
         self.played: list[Played] = []
@@ -97,7 +101,7 @@ class Player:
     async def _ask(self, name: str, number: int, prompt: NDArray[np.int32], output_tokens: int) -> Played:
         data = prompt.tobytes()
         allowed = self._seen.reusable_tokens(prompt)
-        job = Job(prompt=data, output_tokens=output_tokens, cache_salt=self._salt, top_logprobs=TOP_LOGPROBS)
+        job = Job(prompt=data, output_tokens=output_tokens, cache_salt=self._salt, top_logprobs=self._top_logprobs)
         outcome = await self._client.run(job)
         played = Played(
             session=name,
