@@ -39,6 +39,8 @@ from openinfer_core.provenance import provenance
 START_S, END_S = 300.0, 30.0
 SHOWN_LINES = 60
 COUNTED = ("vllm:prefix_cache", "vllm:external_prefix_cache", "vllm:num_preemptions", "vllm:kv_offload")
+TIMED = ("vllm:time_to_first_token_seconds", "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds")
+"""Their sums, taken from those of the client's times, leave what passes before and after the engine."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -70,8 +72,9 @@ def part(port: int, shape: Shape, *flags: str) -> dict[str, Any]:
     found = played(port, shape, "--served-model", "m", *flags)
     after = sums(port)
     counted = [name for name in after if name.startswith(COUNTED) and name.endswith("_total")]
+    counted += [f"{name}_{kind}" for name in TIMED for kind in ("sum", "count")]
     found["wall_s"] = round(time.monotonic() - began_s, 1)
-    found["counters"] = {name: after[name] - before.get(name, 0.0) for name in counted}
+    found["counters"] = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in counted}
     print(f"== {flags[1]}, {found['wall_s']} s", *found.get("said", [found.get("failed")]), sep="\n")
     print(found["counters"], flush=True)
     return found
