@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from openinfer_kv_cache import KvCache, KvCacheOptions, LeastRecentlyUsed
-from openinfer_kv_cache.eviction.conversations import LEAST_SHARE, MAX_ENDS
+from openinfer_kv_cache.eviction.conversations import LEAST_SHARE, MAX_ENDS, TAIL_TOKENS
 
 BLOCK = 4
 FIRST = 4
@@ -59,6 +59,53 @@ def test_a_growing_conversation_is_found_from_its_third_turn_on() -> None:
         for other in range(10, 18):
             turn(cache, 100 * blocks + other)
     assert found == [0, 0, 5, 6, 7, 8, 9, 10]
+
+
+def answered(cache: KvCache, name: int, prompt_blocks: int, answer: int) -> tuple[int, int]:
+    """A turn computed with 4 blocks of an answer of its own; blocks found, and how many its conversation keeps."""
+    prompt = [1000 * name + 500 + place for place in range(BLOCK * prompt_blocks)]
+    sequence = cache.sequence([*prompt, *(10**6 * answer + place for place in range(17))])
+    found = sequence.match() // BLOCK
+    sequence.reserve(BLOCK * (prompt_blocks + 4))
+    sequence.seal(BLOCK * (prompt_blocks + 4))
+    ended = cache.conversations.ended(sequence, prompt_tokens=len(prompt))
+    assert ended is not None
+    sequence.release()
+    cache.check_integrity()
+    return found, cache.pool.kept_blocks(ended.conversation)
+
+
+def test_a_turn_is_known_whatever_became_of_the_answer_before_it_and_of_what_begins_one() -> None:
+    cache = make_cache(64)
+    found = []
+    for number, prompt_blocks in enumerate(range(12, 24, 2)):
+        found.append(answered(cache, 0, prompt_blocks, number + 1))  # no answer is in the next prompt
+        for other in range(10, 18):
+            turn(cache, 100 * number + other)
+    # Its prompt is found from its third turn on, and of each conversation no more is kept than its last turn has.
+    assert [blocks for blocks, _ in found][2:] == [14, 16, 18, 20]
+    assert [kept for _, kept in found][1:] == [prompt_blocks + 4 for prompt_blocks in range(14, 24, 2)]
+
+
+def test_prompts_that_differ_in_their_last_tokens_alone_have_one_end() -> None:
+    cache = make_cache(64)
+    ids = [*range(40)]
+    ends = []
+    for tail in (
+        ids,
+        [*ids[:-TAIL_TOKENS], *range(900, 900 + TAIL_TOKENS)],
+        [*ids[: -TAIL_TOKENS - BLOCK], *range(900, 920)],
+    ):
+        sequence = cache.sequence([*tail, 0])
+        sequence.match()
+        sequence.reserve(40)
+        sequence.seal(40)
+        ended = cache.conversations.ended(sequence, prompt_tokens=40)
+        assert ended is not None
+        ends.append(ended)
+        sequence.release()
+    assert ends[0].end == ends[1].end != ends[2].end
+    assert ends[0].conversation == ends[1].conversation != ends[2].conversation
 
 
 def test_what_comes_once_is_kept_no_longer_than_by_least_recently_used() -> None:

@@ -38,7 +38,9 @@ Factory = Callable[[SchedulerConfig, QueuePolicy], TokenBudgetScheduler]
 class Conversation:
     """Its next prompt begins with its last one, and the answer to that."""
 
-    def __init__(self, name: int) -> None:
+    def __init__(self, name: int, *, is_rewritten: bool = False) -> None:
+        """With `is_rewritten` answers come back otherwise, as they do whose thinking a template leaves out."""
+        self.is_rewritten = is_rewritten
         self.ids = [name * 97 % 61 + 1, *(7 * name + i % 50 for i in range(FIRST - 1))]
         self.name = name
 
@@ -46,6 +48,8 @@ class Conversation:
         return tuple(self.ids)
 
     def answered(self, token_ids: Sequence[int]) -> None:
+        if self.is_rewritten:
+            token_ids = [(each + 1) % 60 for each in token_ids]
         self.ids += [*token_ids, *((self.name + i) % 60 for i in range(GROWTH))]
 
 
@@ -69,12 +73,15 @@ class World:
         self._ids = iter(range(10**6))
         self.sent: list[GenerateRequest] = []
 
-    def submit(self, prompt: tuple[int, ...], *, max_tokens: int = ANSWER, tenant: str = "") -> RequestId:
+    def submit(
+        self, prompt: tuple[int, ...], *, max_tokens: int = ANSWER, tenant: str = "", choice: int = 0
+    ) -> RequestId:
         request = GenerateRequest(
             request_id=RequestId(next(self._ids)),
             prompt_token_ids=prompt,
             sampling=SamplingParams(max_tokens=max_tokens),
             tenant=tenant,
+            choice=choice,
         )
         assert self.driver.submit(request) is None
         self.sent.append(request)
@@ -160,6 +167,24 @@ def test_conversations_in_turn_find_all_in_the_pool(make_world: Callable[..., Wo
     assert all(loaded > 8 for loaded in found[1][2:])
     assert (worlds[0].early_blocks > 100, worlds[1].early_blocks) == (True, 0)
     assert worlds[0].driver.scheduler.stats().early_unused_blocks == 0
+
+
+def test_conversations_whose_answers_come_back_otherwise_are_found_as_well(make_world: Callable[..., World]) -> None:
+    worlds = [make_world(early=early) for early in (True, False)]
+    found = [rounds(world, [Conversation(name, is_rewritten=True) for name in range(4)], 6) for world in worlds]
+    for world in worlds:
+        world.end()
+    assert found[0][3:] == [0, 0, 0]
+    assert all(loaded > 8 for loaded in found[1][2:])
+
+
+def test_choices_of_one_request_are_one_turn(make_world: Callable[..., World]) -> None:
+    world = make_world()
+    for choice in range(3):
+        world.serve(world.submit(tuple(range(40)), choice=choice))
+    kv = world.driver.scheduler._queue.kv
+    assert (len(kv.conversations._ends), kv.pool.kept_idle_blocks) == (1, 0)
+    world.end()
 
 
 def test_states_of_hybrids_are_found_where_their_kv_came_early(make_world: Callable[..., World]) -> None:
@@ -361,7 +386,7 @@ def test_what_came_early_is_judged_by_how_much_of_it_is_found(num_found: int, is
     digests = [bytes([number]) for number in range(20)]
     cache = KvCache(KvCacheOptions(num_blocks=8, block_size_tokens=BLOCK))
     early: Any = EarlyLoads(cache, SimpleNamespace())  # type: ignore[arg-type]
-    expected = _Expected(1, "", digests, 1, 1, num_brought=6, brought_end=16)
+    expected = _Expected(1, "", digests, digests[-1], 1, 1, num_brought=6, brought_end=16)
     early._expected[1] = early._by_end[digests[-1]] = expected
     judged: list[bool] = []
     early._record = SimpleNamespace(note=lambda *, was_right: judged.append(was_right))

@@ -822,13 +822,19 @@ class RunQueue:
             self.free_slots.append(sequence.slot)
             sequence.slot = NO_SLOT
         if sequence.state is SequenceState.FINISHED:
-            turn = self.kv.conversations.ended(sequence.kv)
-            if turn is not None and self.early_loads is not None:
-                self.early_loads.ended(sequence.kv, turn)
+            self._end_turn(sequence)
             self.retention.ended(sequence)
             sequence.kv.release()
         else:
             sequence.kv.shrink(0)
+
+    def _end_turn(self, sequence: Sequence) -> None:
+        """Of several choices of one request, which have their prompt in common, the first one is the turn."""
+        if sequence.request.choice:
+            return
+        turn = self.kv.conversations.ended(sequence.kv, prompt_tokens=sequence.prompt_tokens)
+        if turn is not None and self.early_loads is not None:
+            self.early_loads.ended(sequence.kv, turn)
 
 
 def _is_quick_turn(sequence: Sequence) -> bool:

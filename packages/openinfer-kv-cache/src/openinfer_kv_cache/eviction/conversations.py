@@ -1,6 +1,7 @@
 """`Conversations`: which prefixes are kept whole while more conversations take turns than the pool holds.
 
-A turn of a conversation begins with all of its last one. In a cycle of conversations that is larger than the pool, the
+A turn of a conversation begins with the prompt of its last one; the answer may come back written otherwise, without its
+thinking for one. In a cycle of conversations that is larger than the pool, the
 one used least recently is the next to go on, so that order of eviction gives each up just before it is needed. As LIRS
 does for pages (Jiang and Zhang, SIGMETRICS 2002), conversations are chosen that are given up after all others:
 
@@ -27,6 +28,8 @@ KEPT_SHARE = 0.75
 """The rest is for what runs, begins, or comes once."""
 LEAST_SHARE = 1 / 256
 """Of the owner's share: shorter ones are not kept, so that there are few, and to look at all of them is quick."""
+TAIL_TOKENS = 16
+"""Of a prompt, with which a template begins the answer: the next turn may have it otherwise, as the answer itself."""
 MAX_ENDS = 8192
 """Turns whose continuation is known for one; the oldest are forgotten."""
 
@@ -38,6 +41,8 @@ class EndedTurn(NamedTuple):
     turn: int
     interval: int | None
     """Turns since its last one; None for its first."""
+    end: Digest
+    """Of the last block with which its next turn begins, whatever becomes of the answer."""
 
 
 class Conversations:
@@ -48,12 +53,16 @@ class Conversations:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._turn = 0
-        # of turns, by their last sealed block: their number, and their conversation, until a turn goes on from there
+        # of turns, by the last block with which the next one begins: their number, and their conversation, until a turn
+        # goes on from there
         self._ends: OrderedDict[Digest, tuple[int, int | None]] = OrderedDict()
         self._kept: dict[str, OrderedDict[int, int]] = {}  # last turns by conversation, by owner, longest ago first
 
-    def ended(self, sequence: BlockSequence) -> EndedTurn | None:
-        """A sequence is about to give its blocks back; None if it leaves nothing that a turn could go on from."""
+    def ended(self, sequence: BlockSequence, *, prompt_tokens: int | None = None) -> EndedTurn | None:
+        """A sequence is about to give its blocks back; None if it leaves nothing that a turn could go on from.
+
+        `prompt_tokens`: of its tokens, those that its next turn has, but for the last `TAIL_TOKENS`; by default all.
+        """
         num_sealed = sequence.num_sealed_blocks
         if not num_sealed or not self._pool.keeps_conversations:
             return None
@@ -62,14 +71,17 @@ class Conversations:
         self._turn += 1
         if conversation is None:
             conversation = self._turn
-        end = digests[num_sealed - 1]
+        num_blocks = num_sealed
+        if prompt_tokens is not None:
+            num_blocks = min(num_sealed, max(1, (prompt_tokens - TAIL_TOKENS) // sequence.block_size_tokens))
+        end = digests[num_blocks - 1]
         self._ends[end] = self._turn, conversation
         self._ends.move_to_end(end)
         if len(self._ends) > MAX_ENDS:
             self._ends.popitem(last=False)
         if before is not None:
             self._went_on(sequence, before, conversation)
-        return EndedTurn(conversation, self._turn, None if before is None else self._turn - before)
+        return EndedTurn(conversation, self._turn, None if before is None else self._turn - before, end)
 
     def clear(self) -> None:
         self._ends.clear()
@@ -102,7 +114,11 @@ class Conversations:
         if room < len(blocks):
             pool.drop_conversation(conversation)  # of which it may keep less now
         if min(room, len(blocks)) >= LEAST_SHARE * share:
-            pool.keep_conversation(blocks[:room], conversation, turn=self._turn, interval=self._turn - before)
+            heads, interval = blocks[:room], self._turn - before
+            pool.keep_conversation(heads, conversation, turn=self._turn, interval=interval)
+            if pool.kept_blocks(conversation) > len(heads):  # of answers that came back otherwise, too
+                pool.drop_conversation(conversation)
+                pool.keep_conversation(heads, conversation, turn=self._turn, interval=interval)
             kept[conversation] = self._turn
         else:
             pool.drop_conversation(conversation)

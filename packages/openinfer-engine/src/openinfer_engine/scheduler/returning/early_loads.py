@@ -51,6 +51,8 @@ class _Expected:
     conversation: int
     owner: str
     digests: Sequence[Digest]
+    end: Digest
+    """`EndedTurn.end`, by which its next turn is known."""
     turn: int
     interval: int
     num_kept: int = 0
@@ -170,8 +172,8 @@ class EarlyLoads:
         self._forget(turn.conversation)
         if turn.interval is not None:
             digests = sequence.prefix_digests()[: sequence.num_sealed_blocks]
-            expected = _Expected(turn.conversation, sequence.owner, digests, turn.turn, turn.interval)
-            self._expected[turn.conversation] = self._by_end[digests[-1]] = expected
+            expected = _Expected(turn.conversation, sequence.owner, digests, turn.end, turn.turn, turn.interval)
+            self._expected[turn.conversation] = self._by_end[turn.end] = expected
             self._num_digests += len(digests)
         while len(self._expected) > MAX_CONVERSATIONS or self._num_digests > MAX_DIGESTS:
             self._forget(next(iter(self._expected)))
@@ -322,8 +324,8 @@ class EarlyLoads:
         expected = self._expected.pop(conversation, None)
         if expected is not None:
             self._num_digests -= len(expected.digests)
-            if self._by_end.get(expected.digests[-1]) is expected:
-                del self._by_end[expected.digests[-1]]
+            if self._by_end.get(expected.end) is expected:
+                del self._by_end[expected.end]
 
 
 def _due(expected: _Expected) -> int:
