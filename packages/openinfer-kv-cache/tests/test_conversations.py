@@ -87,16 +87,14 @@ def test_a_turn_is_known_whatever_became_of_the_answer_before_it_and_of_what_beg
     assert [kept for _, kept in found][1:] == [prompt_blocks + 4 for prompt_blocks in range(14, 24, 2)]
 
 
-def test_prompts_that_differ_in_their_last_tokens_alone_have_one_end() -> None:
+def test_prompts_that_differ_in_their_last_tokens_alone_have_one_end_and_do_not_go_on_from_it() -> None:
     cache = make_cache(64)
     ids = [*range(40)]
+    other_tail = [*ids[:-TAIL_TOKENS], *range(900, 900 + TAIL_TOKENS)]
+    other_block = [*ids[: -TAIL_TOKENS - BLOCK], *range(900, 900 + TAIL_TOKENS + BLOCK)]
     ends = []
-    for tail in (
-        ids,
-        [*ids[:-TAIL_TOKENS], *range(900, 900 + TAIL_TOKENS)],
-        [*ids[: -TAIL_TOKENS - BLOCK], *range(900, 920)],
-    ):
-        sequence = cache.sequence([*tail, 0])
+    for prompt in (ids, ids, other_tail, other_block):
+        sequence = cache.sequence([*prompt, 0])
         sequence.match()
         sequence.reserve(40)
         sequence.seal(40)
@@ -104,8 +102,9 @@ def test_prompts_that_differ_in_their_last_tokens_alone_have_one_end() -> None:
         assert ended is not None
         ends.append(ended)
         sequence.release()
-    assert ends[0].end == ends[1].end != ends[2].end
-    assert ends[0].conversation == ends[1].conversation != ends[2].conversation
+    assert ends[0].end == ends[1].end == ends[2].end != ends[3].end
+    assert [each.interval for each in ends] == [None] * 4
+    assert cache.pool.kept_idle_blocks == 0
 
 
 def test_what_comes_once_is_kept_no_longer_than_by_least_recently_used() -> None:

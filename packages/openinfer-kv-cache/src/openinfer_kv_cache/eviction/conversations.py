@@ -67,14 +67,15 @@ class Conversations:
         if not num_sealed or not self._pool.keeps_conversations:
             return None
         digests = sequence.prefix_digests()
-        before, conversation = self._go_on(digests, num_sealed)
+        place, is_longer = num_sealed - 1, False
+        if prompt_tokens is not None:
+            place = min(place, max(0, (prompt_tokens - TAIL_TOKENS) // sequence.block_size_tokens - 1))
+            is_longer = True  # a prompt that comes again goes on from nothing
+        before, conversation = self._go_on(digests, place - is_longer)
         self._turn += 1
         if conversation is None:
             conversation = self._turn
-        num_blocks = num_sealed
-        if prompt_tokens is not None:
-            num_blocks = min(num_sealed, max(1, (prompt_tokens - TAIL_TOKENS) // sequence.block_size_tokens))
-        end = digests[num_blocks - 1]
+        end = digests[place]
         self._ends[end] = self._turn, conversation
         self._ends.move_to_end(end)
         if len(self._ends) > MAX_ENDS:
@@ -90,10 +91,10 @@ class Conversations:
                 self._pool.drop_conversation(conversation)
         self._kept.clear()
 
-    def _go_on(self, digests: Sequence[Digest], num_sealed: int) -> tuple[int | None, int | None]:
+    def _go_on(self, digests: Sequence[Digest], last: int) -> tuple[int | None, int | None]:
         """The latest turn that these begin with, and its conversation; none for a second one to go on from there."""
         ends = self._ends
-        for place in range(num_sealed - 1, -1, -1):
+        for place in range(last, -1, -1):
             found = ends.get(digests[place])
             if found is not None:
                 ends[digests[place]] = found[0], None
