@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,6 +22,11 @@ WHOLE = (TOKEN, TOKEN, TOKEN, FINISH, USAGE, DONE)
 
 def chunked(*bodies: bytes) -> bytes:
     return HEAD + b"".join(b"%x\r\n%s\r\n" % (len(body), body) for body in bodies) + b"0\r\n\r\n"
+
+
+def scored(tokens: list[str], logprobs: list[float], top: list[dict[str, float] | None] | None) -> bytes:
+    shown = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top}
+    return b"data: %s\n\n" % msgspec.json.encode({"choices": [{"text": "a", "logprobs": shown}]})
 
 
 def job(*, output_tokens: int = 3, abort_after: int | None = None) -> Job:
@@ -80,6 +86,11 @@ def test_stream_is_followed_however_it_is_cut_and_connections_are_used_again(cut
         (chunked(TOKEN, TOKEN, FINISH, DONE), "2 tokens came, 3 were asked for"),
         (chunked(TOKEN, TOKEN, TOKEN, FINISH), "the stream has no end"),
         (chunked(TOKEN, b'data: {"error":{"message":"boom"}}\n\n', DONE), "boom"),
+        (chunked(TOKEN, b'data: {"error":{"message":"boom"}}\n\n', TOKEN, b"data: {not json\n\n", DONE), "boom"),
+        (chunked(TOKEN, b"data: {not json\n\n", DONE), "an event is no completion's: JSON is malformed"),
+        (chunked(b'data: {"choices":[{"text":null}]}\n\n', DONE), "an event is no completion's: Expected `str`"),
+        (chunked(b'data: {"choices":[{"text":"\xff"}]}\n\n', DONE), "an event is no completion's: 'utf-8'"),
+        (chunked(scored(["a", "b"], [-0.5], None), DONE), "an event is no completion's"),
         (chunked(DONE), "no tokens"),
         (b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nfull", "HTTP 503: full"),
         (b"SMTP ready\r\n\r\n", "not HTTP"),
@@ -109,3 +120,25 @@ def test_server_that_is_not_there_is_an_error_not_a_crash() -> None:
     target = Target(host="127.0.0.1", port=port, path="", model="m")
     (outcome,) = asyncio.run(work(Assignment(target=target, jobs=[job()], places=1, begin_at_s=0.0)))
     assert "Connect" in outcome.error
+
+
+def test_alternatives_may_be_missing_where_the_server_has_none() -> None:
+    events = [scored(["a"], [-0.5], top) for top in (None, [None], [{"a": -0.5}])]
+    ((outcome,), _) = ask(chunked(*events, FINISH, USAGE, DONE), job())
+    assert outcome.error == ""
+    assert [each.top for each in outcome.scored] == [{}, {}, {"a": -0.5}]
+
+
+@pytest.mark.parametrize(
+    ("details", "cached", "is_told"),
+    [
+        ("null", 0, False),
+        ('{"cached_tokens":null}', 0, False),
+        ('{"cached_tokens":0}', 0, True),
+        ('{"cached_tokens":1}', 1, True),
+    ],
+)
+def test_whether_cached_tokens_are_told(details: str, cached: int, is_told: bool) -> None:
+    usage = USAGE.replace(b'"completion_tokens"', b'"prompt_tokens_details":%s,"completion_tokens"' % details.encode())
+    ((outcome,), _) = ask(chunked(TOKEN, TOKEN, TOKEN, FINISH, usage, DONE), job())
+    assert (outcome.error, outcome.cached_tokens, outcome.tells_cached) == ("", cached, is_told)

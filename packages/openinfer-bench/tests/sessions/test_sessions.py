@@ -14,12 +14,13 @@ import pytest
 
 from openinfer.commands.main import main
 from openinfer.models import find_family, find_model_dir
-from openinfer_bench.serve.messages import ScoredToken, Target
+from openinfer_bench.serve.messages import Outcome, ScoredToken, Target
 from openinfer_bench.sessions.check import Verdict, check, choose, compare, is_right
-from openinfer_bench.sessions.figures import rows_of, totals_of
+from openinfer_bench.sessions.figures import line_of, rows_of, summary, totals_of
 from openinfer_bench.sessions.filler import Filler
 from openinfer_bench.sessions.generate import Shape, generate
-from openinfer_bench.sessions.play import Player
+from openinfer_bench.sessions.play import Played, Player
+from openinfer_bench.sessions.plot import draw
 from openinfer_bench.sessions.reuse import PrefixesSeen
 from openinfer_bench.sessions.session import Blocks, Grow, Session, Turn
 from openinfer_engine import EngineOptions, build_loop, resolve
@@ -263,6 +264,60 @@ def scored(*tokens: tuple[str, float, dict[str, float]]) -> list[ScoredToken]:
 def test_ties_and_differences(uncached, tolerance: float, verdict: Verdict, position: int | None) -> None:
     cached = scored(("a", -1.0, {}), ("b", -2.0, {}))
     assert compare(cached, scored(*uncached), tolerance=tolerance)[:2] == (verdict, position)
+
+
+def test_tokens_that_are_spelled_alike_are_told_apart_by_their_ids() -> None:
+    said = scored(("\ufffd", -1.0, {}), ("b", -2.0, {}))
+    assert compare(said, said, tolerance=0.1, token_ids=([1, 2], [1, 2]))[0] is Verdict.SAME
+    assert compare(said, said, tolerance=0.1, token_ids=([1, 2], [3, 2]))[:2] == (Verdict.DIFFERENT, 0)
+    assert compare(said, said, tolerance=0.1, token_ids=([], [3, 2]))[0] is Verdict.SAME  # a server that tells none
+
+
+def turn_of(session: str, number: int, *, error: str = "", cached: int | None = None) -> Played:
+    outcome = Outcome(begin_s=0.0, times=np.ones(1).tobytes(), tokens=1, error=error)
+    outcome.cached_tokens, outcome.tells_cached = cached or 0, cached is not None
+    sizes = {"prompt_tokens": 40, "output_tokens": 1, "allowed_tokens": 32 * (number > 1)}
+    return Played(session=session, turn=number, prompt=b"", **sizes, begin_s=0.0, end_s=1.0, outcome=outcome)
+
+
+def test_hits_that_a_server_does_not_tell_are_no_misses(tmp_path: Path) -> None:
+    spans = {"a": (0.0, 2.0), "b": (0.0, 0.5)}
+    played = [turn_of("a", 1), turn_of("b", 1, error="boom"), turn_of("a", 2)]
+    rows, totals = rows_of(played), totals_of(played, spans)
+    assert [(row["new_tokens"], row["hit_rate"]) for row in rows] == [(None, None)] * 2
+    assert line_of(rows[1]).split()[3:7] == ["40", "-", "-", "80.0%"]
+    assert (totals["cached_tokens"], totals["hits_of_allowed"]) == (None, None)
+    assert "tells no cached tokens; a session takes 2.0 s" in summary(totals).replace(" in its usage", "")
+    assert "1 sessions ended where a turn failed" in summary(totals)  # and its half second is no session's time
+    draw(rows, tmp_path / "untold.png")
+    played[2] = turn_of("a", 2, cached=32)  # of the first turn it says nothing, since there was nothing
+    assert [(row["new_tokens"], row["hit_rate"]) for row in rows_of(played)] == [(40, 0.0), (8, 0.8)]
+    assert totals_of(played, spans)["hits_of_allowed"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--places", "0"),
+        ("--sessions", "-1"),
+        ("--output-tokens", "0"),
+        ("--new-tokens", "-5"),
+        ("--agents-share", "2"),
+        ("--wait-s", "nan"),
+        ("--check", "-1"),
+        ("--max-turns", "0"),
+        ("--json", "/nowhere/at/all.json"),
+        ("--plot", "/nowhere/at/all.png"),
+        ("--plot", "picture.docx"),
+        ("--url", "http://127.0.0.1:99999"),
+    ],
+)
+def test_what_cannot_be_played_or_written_is_refused_at_once(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = "http://127.0.0.1:9"
+    assert main(["bench", "sessions", "--url", url, "--served-model", "m", flag, value]) == 2
+    assert flag in capsys.readouterr().err
 
 
 def test_filler_is_a_function_of_its_name() -> None:

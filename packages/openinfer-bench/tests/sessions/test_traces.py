@@ -143,6 +143,55 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         read_sessions(file)
     with pytest.raises(InvalidRequest, match="there is no trace"):
         read_sessions(tmp_path / "other.jsonl")
+    file.write_text("\n".join(["", json.dumps(WEKA), json.dumps(WEKA | {"id": 1})]))
+    with pytest.raises(InvalidRequest, match=r"slice.jsonl: line 3: not a session"):
+        read_sessions(tmp_path)
+
+
+WHOLE = gzip.compress(json.dumps(WEKA).encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("trace.json.gz", json.dumps(WEKA).encode(), "cannot be read: Not a gzipped file"),
+        ("trace.json.gz", WHOLE[:-20], "cannot be read: Compressed file ended"),
+        ("trace.json.gz", WHOLE[:-8] + bytes(8), "cannot be read: CRC check failed"),
+        ("trace.json.gz", WHOLE[:60] + b"\xff" * 60 + WHOLE[120:], "cannot be read"),
+        ("trace.json", json.dumps(WEKA).encode().replace(b"trace_0001", b"\xff"), "not a session"),
+        ("trace.json", b'{"other":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not a session"),
+        ("trace.jsonl", json.dumps(rounds()[0]).encode().replace(b"claude:b", b"\xff"), "line 1 is no round"),
+        ("trace.jsonl", b"\n\n", "there is no session in"),
+        ("other.txt", b"", "there is no session in"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InvalidRequest, match=message) as raised:
+        read_sessions(tmp_path)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_sessions_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    again = [WEKA["requests"][0], WEKA["requests"][1], WEKA["requests"][1]]  # a sub-agent that is asked twice
+    (tmp_path / "a.json").write_text(json.dumps(WEKA))
+    (tmp_path / "b.json").write_text(json.dumps(WEKA | {"requests": again}))
+    one, two = read_sessions(tmp_path)
+    assert (one.name, one.scope, two.name, two.scope) == ("trace_0001",) * 2 + ("trace_0001#2",) * 2
+    agents = two.turns[0].agents
+    assert [agent.name for agent in agents] == ["trace_0001#2/a1", "trace_0001#2/a1#2"]
+    assert {agent.scope for agent in agents} == {two.scope}
+    for name in ("c.jsonl", "d.jsonl"):
+        (tmp_path / name).write_text(json.dumps(rounds()[0]))
+    assert [session.name for session in read_sessions(tmp_path)][2:] == ["claude:b", "claude:b#2"]
+
+
+def test_times_with_and_without_a_zone_are_compared_as_utc(tmp_path: Path) -> None:
+    file = tmp_path / "slice.jsonl"
+    first, second = (each for each in rounds() if each["session_id"] == "claude:b")
+    file.write_text("\n".join([json.dumps(first).replace("Z", ""), json.dumps(second)]))
+    (session,) = read_sessions(file)
+    assert [turn.wait_s for turn in session.turns] == [0.0, 2.5]
 
 
 def test_nested_agents_have_a_bound(tmp_path: Path) -> None:

@@ -85,10 +85,14 @@ def target_of(arguments: argparse.Namespace, flags: Sequence[str]) -> Generator[
     if arguments.served_model is None:
         raise InvalidRequest("--url needs --served-model: what the server calls its model", field="served_model")
     url = urlsplit(str(arguments.url))
-    if url.scheme != "http" or url.hostname is None:
+    try:
+        port = url.port or 80
+    except ValueError:
+        port = None
+    if url.scheme != "http" or url.hostname is None or port is None:
         raise InvalidRequest(f"--url {arguments.url!r} is not of the form http://HOST:PORT", field="url")
     path = url.path.rstrip("/").removesuffix("/v1")
-    target = Target(host=url.hostname, port=url.port or 80, path=path, model=arguments.served_model, headers=headers)
+    target = Target(host=url.hostname, port=port, path=path, model=arguments.served_model, headers=headers)
     yield target, arguments.server_pid
 
 

@@ -32,7 +32,7 @@ class _Usage(msgspec.Struct):
 class _Logprobs(msgspec.Struct):
     tokens: list[str] = []
     token_logprobs: list[float] = []
-    top_logprobs: list[dict[str, float]] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -115,7 +115,8 @@ def _judge(outcome: Outcome, connection: "Connection", job: Job) -> None:
     usage = connection.usage
     outcome.tokens = len(connection.times) if usage is None else usage.completion_tokens
     if usage is not None and usage.prompt_tokens_details is not None:
-        outcome.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+        cached_tokens = usage.prompt_tokens_details.cached_tokens
+        outcome.cached_tokens, outcome.tells_cached = cached_tokens or 0, cached_tokens is not None
     outcome.token_ids, outcome.scored = connection.token_ids, connection.scored
     outcome.aborted = connection.aborted
     if outcome.aborted:
@@ -149,7 +150,8 @@ def _encode(target: Target, job: Job) -> bytes:
 
 
 def _scored(shown: _Logprobs) -> list[ScoredToken]:
-    top = shown.top_logprobs or [{} for _ in shown.tokens]
+    """Raises `ValueError` where one of its lists is shorter than another."""
+    top = [each or {} for each in shown.top_logprobs or [None] * len(shown.tokens)]
     return [ScoredToken(*each) for each in zip(shown.tokens, shown.token_logprobs, top, strict=True)]
 
 
@@ -171,12 +173,13 @@ class Connection(asyncio.Protocol):
         self._rest = b""
         self._abort_after: int | None = None
         self._ended = False
+        self._refused = False
 
     async def exchange(self, request: bytes, *, abort_after: int | None) -> None:
         """Sends a request and returns at the end of its answer, of the connection, or when the client leaves."""
         self.times, self.usage, self.failure = [], None, ""
         self.token_ids, self.scored = [], []
-        self._rest, self._ended, self._abort_after = b"", False, abort_after
+        self._rest, self._ended, self._refused, self._abort_after = b"", False, False, abort_after
         self.reusable = False
         self._done = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
@@ -211,16 +214,17 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status != 200:
+        self._refused = status != 200
+        if self._refused:
             self.failure = f"HTTP {status}: "
 
     def on_body(self, body: bytes) -> None:
-        if self.failure:
+        if self._refused:
             self.failure += body.decode(errors="replace")
             return
         *lines, self._rest = (self._rest + body).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:") and not self.aborted:
+            if line.startswith(b"data:") and not self.aborted and not self.failure:
                 self._take(line[5:].strip())
 
     def on_message_complete(self) -> None:
@@ -235,15 +239,19 @@ class Connection(asyncio.Protocol):
         if data == b"[DONE]":
             self._ended = True
             return
-        event = _decode(data)
+        try:
+            event = _decode(data)
+            scored = [score for choice in event.choices if choice.logprobs for score in _scored(choice.logprobs)]
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            self.failure = f"an event is no completion's: {error}"
+            return
         if event.error is not None:
             self.failure = str(event.error)
         if event.usage is not None:
             self.usage = event.usage
         for choice in event.choices:
             self.token_ids += choice.token_ids or ()
-            if choice.logprobs is not None:
-                self.scored += _scored(choice.logprobs)
+        self.scored += scored
         if any(choice.text or choice.finish_reason is None for choice in event.choices):
             self.times.append(self._now_s)  # a bare finish is no token's
             if len(self.times) == self._abort_after:

@@ -68,6 +68,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     """As the server counts them, else the events."""
     cached_tokens: int = 0
     """Of the prompt, found in a cache, where the server says so."""
+    tells_cached: bool = False
+    """Whether it does. A server may say nothing where it found nothing."""
     token_ids: list[int] = []
     """What was generated, where it was asked for and the server tells."""
     scored: list[ScoredToken] = []

@@ -26,11 +26,19 @@ from openinfer_bench.serve import target_of
 from openinfer_bench.serve.drafts import DraftWatch
 from openinfer_bench.serve.messages import Target
 from openinfer_bench.sessions.check import Comparison, Verdict, check, choose, is_right
-from openinfer_bench.sessions.figures import heading, hits_by_tier, line_of, rows_of, summary, totals_of
+from openinfer_bench.sessions.figures import (
+    heading,
+    hits_by_tier,
+    line_of,
+    rows_of,
+    summary,
+    tells_cached,
+    totals_of,
+)
 from openinfer_bench.sessions.filler import Filler
 from openinfer_bench.sessions.generate import Shape, generate
-from openinfer_bench.sessions.play import TOP_LOGPROBS, Player
-from openinfer_bench.sessions.plot import draw
+from openinfer_bench.sessions.play import TOP_LOGPROBS, Played, Player
+from openinfer_bench.sessions.plot import check_picture, draw
 from openinfer_bench.sessions.session import Session, within
 from openinfer_bench.sessions.traces import read_sessions
 from openinfer_core import InvalidRequest
@@ -38,6 +46,11 @@ from openinfer_core.provenance import provenance
 
 OPENINFER_CONTRACT = 1
 _METRICS_S = 10.0
+_LEAST = {
+    **dict.fromkeys(("sessions", "turns", "first_tokens", "output_tokens", "places", "num_token_ids"), 1),
+    **dict.fromkeys(("max_tokens", "max_turns"), 1),
+    **dict.fromkeys(("new_tokens", "wait_s", "agents_share", "max_wait_s", "check", "tolerance"), 0),
+}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -46,8 +59,7 @@ def run(argv: Sequence[str]) -> int:
     Flags that are not listed go to `openinfer serve`.
     """
     arguments, flags = _parser().parse_known_args(argv)
-    if arguments.plain and arguments.check:
-        raise InvalidRequest("--check compares log-probabilities, which --plain does not ask for", field="plain")
+    _check(arguments)
     shape = Shape(
         sessions=arguments.sessions,
         turns=arguments.turns,
@@ -85,9 +97,33 @@ def run(argv: Sequence[str]) -> int:
     if arguments.plot is not None:
         draw(rows, Path(arguments.plot))
     if arguments.check and not found:
-        print("nothing was checked: the cache helped no turn")
+        print(f"nothing was checked: {_why_nothing(player.played)}")
     wrong = bool(arguments.check) and (not found or not is_right(found))
     return 1 if totals["failed"] or wrong else 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Before anything is played: a run may take hours.
+
+    Raises:
+        InvalidRequest: a number is out of range, a file cannot be written, or flags do not agree.
+        Refused: `--plot` without matplotlib.
+    """
+    for name, least in _LEAST.items():
+        value: float | None = getattr(arguments, name)
+        if value is not None and not least <= value < float("inf"):
+            flag = f"--{name.replace('_', '-')}"
+            raise InvalidRequest(f"{flag} is {value}; it must be a number from {least} on", field=name)
+    if arguments.plain and arguments.check:
+        raise InvalidRequest("--check compares log-probabilities, which --plain does not ask for", field="plain")
+    if arguments.agents_share > 1:
+        raise InvalidRequest(f"--agents-share is {arguments.agents_share}; it must be 1 at most", field="agents_share")
+    for name in ("json", "plot"):
+        path = getattr(arguments, name)
+        if path is not None and not Path(path).parent.is_dir():
+            raise InvalidRequest(f"--{name} {path}: there is no folder {Path(path).parent}", field=name)
+    if arguments.plot is not None:
+        check_picture(Path(arguments.plot))
 
 
 def _sessions(arguments: argparse.Namespace, shape: Shape) -> list[Session]:
@@ -127,6 +163,12 @@ def _metrics(target: Target) -> dict[str, float]:
             except ValueError:
                 continue
     return found
+
+
+def _why_nothing(played: Sequence[Played]) -> str:
+    if all(each.outcome.error for each in played):
+        return "no turn was answered"
+    return "the cache helped no turn" if tells_cached(played) else "the server tells no cached tokens"
 
 
 def _verdicts(found: Sequence[Comparison]) -> str:

@@ -45,7 +45,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(
-    cached: Sequence[ScoredToken], uncached: Sequence[ScoredToken], *, tolerance: float
+    cached: Sequence[ScoredToken],
+    uncached: Sequence[ScoredToken],
+    *,
+    tolerance: float,
+    token_ids: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> tuple[Verdict, int | None, float, str]:
     """Verdict, position, largest difference of log-probabilities, and the difference in words.
 
@@ -53,11 +57,17 @@ def compare(
         cached: what the turn said.
         uncached: what it said without a cache.
         tolerance: of log-probabilities; 0 takes no tie either: engines whose kernels do not depend on the batch.
+        token_ids: of both, where the server tells them: tokens may be spelled alike. Of two that are, it is not known
+            which log-probability is whose, so they are no tie.
     """
     if not cached or len(cached) != len(uncached):
         return Verdict.UNANSWERED, None, 0.0, f"{len(cached)} tokens with log-probabilities, {len(uncached)} uncached"
+    are_told = len(token_ids[0]) == len(token_ids[1]) == len(cached)
     largest = 0.0
     for position, (one, other) in enumerate(zip(cached, uncached, strict=True)):
+        if are_told and one.text == other.text and token_ids[0][position] != token_ids[1][position]:
+            what = f"token {token_ids[0][position]} instead of {token_ids[1][position]}, both {one.text!r}"
+            return Verdict.DIFFERENT, position, largest, what
         if one.text != other.text:
             gap = other.logprob - other.top.get(one.text, float("-inf"))
             what = f"{one.text!r} instead of {other.text!r}, {gap:.4f} less likely without a cache"
@@ -105,7 +115,12 @@ async def check(
                 what = again.error or f"{again.cached_tokens} tokens were cached under a salt that no request used"
                 verdict, position, difference = Verdict.DIFFERENT if not again.error else Verdict.UNANSWERED, None, 0.0
             else:
-                verdict, position, difference, what = compare(turn.outcome.scored, again.scored, tolerance=tolerance)
+                verdict, position, difference, what = compare(
+                    turn.outcome.scored,
+                    again.scored,
+                    tolerance=tolerance,
+                    token_ids=(turn.outcome.token_ids, again.token_ids),
+                )
             found.append(
                 Comparison(
                     session=turn.session,

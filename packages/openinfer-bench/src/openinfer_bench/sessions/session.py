@@ -49,6 +49,16 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
         return sum(1 + sum(agent.num_turns for agent in turn.agents) for turn in self.turns)
 
 
+def named_apart(name: str, taken: set[str]) -> str:
+    """A name that no other session has, which is added to those taken: what no block names is text by session."""
+    found, number = name, 1
+    while found in taken:
+        number += 1
+        found = f"{name}#{number}"
+    taken.add(found)
+    return found
+
+
 def within(session: Session, *, max_tokens: int, max_wait_s: float, max_turns: int | None = None) -> Session:
     """A session as a server of limited context, and a run of limited time, can play it.
 

@@ -8,13 +8,13 @@ AIPerf's documentation describes them, read on 2026-11-24.
 """
 
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import groupby
 from typing import Annotated
 
 import msgspec
 
-from openinfer_bench.sessions.session import Grow, Session, Turn
+from openinfer_bench.sessions.session import Grow, Session, Turn, named_apart
 from openinfer_core import InvalidRequest
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
@@ -36,8 +36,8 @@ class _Round(msgspec.Struct, kw_only=True):
     timing_events: list[_Event] = []
 
 
-def read_tracelab(lines: Iterable[bytes]) -> list[Session]:
-    """The sessions of a file, in order of their first lines.
+def read_tracelab(lines: Iterable[bytes], taken: set[str]) -> list[Session]:
+    """The sessions of a file, in order of their first lines; their names are added to those taken.
 
     Raises:
         InvalidRequest: a line does not have the format.
@@ -48,12 +48,12 @@ def read_tracelab(lines: Iterable[bytes]) -> list[Session]:
             continue
         try:
             rounds.append(msgspec.json.decode(line, type=_Round))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"line {number} is no round of TraceLab: {error}", field="trace") from None
     order = {each.session_id: index for index, each in reversed(list(enumerate(rounds)))}
     rounds.sort(key=lambda each: (order[each.session_id], each.round_index))
     return [
-        Session(name=name, turns=_turns(list(members)))
+        Session(name=named_apart(name, taken), turns=_turns(list(members)))
         for name, members in groupby(rounds, key=lambda each: each.session_id)
     ]
 
@@ -83,6 +83,7 @@ def _span(events: list[_Event]) -> tuple[datetime | None, datetime | None]:
 
 def _time(text: str | None) -> datetime | None:
     try:
-        return None if text is None else datetime.fromisoformat(text)
+        when = None if text is None else datetime.fromisoformat(text)
     except ValueError:
         return None
+    return when if when is None or when.tzinfo is not None else when.replace(tzinfo=UTC)

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from openinfer_bench.sessions.session import Blocks, Session, Turn
+from openinfer_bench.sessions.session import Blocks, Session, Turn, named_apart
 from openinfer_core import InvalidRequest
 
 _MAX_TOKENS = 2**24
@@ -57,21 +57,31 @@ class _Trace(msgspec.Struct, kw_only=True):
     requests: list[_Whole | _Stream | _Agent]
 
 
-def read_weka(data: bytes) -> Session:
+def read_weka(data: bytes, taken: set[str]) -> Session:
     """The session of one file.
+
+    Args:
+        data: the file.
+        taken: names of other sessions; its own, and those of its sub-agents, are added.
 
     Raises:
         InvalidRequest: it does not have the format, or a sub-agent comes before the first request.
     """
     try:
         trace = msgspec.json.decode(data, type=_Trace)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"not a session of the Weka format: {error}", field="trace") from None
-    scope = "" if trace.hash_id_scope == "global" else trace.id
-    return Session(name=trace.id, scope=scope, turns=_turns(trace.requests, trace, scope, depth=0))
+    trace.id = named_apart(trace.id, taken)
+    return Session(name=trace.id, scope=_scope(trace), turns=_turns(trace.requests, trace, taken, depth=0))
 
 
-def _turns(requests: Sequence[_Whole | _Stream | _Agent], trace: _Trace, scope: str, *, depth: int) -> tuple[Turn, ...]:
+def _scope(trace: _Trace) -> str:
+    return "" if trace.hash_id_scope == "global" else trace.id
+
+
+def _turns(
+    requests: Sequence[_Whole | _Stream | _Agent], trace: _Trace, taken: set[str], *, depth: int
+) -> tuple[Turn, ...]:
     if depth > _MAX_DEPTH or len(requests) > _MAX_REQUESTS:
         raise InvalidRequest(f"{trace.id}: more than {_MAX_REQUESTS:,} requests or {_MAX_DEPTH} levels", field="trace")
     turns: list[Turn] = []
@@ -81,9 +91,9 @@ def _turns(requests: Sequence[_Whole | _Stream | _Agent], trace: _Trace, scope: 
             if not turns:
                 raise InvalidRequest(f"{trace.id}: sub-agent {request.agent_id} begins before a request", field="trace")
             agent = Session(
-                name=f"{trace.id}/{request.agent_id}",
-                scope=scope,
-                turns=_turns(request.requests, trace, scope, depth=depth + 1),
+                name=named_apart(f"{trace.id}/{request.agent_id}", taken),
+                scope=_scope(trace),
+                turns=_turns(request.requests, trace, taken, depth=depth + 1),
                 is_background=request.status == _ASYNC,
             )
             turns[-1] = msgspec.structs.replace(turns[-1], agents=(*turns[-1].agents, agent))
