@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openinfer_core import Refused, find_plugin, read_config
+from openinfer_core import InvalidCheckpoint, Refused, find_plugin, read_config
 from openinfer_engine import EngineOptions, LocalGroup, resolve
 from openinfer_engine.backends import Backend
 from openinfer_engine.cpu.backend import CpuBackend
@@ -165,6 +166,12 @@ def test_a_loading_that_cannot_be_counted_is_said_and_taken_as_cut_evenly(caplog
     whole = bytes_and_products(config, CpuBackend(EngineOptions())).num_bytes
     assert rank_weights(odd, config, DEFINITION.tensors(config), size=2, itemsize_bytes=4).num_bytes == whole // 2
     assert "calls the operator sample" in caplog.text
+
+
+def test_a_start_without_weights_says_how_it_starts_without(tmp_path: Path) -> None:
+    shutil.copy(MODEL_DIR / "config.json", tmp_path)
+    with pytest.raises(InvalidCheckpoint, match=r"has neither model\.safetensors nor .* --load-format dummy starts it"):
+        resolve(DEFINITION, tmp_path, EngineOptions())
 
 
 def test_device_that_the_family_does_not_run_on_is_refused_before_it_is_opened() -> None:

@@ -28,6 +28,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     root = folder / "model"  # installers link files of packages, also while tests run: then they are no longer the same
     shutil.copytree(find_model_dir("tiny"), root)
+    (root / "empty").mkdir()
     command = [sys.executable, "-m", "openinfer.commands.main", "serve", str(root), "--port", "0", "--workers", "2"]
     command += ["--api-keys-file", str(keys), "--weights-root", str(root), "--num-blocks", "64"]
     process = subprocess.Popen([*command, "--grammar-compiler", "none"], stdout=subprocess.PIPE, text=True)
@@ -82,6 +83,9 @@ def test_update_holds_for_every_worker_and_is_for_operators(address: str) -> Non
     assert (status, answer["state"], answer["weights_version"]) == (200, "serving", f"content {'ab' * 32}")
     for _ in range(12):
         assert complete(address)[1]["choices"][0]["text"] == text
+    status, answer = ask(address, "POST", "/update_weights", {"path": "empty"})
+    told = answer["error"]["message"]
+    assert (status, "has neither model.safetensors nor" in told, "--load-format" in told) == (400, True, False)
     status, answer = ask(address, "POST", "/update_weights", {"path": "../.."})
     assert (status, "not below --weights-root" in answer["error"]["message"]) == (400, True)
     assert complete(address)[0] == 200

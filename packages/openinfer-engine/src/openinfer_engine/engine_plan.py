@@ -516,7 +516,8 @@ def _checked_config(
     definition.check_ranks(config, options.tensor_parallel_size)
     check_data_parallel(definition, config, options)
     if options.load_format is LoadFormat.SAFETENSORS:
-        with Checkpoint.open(model_dir, keeps_gguf=options.keeps_gguf) as checkpoint:
+        advice = "--load-format dummy starts it with random weights, for sizes and speed"
+        with Checkpoint.open(model_dir, keeps_gguf=options.keeps_gguf, advice=advice) as checkpoint:
             config = check_stored(definition, config, checkpoint)
     return config, limits
 

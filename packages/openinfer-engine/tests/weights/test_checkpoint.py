@@ -226,6 +226,8 @@ def test_damaged_index_is_refused(tmp_path: Path, content: bytes, message: str) 
         Checkpoint.open(tmp_path)
 
 
-def test_a_folder_without_weights_says_how_it_starts_without(tmp_path: Path) -> None:
-    with pytest.raises(InvalidCheckpoint, match=r"has neither model\.safetensors nor .* --load-format dummy starts it"):
+def test_a_folder_without_weights_says_what_is_missing_and_what_its_caller_advises(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpoint, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json$"):
         Checkpoint.open(tmp_path)
+    with pytest.raises(InvalidCheckpoint, match=r"index\.json; do this$"):
+        Checkpoint.open(tmp_path, advice="do this")

@@ -61,11 +61,12 @@ class Checkpoint:
         *,
         keeps_gguf: bool = False,
         open_file: Callable[[Path], TensorFile] = SafetensorsFile,
+        advice: str = "",
     ) -> "Checkpoint":
         """Opens a folder's files and checks that they are whole.
 
         `keeps_gguf`: matrices of a GGUF file stay quantised where they are in formats that products read. `open_file`
-        opens each of safetensors.
+        opens each of safetensors. `advice` ends what is said of a folder that has no weights at all.
 
         Raises:
             InvalidCheckpoint: files are missing or damaged, or the index contradicts them.
@@ -83,7 +84,7 @@ class Checkpoint:
             return cls([GgufFile(gguf, keeps_quantised=keeps_gguf)])
         if of_ranks:
             return cls._of_ranks([open_file(path) for path in of_ranks])
-        raise InvalidCheckpoint(_no_weights(model_dir))
+        raise InvalidCheckpoint(_no_weights(model_dir, advice))
 
     @classmethod
     def _of_ranks(cls, files: Sequence[TensorFile]) -> "Checkpoint":
@@ -231,7 +232,7 @@ def _check_shard_name(name: str, index: Path) -> None:
         raise InvalidCheckpoint(f"{index} names the file {name!r}; only .safetensors files of the same folder are read")
 
 
-def _no_weights(model_dir: Path) -> str:
+def _no_weights(model_dir: Path, advice: str) -> str:
     found = sorted(
         path.name for path in model_dir.glob("*") if path.suffix in {".bin", ".pt", ".pth", ".safetensors", ".gguf"}
     )
@@ -241,7 +242,7 @@ def _no_weights(model_dir: Path) -> str:
             f"{missing}; it has {', '.join(found[:3])}; weights are read from safetensors, and from a GGUF file "
             "that is itself given as the model"
         )
-    return f"{missing}; --load-format dummy starts it with random weights, for sizes and speed"
+    return f"{missing}; {advice}" if advice else missing
 
 
 def _problems(
