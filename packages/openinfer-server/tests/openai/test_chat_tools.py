@@ -104,7 +104,28 @@ def test_answer_is_told_apart_whole_and_streamed_alike(client, text, content, re
     again, chunks = streamed(client, ask(text))
     assert reasoning_of(chunks) == (reasoning or "")
     assert plain(again.message)[::2] == plain(whole.message)[::2]
+    assert again.message.content == content
     assert again.finish_reason == whole.finish_reason
+
+
+@pytest.mark.parametrize("further", [{}, {"logprobs": True}, {"extra_body": {"return_token_ids": True}}, {"n": 2}])
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [(CALL, None), (THOUGHT + CALL, None), ("Yes." + CALL, "Yes."), (THOUGHT, ""), ("", ""), ("Yes.", "Yes.")],
+)
+def test_content_is_null_in_a_stream_where_it_is_in_a_whole_answer(client, text, content, further):
+    whole = client.chat.completions.create(**ask(text, **further)).choices
+    assert [choice.message.content for choice in whole] == [content] * len(whole)
+    with client.chat.completions.stream(**ask(text, **further)) as stream:
+        assert [choice.message.content for choice in stream.get_final_completion().choices] == [content] * len(whole)
+
+
+def test_content_is_never_null_in_a_stream_without_tools(client):
+    asked = ask("Yes.", stream=True)
+    del asked["tools"]
+    for further in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        first, *_ = client.chat.completions.create(**asked, **further)
+        assert first.choices[0].delta.content == ""
 
 
 def test_a_stream_has_an_event_for_every_token(client):

@@ -51,7 +51,11 @@ class ChatCompletions:
             event_object="chat.completion.chunk",
             frame=chat_frame,
             stream_sink=lambda head, index, events: ChatStreamSink(
-                chat_delta_frame(head, index), events, self._logprobs, tells_token_ids=head.tells_token_ids
+                chat_delta_frame(head, index),
+                events,
+                self._logprobs,
+                tells_token_ids=head.tells_token_ids,
+                may_call=head.may_call,
             ),
             whole_sink=ChatMessageSink,
             body=self._body,

@@ -23,6 +23,7 @@ from openinfer_server.text.byte_table import escape_json
 
 TOOL_CALLS = "tool_calls"  # why an answer ended that calls tools
 _AFTER_ARGUMENTS = b'"}}]'
+_NO_CONTENT = b'"delta":{"content":""}'
 
 
 def finish_reason(choice: DeltaChoice, reason: FinishReason) -> str:
@@ -31,7 +32,11 @@ def finish_reason(choice: DeltaChoice, reason: FinishReason) -> str:
 
 
 class ChatStreamSink(Sink):
-    """A sink that writes an event per token, also when nothing came of it yet."""
+    """A sink that writes an event per token, also when nothing came of it yet.
+
+    With `may_call` the first event has no content. An answer that ends without any, and without a call, has an empty
+    one, as its whole body has.
+    """
 
     __slots__ = (
         "_after_arguments",
@@ -40,12 +45,19 @@ class ChatStreamSink(Sink):
         "_format",
         "_frame",
         "_ids",
+        "_lacks_content",
         "_write",
         "_writer",
     )
 
     def __init__(
-        self, frame: EventFrame, events: EventStream, logprob_format: LogprobFormat, *, tells_token_ids: bool = False
+        self,
+        frame: EventFrame,
+        events: EventStream,
+        logprob_format: LogprobFormat,
+        *,
+        tells_token_ids: bool = False,
+        may_call: bool = False,
     ) -> None:
         self._after_arguments = _AFTER_ARGUMENTS + frame.after
         self._after_text = b'"' + frame.after
@@ -53,6 +65,7 @@ class ChatStreamSink(Sink):
         self._format = logprob_format
         self._frame = frame
         self._ids = NewTokenIds() if tells_token_ids else None
+        self._lacks_content = may_call
         self._write = events.write
         self._writer = events.writer
 
@@ -68,6 +81,8 @@ class ChatStreamSink(Sink):
             self._ids.append(token_id)
 
     def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
+        if self._lacks_content and any(type(delta) is ContentDelta for delta in deltas):
+            self._lacks_content = False
         if scores or self._ids is not None:
             logprobs = msgspec.json.encode(self._format(scores)) if scores else b"null"
             self._write(self._frame.text_event(delta_json(deltas), logprobs, self._further()))
@@ -87,7 +102,9 @@ class ChatStreamSink(Sink):
         self._write(self._frame.before + delta_json(deltas) + self._frame.after)
 
     def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
-        self._write(self._frame.finish_event(finish_reason(choice, reason), choice.stop_reason, self._further()))
+        came = _NO_CONTENT if self._lacks_content and not choice.called else None
+        why = finish_reason(choice, reason)
+        self._write(self._frame.finish_event(why, choice.stop_reason, self._further(), came=came))
 
     def _further(self) -> bytes:
         return b"" if self._ids is None else self._ids.field()

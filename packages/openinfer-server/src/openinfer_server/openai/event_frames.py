@@ -29,6 +29,7 @@ class ResponseHead:
     model: str
     usage: StreamUsage
     tells_token_ids: bool = False
+    may_call: bool = False  # whether an answer may have calls and no content
 
     def begin(self) -> bytes:
         fields = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
@@ -52,7 +53,8 @@ class EventFrame:
     after: bytes  # of an event with text alone
     _between: bytes  # from the text to the log-probabilities
     _end: bytes
-    _finish: bytes  # event without text, up to the log-probabilities
+    _begin: bytes  # up to what came
+    _empty: bytes  # that nothing came
     first: bytes  # event that begins the choice; may be empty
 
     def text_event(self, escaped: bytes, logprobs: bytes = b"null", further: bytes = b"") -> bytes:
@@ -60,9 +62,15 @@ class EventFrame:
         parts = (self.before, escaped, self._between, logprobs, b',"finish_reason":null', further, b"}", self._end)
         return b"".join(parts)
 
-    def finish_event(self, reason: str, stop_reason: str | int | None, further: bytes = b"") -> bytes:
-        why = b'null,"finish_reason":"%b","stop_reason":%b' % (reason.encode(), msgspec.json.encode(stop_reason))
-        return b"".join((self._finish, why, further, b"}", self._end))
+    def finish_event(
+        self, reason: str, stop_reason: str | int | None, further: bytes = b"", *, came: bytes | None = None
+    ) -> bytes:
+        """`came` stands in the place of nothing."""
+        why = b',"logprobs":null,"finish_reason":"%b","stop_reason":%b' % (
+            reason.encode(),
+            msgspec.json.encode(stop_reason),
+        )
+        return b"".join((self._begin, self._empty if came is None else came, why, further, b"}", self._end))
 
     def first_event(self, prompt_token_ids: Sequence[int]) -> bytes:
         """`first` with the ids of the prompt."""
@@ -104,8 +112,11 @@ def chat_frame(head: ResponseHead, index: int) -> EventFrame:
 
 
 def chat_delta_frame(head: ResponseHead, index: int) -> EventFrame:
-    """Events of `/v1/chat/completions` whose text is the inside of the whole `delta` object."""
-    role = b'"delta":{"role":"assistant","content":""}'
+    """Events of `/v1/chat/completions` whose text is the inside of the whole `delta` object.
+
+    Where there may be calls and no content, the first one says null, as OpenAI's does before calls.
+    """
+    role = b'"delta":{"role":"assistant","content":%b}' % (b"null" if head.may_call else b'""')
     return _frame(head, index, opening=b'"delta":{', closing=b"}", empty=b'"delta":{}', first=role)
 
 
@@ -120,7 +131,8 @@ def _frame(
         after=closing + plain,
         _between=closing + b',"logprobs":',
         _end=end,
-        _finish=begin + empty + b',"logprobs":',
+        _begin=begin,
+        _empty=empty,
         first=b"" if first is None else begin + first + plain,
     )
 

@@ -72,6 +72,7 @@ class Generation:
             model=self.model,
             usage=self.usage,
             tells_token_ids=self.tells_token_ids,
+            may_call=self.parsers is not None and self.parsers.may_call,
         )
         plan, response = self.plan, Response(self.service.link, named_stop_ids=self.plan.named_stop_ids)
         sinks: list[Sink] = []

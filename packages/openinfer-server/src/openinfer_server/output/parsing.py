@@ -62,6 +62,11 @@ class OutputParsers:
         return cls(prompt, first.is_plain, service, available.schemas, available.parallel, budget_tokens)
 
     @property
+    def may_call(self) -> bool:
+        """Whether an answer may be calls and nothing else."""
+        return bool(self._schemas)
+
+    @property
     def begin_tokens(self) -> Mapping[int, str]:
         """Tokens that may begin a call inside the reasoning, by their ids in this vocabulary."""
         if not self._schemas:
