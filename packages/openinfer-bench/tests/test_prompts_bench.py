@@ -22,6 +22,25 @@ def test_every_arm_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "known" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--sessions", "0"),
+        ("--rounds", "0"),
+        ("--kilobytes", "-5"),
+        ("--over-s", "nan"),
+        ("--large-workers", "0"),
+        ("--json", "/nowhere/at/all.json"),
+        ("--model", "/nowhere"),
+    ],
+)
+def test_what_cannot_be_measured_or_written_is_refused_at_once(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "prompts", flag, value]) == 2
+    assert flag in capsys.readouterr().err
+
+
 def test_conversations_have_their_size_and_end_with_the_user() -> None:
     one, other = conversation(0, 50_000), conversation(1, 50_000)
     assert one[0] != other[0]

@@ -30,10 +30,11 @@ import msgspec
 import tokenizers
 
 from openinfer.models import find_model_dir
+from openinfer_bench.arguments import check_folders, check_least
 from openinfer_bench.followed_stream import followed_stream
 from openinfer_bench.http_client import Address, ask
 from openinfer_bench.processes import descendants
-from openinfer_core import EngineClosed
+from openinfer_core import EngineClosed, InvalidRequest
 from openinfer_core.provenance import provenance
 from openinfer_core.simulated import SimulatedOptions
 from openinfer_server import ServerOptions
@@ -74,8 +75,18 @@ class Arm:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measures and prints a table; `--json FILE` also writes it, what there is so far after each round."""
+    """Measures and prints a table; `--json FILE` also writes it, what there is so far after each round.
+
+    Returns 1 if a turn failed.
+
+    Raises:
+        InvalidRequest: a number is out of range, or a file is not there or cannot be written.
+    """
     arguments = _parser().parse_args(argv)
+    check_least(arguments, {"sessions": 1, "kilobytes": 1, "rounds": 1, "over_s": 0, "large_workers": 1})
+    check_folders(arguments, ("json",))
+    if arguments.model is not None and not (arguments.model / "tokenizer.json").is_file():
+        raise InvalidRequest(f"--model {arguments.model} has no tokenizer.json", field="model")
     found: dict[tuple[int, str], Arm] = {}
 
     def note(measured: Arm) -> None:
@@ -90,7 +101,7 @@ def run(argv: Sequence[str]) -> int:
             row = asdict(found[workers, arm])
             failures = row.pop("failures")
             print(_line(row.values()), failures or "", flush=True)
-    return 0
+    return 1 if any(arm.failed for arm in found.values()) else 0
 
 
 def _write(file: Path, arguments: argparse.Namespace, arms: Sequence[Arm]) -> None:

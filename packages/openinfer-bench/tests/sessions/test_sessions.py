@@ -116,6 +116,16 @@ def test_equal_blocks_are_equal_tokens_within_their_scope(start: Callable[..., T
     assert found == [0, 32, 0]
 
 
+def test_blocks_beyond_a_prompt_are_not_made(start: Callable[..., Target]) -> None:
+    many = Blocks(names=(1, 2**70, *range(10**5)), block_tokens=2**24, num_tokens=20)
+    few = Blocks(names=(1,), block_tokens=16, num_tokens=20)
+    turns = tuple(Turn(prompt=prompt, output_tokens=1) for prompt in (many, few))
+    one, two = play(start(), [Session(name="s", turns=turns)]).played
+    assert (one.prompt_tokens, one.outcome.error) == (20, "")
+    assert one.prompt[:64] == two.prompt[:64]  # of 16 tokens: a shorter block is the beginning of a longer one
+    assert one.prompt != two.prompt
+
+
 def test_a_session_ends_where_a_turn_fails(start: Callable[..., Target]) -> None:
     turns = [Turn(prompt=Grow(keep_tokens=0, new_tokens=size), output_tokens=2) for size in (20, 10**6, 20)]
     player = play(start(), [Session(name="s", turns=tuple(turns))])

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from openinfer.models import name_of
+from openinfer_bench.arguments import check_folders
 from openinfer_bench.serve import workloads
 from openinfer_bench.serve.drafts import DraftWatch, line_of_drafts
 from openinfer_bench.serve.figures import heading, line_of, row_of
@@ -37,6 +38,7 @@ OPENINFER_CONTRACT = 1
 def run(argv: Sequence[str]) -> int:
     """Measures and prints a table; returns 1 if a request failed. Flags that are not listed go to `openinfer serve`."""
     arguments, flags = _parser().parse_known_args(argv)
+    check_folders(arguments, ("json", "plot"))
     sizes = Sizes(
         prompt_tokens=arguments.prompt_tokens,
         output_tokens=arguments.output_tokens,

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from openinfer_bench.arguments import check_folders, check_least
 from openinfer_bench.serve import target_of
 from openinfer_bench.serve.drafts import DraftWatch
 from openinfer_bench.serve.messages import Target
@@ -103,25 +104,18 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Before anything is played: a run may take hours.
+    """Before anything is played.
 
     Raises:
         InvalidRequest: a number is out of range, a file cannot be written, or flags do not agree.
         Refused: `--plot` without matplotlib.
     """
-    for name, least in _LEAST.items():
-        value: float | None = getattr(arguments, name)
-        if value is not None and not least <= value < float("inf"):
-            flag = f"--{name.replace('_', '-')}"
-            raise InvalidRequest(f"{flag} is {value}; it must be a number from {least} on", field=name)
+    check_least(arguments, _LEAST)
+    check_folders(arguments, ("json", "plot"))
     if arguments.plain and arguments.check:
         raise InvalidRequest("--check compares log-probabilities, which --plain does not ask for", field="plain")
     if arguments.agents_share > 1:
         raise InvalidRequest(f"--agents-share is {arguments.agents_share}; it must be 1 at most", field="agents_share")
-    for name in ("json", "plot"):
-        path = getattr(arguments, name)
-        if path is not None and not Path(path).parent.is_dir():
-            raise InvalidRequest(f"--{name} {path}: there is no folder {Path(path).parent}", field=name)
     if arguments.plot is not None:
         check_picture(Path(arguments.plot))
 

@@ -126,13 +126,13 @@ class Player:
             kept = held[: turn.prompt.keep_tokens]
             new_tokens = turn.prompt.keep_tokens + turn.prompt.new_tokens - len(kept)
             return np.concatenate([kept, self._filler.tokens("new", *fresh, num_tokens=new_tokens)])
-        blocks = [
-            self._filler.tokens("block", session.scope, name, num_tokens=turn.prompt.block_tokens)
-            for name in turn.prompt.names
-        ]
-        whole = np.concatenate([np.empty(0, np.int32), *blocks])[: turn.prompt.num_tokens]
-        rest = self._filler.tokens("rest", *fresh, num_tokens=turn.prompt.num_tokens - len(whole))
-        return np.concatenate([whole, rest])
+        blocks: list[NDArray[np.int32]] = []
+        left = turn.prompt.num_tokens
+        for name in turn.prompt.names[: -(-left // turn.prompt.block_tokens)]:  # a recording may name more
+            num_tokens = min(left, turn.prompt.block_tokens)
+            blocks.append(self._filler.tokens("block", session.scope, name, num_tokens=num_tokens))
+            left -= num_tokens
+        return np.concatenate([*blocks, self._filler.tokens("rest", *fresh, num_tokens=left)])
 
     def _output(self, session: Session, number: int, turn: Turn, outcome: Outcome) -> NDArray[np.int32]:
         """What the server said; of one that tells no ids, filler as long."""

@@ -8,7 +8,7 @@ from typing import Any
 from openinfer_core import InvalidRequest, Refused
 from openinfer_core.errors import brought_by
 
-_DARK, _MIDDLE, _LIGHT = "#0b6e4f", "#6bb392", "#9a9a9a"
+_DARK, _MIDDLE, _LIGHT = "#0b6e4f", "#6bb392", "#d0d0d0"
 
 
 def check_picture(path: Path) -> None:
@@ -37,15 +37,15 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         times.plot(turns, [row["ttft_ms"][level] for row in shown], color=colour, label=level, marker=".")
     times.set_ylim(bottom=0)
     times.set_title("time to first token, ms")
-    hits.plot(
-        turns, [row["allowed_rate"] for row in shown], color=_LIGHT, label="that the session allows", linestyle="--"
-    )
+    allowed = [row["allowed_rate"] for row in shown]  # wide, since what is cached often lies on it
+    hits.plot(turns, allowed, color=_LIGHT, label="that the session allows", linewidth=5)
     if all(row["hit_rate"] is not None for row in shown):
         hits.plot(turns, [row["hit_rate"] for row in shown], color=_DARK, label="cached", marker=".")
     hits.set_ylim(0, 1.02)
     hits.set_title("share of the prompt")
     for axis in (times, hits):
         axis.set_xlabel("turn")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         axis.legend()
     figure.savefig(path)
