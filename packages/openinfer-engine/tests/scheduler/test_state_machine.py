@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from openinfer_core import GenerateRequest, RequestId, SamplingParams
+from openinfer_core import GenerateRequest, RequestId, RetainedPrefix, SamplingParams
 from openinfer_core.queue_policies import FairShare, FirstComeFirstServed, Priority
 from openinfer_core.sampling import Grammar, GrammarKind
 from openinfer_core.scheduling import FlushesCache, QueuePolicyConfig, SchedulerConfig
@@ -45,6 +45,22 @@ sampling = st.builds(
     grammar=st.sampled_from((None, None, Grammar(kind=GrammarKind.REGEX, text=".*"))),
 )
 
+
+DAY_S, AT_ONCE_S = 86_400.0, 1e-9
+RETENTIONS = st.sampled_from(
+    (
+        {},
+        {},
+        {"retain_s": DAY_S},
+        {"retain_s": AT_ONCE_S},
+        {"retain_s": DAY_S, "cache_key": "k"},
+        {"retain_s": DAY_S, "cache_key": "j"},
+        {"retain_s": AT_ONCE_S, "cache_key": "k"},
+        {"retained_prefixes": (RetainedPrefix(1, DAY_S),)},
+        {"retained_prefixes": (RetainedPrefix(1, DAY_S),), "retain_s": AT_ONCE_S, "cache_key": "k"},
+    )
+)
+"""Of a pool that is too small for two: nothing may wait for any of it."""
 
 ONE_TABLE = st.just((None,))
 # Within a block, about a block, longer than a chunk, and beyond the longest context.
@@ -121,11 +137,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         lora=st.sampled_from((None, None, "x")),
         tenant=st.sampled_from(("", "t", "u")),
         priority=st.integers(-1, 1),
+        retention=RETENTIONS,
+        choices=st.sampled_from((1, 1, 1, 3)),
     )
-    def submit(self, *, prefix: tuple[int, ...], own: list[int], **fields: Any) -> None:
-        request_id = RequestId(self.num_requests)
-        self.num_requests += 1
-        self.driver.submit(GenerateRequest(request_id=request_id, prompt_token_ids=(*prefix, *own), **fields))
+    def submit(
+        self, *, prefix: tuple[int, ...], own: list[int], retention: dict[str, Any], choices: int, **fields: Any
+    ) -> None:
+        for choice in range(choices):
+            request_id = RequestId(self.num_requests)
+            self.num_requests += 1
+            request = GenerateRequest(
+                request_id=request_id, prompt_token_ids=(*prefix, *own), choice=choice, **fields, **retention
+            )
+            self.driver.submit(request)
 
     @rule(
         num_requests=st.integers(2, 5),
