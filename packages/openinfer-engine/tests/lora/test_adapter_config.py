@@ -47,6 +47,7 @@ def test_patterns_are_ends_of_paths_and_the_first_counts() -> None:
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"init_lora_weights": "pissa_niter_16"}, "changes the weights of the model"),
         ({"init_lora_weights": "OLoRA"}, "changes the weights of the model"),
+        ({"init_lora_weights": "lora_ga"}, "changes the weights of the model"),
         ({"corda_config": {"a": 1}}, "CorDA"),
         ({"loftq_config": {"loftq_bits": 4}}, "LoftQ"),
         ({"something_new": 3}, "'something_new' is 3, a key that is not known here"),

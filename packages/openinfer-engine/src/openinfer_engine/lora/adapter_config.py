@@ -66,7 +66,7 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "velora_config": "VeLoRA is not served",
     }
 )
-_CHANGES_THE_MODEL = ("pissa", "olora", "corda", "loftq")
+_CHANGES_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` that begin: the weights of the model were changed with them."""
 _LITERAL_KEY = re.compile(r"[A-Za-z0-9_.]+")
 
