@@ -175,7 +175,9 @@ def test_what_a_plan_needs_stays_until_it_was_applied(ranks: list[Rank], root: P
     store.close()
 
 
-def test_folder_that_has_changed_is_a_loss(ranks: list[Rank], root: Path) -> None:
+def test_folder_that_has_changed_is_a_loss_whose_reason_is_told_to_operators_alone(
+    ranks: list[Rank], root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = make(ranks, root, max_bytes=0)
     assert load(store, "one", "a") is None
     (root / "a" / WEIGHTS_FILE).write_text("other")
@@ -185,7 +187,8 @@ def test_folder_that_has_changed_is_a_loss(ranks: list[Rank], root: Path) -> Non
         store.wait(0.01)
         losses += store.settle()
     assert [each.digest for each in losses] == [digest(store, "one")]
-    assert "has changed since it was loaded" in losses[0].message
+    assert losses[0].message == "the adapter could not be read again, and the log says why"
+    assert "the adapter of one could not be read again: the folder of this adapter, a, has changed" in caplog.text
     assert not any(rank.held for rank in ranks)
     store.close()
 

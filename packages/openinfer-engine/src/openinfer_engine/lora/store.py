@@ -9,6 +9,7 @@ Content is the identity: two names may stand for one content, and a name for ano
 thread, but for what the threads that read do.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from openinfer_engine.adapters import AdapterLoss
 from openinfer_engine.lora.adapter_config import CONFIG_FILE
 from openinfer_engine.lora.adapter_folder import WEIGHTS_FILE, Adapter
 from openinfer_engine.lora.rank_adapters import RankAdapters
+
+logger = logging.getLogger("openinfer.engine")
 
 MAX_NAMES = 4096
 _READING_THREADS = 2
@@ -335,7 +338,11 @@ class AdapterStore:
         try:
             read = reading.result()
         except Exception as error:  # noqa: BLE001 - of one adapter's files: the engine lives on
-            self._losses.append(AdapterLoss(content.digest, f"the adapter could not be read again: {error}"))
+            names = ", ".join(sorted(each.name for each in self._names.values() if each.digest == content.digest))
+            logger.warning("the adapter of %s could not be read again: %s", names, error)
+            # For clients, who need not know where an operator keeps it.
+            message = "the adapter could not be read again, and the log says why"
+            self._losses.append(AdapterLoss(content.digest, message))
             return
         self._take(content, read)
 
