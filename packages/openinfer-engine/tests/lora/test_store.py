@@ -277,6 +277,25 @@ def test_what_is_held_first_changes_no_name_until_it_is_named(ranks: list[Rank],
     store.close()
 
 
+def test_what_is_held_for_one_load_is_neither_named_nor_dropped_by_another(ranks: list[Rank], root: Path) -> None:
+    """Two operators replace one name at once, on several replicas: each says for whom its own content is."""
+    store = make(ranks, root)
+    gold: dict[str, Any] = {"path": "a", "in_place": True, "tenants": ("gold",)}
+    silver: dict[str, Any] = {"path": "b", "in_place": True, "tenants": ("silver",)}
+    for each in (gold, silver):
+        assert load(store, "one", **each, step=LoadStep.HOLD) is None
+    with pytest.raises(Refused, match="another one was loaded meanwhile"):
+        load(store, "one", **gold, step=LoadStep.NAME)
+    assert load(store, "one", **gold, step=LoadStep.DROP) is None
+    assert load(store, "one", **silver, step=LoadStep.NAME) is None
+    assert store.find("one", tenant="gold") is None
+    found = store.find("one", tenant="silver")
+    assert found is not None
+    assert found.digest == b"b".ljust(16, b".")
+    assert all(rank.held == {found.digest: 1} for rank in ranks)
+    store.close()
+
+
 def test_what_is_held_first_is_refused_as_a_load_is_and_counts_as_memory(ranks: list[Rank], root: Path) -> None:
     store = make(ranks, root, max_bytes=4 * SIZE)
     assert load(store, "one", "a") is None

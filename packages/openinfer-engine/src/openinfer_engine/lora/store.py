@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from openinfer_core import Refused
 from openinfer_core.control import LoadAdapter, LoadStep
 from openinfer_core.engine import AdapterStats
@@ -305,11 +307,14 @@ class AdapterStore:
         return None
 
     def _of_kept(self, command: LoadAdapter, answer: Callable[[str | None], None]) -> _Loading:
-        """What is kept for a name, to be named or dropped."""
-        kept = self._kept.pop(command.name, None)
+        """What is kept for a name, to be named or dropped; not what another load under it has put there since."""
+        kept = self._kept.get(command.name)
+        if kept is not None and kept.command != msgspec.structs.replace(command, step=LoadStep.HOLD):
+            kept = None
         if kept is None and command.step is LoadStep.NAME:
-            raise Refused(f"no adapter is held for the name {command.name[:200]!r}")
+            raise Refused(f"no adapter is held for the name {command.name[:200]!r}: another one was loaded meanwhile")
         if kept is not None:
+            del self._kept[command.name]
             return _Loading(command, kept.folder, answer, kept.reading)
         nothing: Future[_Read | None] = Future()
         nothing.set_result(None)
