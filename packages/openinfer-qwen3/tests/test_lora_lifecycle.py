@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from lifecycle_models import CPU_CONFIG as CONFIG
 from lifecycle_models import LEVELS, RANKS, SMALL, MakeLoop, opened_loops, write_adapted
@@ -89,10 +90,10 @@ def some_steps(loop: StepLoop, request: GenerateRequest, *, steps: int = 6) -> l
     return events
 
 
-def load(loop: StepLoop, name: str, path: str) -> str | None:
+def load(loop: StepLoop, name: str, path: str, *, in_place: bool = False) -> str | None:
     """Why it was not loaded."""
     answers: list[str | None] = []
-    assert loop.begin_control(LoadAdapter(name, path), answers.append)
+    assert loop.begin_control(LoadAdapter(name, path, in_place), answers.append)
     while not answers:
         assert loop.busy, "a host steps a loop that is busy alone"
         loop.step()
@@ -191,6 +192,35 @@ def test_adapters_are_loaded_and_unloaded_while_the_engine_stands_still(
     assert [(event.request_id, event.kind) for event in failed] == [(2, FailureKind.NOT_FOUND)]
     late = run(loop, [event for event in events if event.request_id == 3])[3]
     assert late.token_ids == run_at_once(fresh, [one(3, "eight")])[3].token_ids
+
+
+def restricted(number: int, lora: str) -> GenerateRequest:
+    """One whose first mask is computed before the scheduler has it."""
+    sampling = SamplingParams(max_tokens=12, temperature=0, logprobs=0, allowed_token_ids=tuple(range(64)))
+    return msgspec.structs.replace(one(number, lora), sampling=sampling)
+
+
+def test_requests_that_wait_for_a_mask_keep_the_content_that_their_name_had(make_loop: MakeLoop) -> None:
+    loop, fresh = make_loop(names=("two",)), make_loop(names=("two", "eight"))
+    expected = run_at_once(fresh, [restricted(1, "two"), restricted(2, "eight")])
+    loop.control(Pause())
+    events = loop.submit(restricted(1, "two"))
+    assert load(loop, "two", "eight", in_place=True) is None
+    events += loop.submit(restricted(2, "two"))
+    events += loop.control(Resume())
+    assert said(run(loop, events)) == said(expected)
+
+
+def test_requests_that_wait_for_a_mask_end_with_their_adapter(make_loop: MakeLoop) -> None:
+    loop = make_loop(names=("two", "eight"))
+    loop.control(Pause())
+    events = loop.submit(restricted(1, "two")) + loop.submit(restricted(2, "eight"))
+    events += loop.control(UnloadAdapter("two"))
+    (failed,) = events
+    assert isinstance(failed, Failed)
+    assert (failed.request_id, failed.kind) == (1, FailureKind.NOT_FOUND)
+    loop.control(Resume())
+    assert run(loop, [])[2].finished is not None
 
 
 def test_wake_that_cannot_read_keeps_the_slots_for_the_next_one(

@@ -118,9 +118,6 @@ class Adapters:
         del tenant
         return LoadedAdapter(digest=self.names[name]) if name in self.names else None
 
-    def has(self, digest: bytes) -> bool:
-        return digest in self.names.values()
-
     def unload(self, name: str) -> bytes | None:
         return self.names.pop(name)
 
@@ -159,6 +156,8 @@ class Adapters:
 
     def begin_load(self, command: Any, answer: Any) -> None:
         raise NotImplementedError
+
+    def count_waiting_by(self, num_waiting: Any) -> None: ...
 
     def release(self, digest: bytes) -> None: ...
 

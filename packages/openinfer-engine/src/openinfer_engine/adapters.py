@@ -25,8 +25,11 @@ class AdapterTable(Protocol):
         """The adapter of that name, by its content; None if there is none that the tenant may use."""
         ...
 
-    def has(self, digest: bytes) -> bool:
-        """Whether requests for this content can still be served."""
+    def count_waiting_by(self, num_waiting: Callable[[bytes], int]) -> None:
+        """Called once, before the first command: how many requests of a content were never admitted.
+
+        So long as there are any, it stays, though no name stands for it.
+        """
         ...
 
     def begin_load(self, command: LoadAdapter, answer: Callable[[str | None], None]) -> None:

@@ -229,7 +229,6 @@ def _make_adapters(
         others=[*map(LocalRank, others), *([] if processes is None else processes.adapters)],
         max_bytes=options.lora_cache_bytes,
         root=None if options.lora_root is None else Path(options.lora_root),
-        num_waiting=lambda digest: scheduler.adapter_users().get(digest, (0, 0))[1],
     )
     undo.callback(store.close)
     for name, folder in options.adapters.items():

@@ -119,6 +119,10 @@ class StepLoop:
             can = (*self._info.capabilities, EngineCapability.KV_TRANSFER)
             self._info = msgspec.structs.replace(self._info, capabilities=can)
         self._adapters = adapters
+        # The adapters' content of requests that wait for a grammar or the tiers, and are not the scheduler's yet.
+        self._coming: dict[RequestId, bytes] = {}
+        if adapters is not None:
+            adapters.count_waiting_by(self._num_waiting)
         self._drafts = DraftCounter(max_drafts) if max_drafts else None
         self._drafter_faults = drafter_faults or DrafterFaults()
         self._tracer = tracer or NoTrace()
@@ -197,23 +201,40 @@ class StepLoop:
             is_waiting = transfer.take(request)
         except InvalidRequest as error:
             return [Failed(request.request_id, FailureKind.INVALID, str(error))]
-        return [] if is_waiting else self._admit(request, arrived_s=self._clock())
+        if not is_waiting:
+            return self._admit(request, arrived_s=self._clock())
+        self._note_coming(request)
+        return []
 
     def _admit(self, request: GenerateRequest, *, arrived_s: float) -> list[TokenEvent]:
         if request.sampling.is_masked:
             if self._masked.num_compiling >= self._info.max_waiting:
+                self._has_come(request.request_id)
                 message = f"{self._masked.num_compiling} requests wait for their grammar; no more are taken"
                 return [Failed(request.request_id, FailureKind.OVERLOADED, message)]
             self._masked.begin(request, now_s=arrived_s)
+            self._note_coming(request)
             return self._add_compiled()
         return self._add(request, arrived_s=arrived_s)
 
     def _add(self, request: GenerateRequest, *, arrived_s: float) -> list[TokenEvent]:
-        """Not one whose adapter was unloaded while its grammar was compiled, or tiers were asked for its prefix."""
-        adapter = request.adapter
-        if adapter is not None and not (self._adapters and self._adapters.has(adapter.digest)):
-            return [Failed(request.request_id, FailureKind.NOT_FOUND, _no_adapter(request))]
-        return self._guard.add(request, now_s=arrived_s)
+        events = self._guard.add(request, now_s=arrived_s)
+        self._has_come(request.request_id)  # from now on the scheduler counts it
+        return events
+
+    def _note_coming(self, request: GenerateRequest) -> None:
+        if request.adapter is not None:
+            self._coming[request.request_id] = request.adapter.digest
+
+    def _has_come(self, request_id: RequestId) -> None:
+        """It is the scheduler's, or has ended; the content that it may have kept is free to go."""
+        digest = self._coming.pop(request_id, None)
+        if digest is not None and self._adapters is not None:
+            self._adapters.forget(digest)
+
+    def _num_waiting(self, digest: bytes) -> int:
+        users = self._scheduler.adapter_users() if isinstance(self._scheduler, PlacesAdapters) else {}
+        return users.get(digest, (0, 0))[1] + sum(each == digest for each in self._coming.values())
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
         events = self._end(request_id)
@@ -222,9 +243,11 @@ class StepLoop:
 
     def _end(self, request_id: RequestId) -> list[TokenEvent]:
         if self._transfer is not None and (ended := self._transfer.withdraw(request_id)) is not None:
+            self._has_come(request_id)
             return [ended]
         withdrawn = self._masked.withdraw(request_id)
         if withdrawn is not None:
+            self._has_come(request_id)
             return [Finished(request_id, FinishReason.ABORT, len(withdrawn.prompt_token_ids), 0, 0)]
         self._masked.forget(request_id)
         return self._guard.abort(request_id)
@@ -327,6 +350,8 @@ class StepLoop:
             return []
         message = f"the model {command.name[:200]!r} was unloaded"
         events = self._drop_adapter(digest, FailureKind.NOT_FOUND, message)
+        coming = [request_id for request_id, each in self._coming.items() if each == digest]
+        events += self._ended(Failed(request_id, FailureKind.NOT_FOUND, message) for request_id in coming)
         adapters.forget(digest)
         events = self._withheld(events)
         self._tracer.told(events)
@@ -500,6 +525,7 @@ class StepLoop:
         events: list[TokenEvent] = []
         for compiled in self._masked.take_compiled():
             if compiled.failure is not None:
+                self._has_come(compiled.request.request_id)
                 events.append(compiled.failure)
             else:
                 events += self._add(compiled.request, arrived_s=compiled.arrived_s)

@@ -171,7 +171,21 @@ def test_what_a_plan_needs_stays_until_it_was_applied(ranks: list[Rank], root: P
     assert ranks[0].held
     store.unpin(content)
     assert not any(rank.held for rank in ranks)
-    assert not store.has(content)
+    assert not store.is_held(content)
+    store.close()
+
+
+def test_content_that_requests_wait_for_stays_though_no_name_stands_for_it(ranks: list[Rank], root: Path) -> None:
+    store = make(ranks, root)
+    waiting = {b"a".ljust(16, b"."): 1}
+    store.count_waiting_by(lambda digest: waiting.get(digest, 0))
+    assert load(store, "one", "a") is None
+    a = digest(store, "one")
+    assert load(store, "one", "b", in_place=True) is None
+    assert store.is_held(a)
+    waiting.clear()
+    store.forget(a)
+    assert all(rank.held == {digest(store, "one"): 1} for rank in ranks)
     store.close()
 
 

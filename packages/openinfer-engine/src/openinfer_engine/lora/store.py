@@ -92,7 +92,6 @@ class AdapterStore:
         others: the other ranks.
         max_bytes: of host memory, over all ranks, for adapters that no slot waits for.
         root: below which folders may be loaded while the engine runs; None: none may.
-        num_waiting: how many requests of an adapter were never admitted, by the scheduler's count.
     """
 
     def __init__(
@@ -102,13 +101,12 @@ class AdapterStore:
         others: Sequence[OtherRank] = (),
         max_bytes: int,
         root: Path | None,
-        num_waiting: Callable[[bytes], int] = lambda digest: 0,
     ) -> None:
         self._first = first
         self._others = tuple(others)
         self._max_bytes = max_bytes
         self._root = root
-        self._num_waiting = num_waiting
+        self._num_waiting: Callable[[bytes], int] = lambda digest: 0
         self._names: dict[str, _Named] = {}
         self._contents: dict[bytes, _Content] = {}
         self._loading: list[_Loading] = []
@@ -125,9 +123,8 @@ class AdapterStore:
             return None
         return LoadedAdapter(digest=named.digest)
 
-    def has(self, digest: bytes) -> bool:
-        """Whether requests for it can be served."""
-        return digest in self._contents
+    def count_waiting_by(self, num_waiting: Callable[[bytes], int]) -> None:
+        self._num_waiting = num_waiting
 
     def load_now(self, name: str, folder: Path) -> None:
         """At the start, before the first request. Raises `Refused`, also for a name that is there."""
