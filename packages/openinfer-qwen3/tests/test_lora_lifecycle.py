@@ -223,6 +223,19 @@ def test_requests_that_wait_for_a_mask_end_with_their_adapter(make_loop: MakeLoo
     assert run(loop, [])[2].finished is not None
 
 
+def test_request_whose_content_goes_under_another_name_is_not_told_that_name(make_loop: MakeLoop) -> None:
+    """That may be of another tenant: both had the same content."""
+    loop = make_loop(names=("two",))
+    assert load(loop, "public", "two") is None
+    loop.control(Pause())
+    events = loop.submit(one(1, "public"))
+    assert load(loop, "public", "eight", in_place=True) is None
+    events += loop.control(UnloadAdapter("two"))
+    (failed,) = events
+    assert isinstance(failed, Failed)
+    assert (failed.kind, failed.message) == (FailureKind.NOT_FOUND, "the adapter that was asked for was unloaded")
+
+
 def test_wake_that_cannot_read_keeps_the_slots_for_the_next_one(
     make_loop: MakeLoop, folder: Path, tmp_path: Path
 ) -> None:

@@ -348,7 +348,8 @@ class StepLoop:
         digest = adapters.unload(command.name)
         if digest is None:
             return []
-        message = f"the model {command.name[:200]!r} was unloaded"
+        # Without the name: one that waits may have asked for this content under another, and not know of this one.
+        message = "the adapter that was asked for was unloaded"
         events = self._drop_adapter(digest, FailureKind.NOT_FOUND, message)
         coming = [request_id for request_id, each in self._coming.items() if each == digest]
         events += self._ended(Failed(request_id, FailureKind.NOT_FOUND, message) for request_id in coming)
