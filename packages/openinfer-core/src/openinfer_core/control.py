@@ -93,7 +93,8 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, tag="resume"):
 class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
     """Gives the memory of weights and KV back; requests that come before `Wake` fail with `UNAVAILABLE`.
 
-    The prefix cache is empty afterwards; KV tiers keep what they hold. Nothing to do if it is asleep.
+    The prefix cache is empty afterwards; KV tiers keep what they hold. If it is asleep, requests end where that is
+    asked, and nothing else is done.
     """
 
     keeps_weights: bool = True

@@ -139,6 +139,16 @@ def test_pause_outlasts_a_sleep(engine: Engine) -> None:
         assert engine.state() is state
 
 
+def test_sleep_of_one_that_is_asleep_ends_requests_where_that_is_asked_and_does_no_more(engine: Engine) -> None:
+    engine.lifecycle.obey(Sleep())
+    engine.told.clear()
+    engine.lifecycle.obey(Sleep(keeps_weights=False))
+    assert engine.told == []
+    engine.lifecycle.obey(Sleep(requests=InFlight.ABORT))
+    assert engine.told == ["abort all"]
+    assert engine.state() is EngineState.ASLEEP
+
+
 def test_sleep_drops_after_parking_and_wake_loads_what_was_held_open(engine: Engine) -> None:
     engine.lifecycle.obey(Sleep())
     dropped = [OpenWeights(WeightsSource()), "park", ("renew", ""), DropWeights(), GiveBack()]

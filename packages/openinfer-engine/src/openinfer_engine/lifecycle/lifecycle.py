@@ -165,6 +165,8 @@ class Lifecycle:
                 self._update(command)
             case Sleep() if self._asleep is None:
                 self._sleep(command)
+            case Sleep(requests=InFlight.ABORT):  # all that is left to do of it
+                self._requests.end_all(None)
             case Wake() if self._asleep is not None:
                 self._wake(self._asleep)
             case _:
