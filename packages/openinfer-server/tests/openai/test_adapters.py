@@ -51,6 +51,8 @@ class Adapting(ParrotLoop):
                 raise Refused("it is loaded")
             case LoadAdapter():
                 self.adapters[command.name] = command
+            case UnloadAdapter() if self.forgets:
+                raise Refused("it was unloaded meanwhile")
             case UnloadAdapter():
                 del self.adapters[command.name]
             case _:
@@ -148,6 +150,13 @@ def test_operators_load_and_unload(ask: Any, loop: Adapting) -> None:
     assert ask("gold", "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"})[0] == 403
 
 
+def test_unload_that_another_one_came_before_is_404(ask: Any, loop: Adapting) -> None:
+    load(ask)
+    loop.forgets = True
+    status, answer = ask("ops", "/v1/unload_lora_adapter", {"lora_name": "tuned"})
+    assert (status, answer["error"]["code"]) == (404, "lora_not_found")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -155,6 +164,7 @@ def test_operators_load_and_unload(ask: Any, loop: Adapting) -> None:
         {"lora_name": "x" * 513},
         {"lora_path": ""},
         {"lora_path": "x" * 4097},
+        {"tenants": []},
         {"tenants": [""]},
         {"tenants": ["x"] * 257},
         {"lora_name": "bird"},

@@ -55,7 +55,7 @@ def adapter_routes(service: Service) -> list[Route]:
         command = LoadAdapter(
             request.lora_name, request.lora_path, bool(request.load_inplace), tuple(request.tenants or ())
         )
-        await _obey(service, command, code="lora_not_loaded")
+        await _obey(service, command, refused=400, code="lora_not_loaded")
         await http_request.send(200, msgspec.json.encode(f"Success: LoRA adapter {request.lora_name!r} is loaded"))
 
     async def unload(http_request: HttpRequest) -> None:
@@ -64,7 +64,7 @@ def adapter_routes(service: Service) -> list[Route]:
         if request.lora_name not in names:
             message = f"no LoRA adapter {request.lora_name[:200]!r} is loaded"
             raise ApiError(404, message, param="lora_name", code="lora_not_found")
-        await _obey(service, UnloadAdapter(request.lora_name), code="lora_not_found")
+        await _obey(service, UnloadAdapter(request.lora_name), refused=404, code="lora_not_found")
         await http_request.send(200, msgspec.json.encode(f"Success: LoRA adapter {request.lora_name!r} is unloaded"))
 
     def route(name: str, handler: Handler, summary: str, body: Any) -> Route:
@@ -82,9 +82,11 @@ def _check(request: LoadAdapterRequest) -> None:
         raise invalid("lora_name", f"lora_name must have 1 to {_MAX_NAME_LENGTH} characters")
     if not 1 <= len(request.lora_path) <= _MAX_PATH_LENGTH:
         raise invalid("lora_path", f"lora_path must have 1 to {_MAX_PATH_LENGTH} characters")
-    tenants = request.tenants or []
-    if len(tenants) > _MAX_TENANTS or not all(1 <= len(each) <= _MAX_NAME_LENGTH for each in tenants):
-        raise invalid("tenants", f"tenants must be at most {_MAX_TENANTS} names")
+    if (tenants := request.tenants) is None:
+        return
+    # None named is no way to say all: a list that came out empty would open the adapter to everyone.
+    if not 1 <= len(tenants) <= _MAX_TENANTS or not all(1 <= len(each) <= _MAX_NAME_LENGTH for each in tenants):
+        raise invalid("tenants", f"tenants must be 1 to {_MAX_TENANTS} names; leave it out for all")
 
 
 def _require_adapters(service: Service) -> None:
@@ -96,12 +98,12 @@ def _require_adapters(service: Service) -> None:
         raise ApiError(400, message, code="lora_not_supported")
 
 
-async def _obey(service: Service, command: LoadAdapter | UnloadAdapter, *, code: str) -> None:
+async def _obey(service: Service, command: LoadAdapter | UnloadAdapter, *, refused: int, code: str) -> None:
     try:
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             await service.link.handle.control(command)
     except Refused as error:
-        raise ApiError(400, str(error), code=code) from error
+        raise ApiError(refused, str(error), code=code) from error
     except EngineClosed as error:
         raise shutting_down(service.link.ended_because) from error
     except TimeoutError as error:
