@@ -187,6 +187,18 @@ def test_metrics_have_the_labels_that_routers_read(ask: Any) -> None:
     assert "openinfer_lora_adapters 2" in page
 
 
+def test_metrics_name_adapters_of_tenants_to_operators_alone(ask: Any) -> None:
+    """The page needs no key."""
+    load(ask, "open")
+    load(ask, "secret", tenants=["gold"])
+    assert 'running_lora_adapters="open,secret"' in ask("ops", "/metrics")[1]
+    for tenant in ("gold", "silver"):
+        page = ask(tenant, "/metrics")[1]
+        assert 'running_lora_adapters="open"' in page
+        assert "openinfer_lora_adapters 1" in page
+        assert "secret" not in page
+
+
 def test_adapter_with_the_models_name_ends_the_start(info: EngineInfo) -> None:
     handle: Any = SimpleNamespace(info=msgspec.structs.replace(info, composition={adapter_part("bird"): "rank 8"}))
     tokenizer: Any = None  # nothing is read before names are compared

@@ -101,11 +101,16 @@ class Operations:
 
     async def metrics(self, http_request: HttpRequest) -> None:
         """Prometheus' text format; of all workers, whichever is asked."""
-        service, snapshots = self._service, await self._snapshots()
+        service, snapshots, stats = self._service, await self._snapshots(), await self._stats()
+        if stats is not None and not service.access.is_operator(
+            http_request.header(b"authorization"), http_request.header(b"x-api-key")
+        ):  # the page is public, and to others an adapter of some tenants is not there
+            open_to_all = tuple(adapter for adapter in stats.adapters if not adapter.tenants)
+            stats = msgspec.structs.replace(stats, adapters=open_to_all)
         body = metrics_page(
             summed(snapshots, max_model_tokens=service.info.max_model_tokens),
             service.info,
-            await self._stats(),
+            stats,
             model_name=service.model_names[0],
             open_requests=_num_open(snapshots),
             budgets=budgets_of(snapshots),
