@@ -98,6 +98,8 @@ def decode(*fields: object) -> object:
         ("update_weights", None, ["x"] * 1025),
         ("update_weights", "folder", [], "ABCD" * 16),
         ("update_weights", "folder", [], "ab"),
+        ("update_weights", "folder", [], "ab" * 16 + "\n"),
+        ("update_weights", None, ["segment\n"]),
         ("update_weights", "folder", [], None, "wait"),
         ("update_weights", ""),
         ("pause", "later"),

@@ -21,13 +21,13 @@ MAX_SEGMENTS = 1024
 MAX_DEVICE_TENSORS = 1 << 17
 IPC_HANDLE_BYTES = 64
 """`sizeof(cudaIpcMemHandle_t)`."""
-_SegmentName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}$")]
+_SegmentName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}\Z")]
 _TensorName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Dtype = Annotated[str, msgspec.Meta(min_length=1, max_length=16)]
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 _Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=32)]
 _Handle = Annotated[bytes, msgspec.Meta(min_length=IPC_HANDLE_BYTES, max_length=IPC_HANDLE_BYTES)]
-_ContentHash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32,128}$")]
+_ContentHash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32,128}\Z")]  # `$` takes a newline, too
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Path = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_LENGTH)]
 
