@@ -191,6 +191,24 @@ def test_server_that_has_died_is_started_again_and_all_end_with_a_router_that_is
         time.sleep(0.05)
 
 
+def test_server_that_cannot_sleep_is_ended_and_started_again(tmp_path: Path) -> None:
+    """Its memory would be held next to that of the model that takes its turn."""
+    running = Router(write(tmp_path / "models.toml", turn_s=0.0))
+    try:
+        said = running.complete("first")
+        before = running.server_of("first")
+        (tmp_path / "model/model.safetensors").chmod(0o600)  # a change of the folder, though not of a byte
+        assert running.complete("second") == said
+        with pytest.raises(StopIteration):
+            running.server_of("first")
+        assert running.complete("first") == said
+        assert running.server_of("first") != before
+        assert running.end() == 0
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
 def test_server_that_ends_is_not_started_again_all_the_time(tmp_path: Path) -> None:
     now_s = [100.0]
     model = ServedModel(name="lost", arguments=["--model", f"{tmp_path}/nowhere"])
@@ -233,6 +251,7 @@ def test_other_addresses_than_loopback_are_refused(tmp_path: Path, capfd: pytest
         ("models = []", "1 to 64 models"),
         ('[[models]]\nname = "a"\narguments = ["--port=1"]', "--port is what the router gives"),
         ('[[models]]\nname = "a"\narguments = []\n[[models]]\nname = "a"\narguments = []', "each of its own name"),
+        ('[[models]]\nname = "a"\narguments = ["a\\u0000b"]', "NUL"),
         ('max_awake = 0\n[[models]]\nname = "a"\narguments = []', "max_awake"),
         ('turn_s = -1.0\n[[models]]\nname = "a"\narguments = []', "turn_s"),
         ('more = 1\n[[models]]\nname = "a"\narguments = []', "unknown field `more`"),

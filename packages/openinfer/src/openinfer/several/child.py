@@ -1,6 +1,7 @@
 """`ChildServer`: the server of one model, a process of its own on loopback, which sleeps and wakes.
 
-One that has died is started again by the next `wake`, at most once in `START_AGAIN_S`: loading is dear.
+One that has died, or was ended because it could not sleep, is started again by the next `wake`, at most once in
+`START_AGAIN_S`: loading is dear.
 """
 
 import asyncio
@@ -106,7 +107,12 @@ class ChildServer:
             raise CannotWake(str(error)) from error
 
     async def sleep(self) -> None:
-        await self._tell("/sleep?level=1")
+        """Ends a server that cannot, as where its folder has changed: another model needs the memory that it holds."""
+        try:
+            await self._tell("/sleep?level=1")
+        except CannotWake:
+            await self.close()
+            raise
 
     async def _tell(self, target: str) -> None:
         status, body = await command(self.address, target, self._admin_key)

@@ -36,6 +36,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if not 1 <= len(self.name) <= 200 or not self.name.isprintable():
             raise ValueError("name must have 1 to 200 printable characters")
         for argument in self.arguments:
+            if "\0" in argument:
+                raise ValueError(f"model {self.name}: no argument of a process has a NUL")
             if argument.partition("=")[0] in _OWN_FLAGS:
                 raise ValueError(f"model {self.name}: {argument.partition('=')[0]} is what the router gives")
 
