@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from openinfer_core.engine import EngineCapability
-from openinfer_core.errors import Refused
+from openinfer_core.errors import InvalidRequest, Refused
 
 COMMAND_TIMEOUT_S = 900.0
 """That a command may take, such as to read the weights of the largest models from slow disks; it goes on after it."""
@@ -161,6 +161,21 @@ class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_we
 
 
 ControlCommand: TypeAlias = FlushCache | LoadAdapter | UnloadAdapter | Pause | Resume | Sleep | Wake | UpdateWeights
+
+_decoder = msgspec.msgpack.Decoder(ControlCommand)
+
+
+def checked_command(command: ControlCommand) -> ControlCommand:
+    """The command as another process would decode it: a Struct checks what it is made of nowhere else.
+
+    Raises:
+        InvalidRequest: a value is out of range, or of another type.
+    """
+    try:
+        return _decoder.decode(msgspec.msgpack.encode(command))
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{type(command).__name__}: {error}") from error
+
 
 CAPABILITY_OF: Mapping[type[msgspec.Struct], EngineCapability] = {
     FlushCache: EngineCapability.FLUSH_CACHE,

@@ -331,6 +331,7 @@ class EngineHandle(Protocol):
         """Has the engine do something beside serving requests, after the requests submitted before.
 
         Raises:
+            InvalidRequest: a value of the command is out of range, or of another type; the engine has not heard of it.
             Refused: it cannot do that (`EngineInfo.capabilities`), or not now; the message says which.
             EngineClosed: the engine has ended.
         """

@@ -12,7 +12,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator
 
-from openinfer_core.control import ControlCommand
+from openinfer_core.control import ControlCommand, checked_command
 from openinfer_core.engine import EngineInfo, EngineStats
 from openinfer_core.events import TokenEvent
 from openinfer_core.process.host import ControlCall, EngineLoop, LoopRunner
@@ -65,6 +65,7 @@ class InProcessEngine:
         return self._host.stats()
 
     async def control(self, command: ControlCommand) -> None:
+        command = checked_command(command)
         self._collect()
         self._mailbox.require_open()
         loop = asyncio.get_running_loop()

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from openinfer_core.control import ControlCommand
+from openinfer_core.control import ControlCommand, checked_command
 from openinfer_core.engine import EngineInfo, EngineStats
 from openinfer_core.errors import ContractViolation, EngineClosed, OpenInferError, Refused
 from openinfer_core.events import TokenEvent
@@ -258,6 +258,7 @@ class RemoteEngine:
         return await answer
 
     async def control(self, command: ControlCommand) -> None:
+        command = checked_command(command)  # else the engine would drop this link, which breaks the protocol
         await self._attach()
         self._mailbox.require_open()
         number = next(self._control_numbers)

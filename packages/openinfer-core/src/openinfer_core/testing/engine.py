@@ -279,7 +279,9 @@ async def check_stats(driver: EngineDriver) -> None:
 
 @_check
 async def check_control(driver: EngineDriver) -> None:
-    """Commands that `EngineInfo.capabilities` does not name are refused by name; a flushed cache is no obstacle."""
+    """Commands that `EngineInfo.capabilities` does not name are refused by name, and those that mean nothing before the
+    engine hears of them; a flushed cache is no obstacle.
+    """
     commands: tuple[ControlCommand, ...] = (
         LoadAdapter("kit", "/nowhere"),
         UnloadAdapter("kit"),
@@ -299,6 +301,12 @@ async def check_control(driver: EngineDriver) -> None:
             require(capability in str(refusal), f"{command} is refused with {str(refusal)!r}, which does not say why")
         else:
             raise ConformanceError(f"{command} was obeyed; the engine does not say {capability}")
+    for command in (LoadAdapter("", "/nowhere"), UpdateWeights("/nowhere", content_hash="step-12")):
+        try:
+            await driver.handle.control(command)
+        except InvalidRequest:
+            continue
+        raise ConformanceError(f"{command} was obeyed, and means nothing")
     served = await driver.serve(_prompt(driver, 0), _greedy(4))
     if EngineCapability.FLUSH_CACHE in driver.info.capabilities:
         await driver.handle.control(FlushCache())

@@ -21,9 +21,10 @@ from openinfer_core.control import (
     Sleep,
     UpdateWeights,
     Wake,
+    checked_command,
 )
 from openinfer_core.engine import EngineState
-from openinfer_core.errors import EngineClosed, Refused
+from openinfer_core.errors import EngineClosed, InvalidRequest, Refused
 from openinfer_server.http.access import Level
 from openinfer_server.http.api_errors import ApiError, busy, shutting_down
 from openinfer_server.http.request import HttpRequest
@@ -117,9 +118,9 @@ class EngineCommands:
             requests=InFlight(update.mode),
             drafter_path=update.drafter_path,
         )
-        try:  # a Struct checks what it is made of only where it is decoded
-            command = msgspec.convert(msgspec.to_builtins(command), UpdateWeights)
-        except msgspec.ValidationError as error:
+        try:
+            checked_command(command)
+        except InvalidRequest as error:
             raise ApiError(400, f"path, content_hash or drafter_path: {error}", code="invalid_value") from error
         await self._answer(http_request, command)
 
