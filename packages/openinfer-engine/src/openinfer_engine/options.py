@@ -323,6 +323,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check("max_lora_rank", self.max_lora_rank, 1, MAX_RANK)
         _check("lora_cache_bytes", self.lora_cache_bytes, 0, 2**48)
         parse_adapters(self.lora)
+        _check_given("lora_root", self.lora_root)
 
     def _check_not_low_bit(self) -> None:
         asked = {
@@ -354,7 +355,14 @@ def _check(name: str, value: int | None, low: int, high: int) -> None:
         raise InvalidRequest(f"{name} is {value}; it must be between {low} and {high}", field=name)
 
 
+def _check_given(name: str, path: str | None) -> None:
+    """As a variable that is not set leaves it: it would be the folder that the process happens to run in."""
+    if path is not None and not path.strip():
+        raise InvalidRequest(f"{name} is empty; name a folder, or leave it out", field=name)
+
+
 def _check_folder(name: str, path: str | None) -> None:
+    _check_given(name, path)
     if path is not None and not Path(path).is_dir():
         raise InvalidRequest(f"{name} {path} is no folder", field=name)
 

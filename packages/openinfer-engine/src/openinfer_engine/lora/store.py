@@ -28,6 +28,7 @@ from openinfer_engine.adapters import AdapterLoss
 from openinfer_engine.lora.adapter_config import CONFIG_FILE
 from openinfer_engine.lora.adapter_folder import WEIGHTS_FILE, Adapter
 from openinfer_engine.lora.rank_adapters import RankAdapters
+from openinfer_engine.lora.setting import is_adapter_name
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -383,7 +384,7 @@ class AdapterStore:
         return any(named.digest == digest for named in self._names.values())
 
     def _check_name(self, command: LoadAdapter) -> None:
-        if not command.name.isprintable() or command.name != command.name.strip():
+        if not is_adapter_name(command.name):
             raise Refused(f"the name {command.name[:200]!r} has characters that no name of an adapter may have")
         if command.name in self._names and not command.in_place:
             raise Refused(
