@@ -158,9 +158,17 @@ def _tensors(header: bytes, path: Path) -> dict[str, TensorInfo]:
     metadata = decoded.pop(_METADATA, {})
     try:
         msgspec.convert(metadata, dict[str, str])
-        return {name: _tensor(name, entry) for name, entry in decoded.items()}
+        return _infos(decoded)
     except (msgspec.ValidationError, ValueError) as error:
         raise InvalidCheckpoint(f"the header of {path} is invalid: {error}") from error
+
+
+def _infos(decoded: dict[str, object]) -> dict[str, TensorInfo]:
+    try:
+        found = msgspec.convert(decoded, dict[str, TensorInfo])
+    except msgspec.ValidationError:  # which entry's, is found one by one
+        return {name: _tensor(name, entry) for name, entry in decoded.items()}
+    return {name: checked_tensor(name, info) for name, info in found.items()}
 
 
 def _tensor(name: str, entry: object) -> TensorInfo:
