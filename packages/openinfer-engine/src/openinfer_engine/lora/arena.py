@@ -137,6 +137,15 @@ class _Product:
         return [(a[index], b[starts[index] : starts[index + 1]]) for index in range(len(self.pieces))]
 
 
+class _Place(NamedTuple):
+    """Where a module is."""
+
+    product: int
+    piece: int
+    rows: int
+    columns: int
+
+
 class PieceShare(NamedTuple):
     """What a slot holds of one piece."""
 
@@ -180,6 +189,7 @@ class AdapterArena:
         self._rank = padded_rank(max_rank)
         self._memory = memory
         self._products: list[_Product] = []
+        self._places: dict[str, _Place] = {}
         self._next: int | None = None  # product of a model that is read again
         self._spare: HostArray | None = None  # for the next adapter of all products
         self._targets: dict[int, Sequence[Sequence[tuple[Array, Array]]]] = {}  # of each slot's pieces
@@ -215,6 +225,8 @@ class AdapterArena:
             columns=wide,
             starts=tuple(starts),
         )
+        for index, (key, piece) in enumerate(zip(keys, pieces, strict=True)):
+            self._places[key] = _Place(len(self._products), index, piece.num_rows, columns)
         self._products.append(_Product(keys=keys, pieces=tuple(pieces), weights=adapters))
         self.weights.add(weight, adapters)
 
@@ -265,7 +277,7 @@ class AdapterArena:
 
     def begin_share(self) -> "ShareWriter":
         """Of an adapter that is going to be read, this rank's share; from any thread."""
-        return ShareWriter(self._products, take_memory=self._host_memory)
+        return ShareWriter(self._products, self._places, take_memory=self._host_memory)
 
     def prepare(self) -> None:
         """Takes host memory for another adapter, of all products; from any thread.
@@ -321,20 +333,24 @@ class ShareWriter:
     they stay: hundreds of small tensors are then no work of the interpreter's, for which all threads that read wait.
     """
 
-    def __init__(self, products: Sequence[_Product], *, take_memory: Callable[[int], HostArray]) -> None:
+    def __init__(
+        self,
+        products: Sequence[_Product],
+        places: Mapping[str, _Place],
+        *,
+        take_memory: Callable[[int], HostArray],
+    ) -> None:
         self._products = products
+        self._places = places
         self._take_memory = take_memory
         self._factors: list[tuple[HostArray, HostArray] | None] = []
-        self._whole: dict[str, PieceShare] | None = None
+        self._whole: AdapterShare | None = None
         self._memory: HostArray | None = None  # of all tensors, as they lie in a file
         self._modules: Mapping[str, LowRank] = {}
-        self._places: dict[str, tuple[int, int]] = {}
         self._scaled_bits: Mapping[float, HostArray] = {}
 
     def begin(self, modules: Mapping[str, LowRank], *, is_bfloat16: bool) -> HostArray | None:
         self._modules = modules
-        for number, product in enumerate(self._products):
-            self._places |= {key: (number, index) for index, key in enumerate(product.keys)}
         if is_bfloat16 and self._lies_as_in_a_file(modules):
             return self._begin_whole()
         self._begin_factors()
@@ -347,26 +363,23 @@ class ShareWriter:
         is_whole = all(piece.is_whole for product in self._products for piece in product.pieces)
         return weights.a.dtype.itemsize == _BF16_BYTES and has_all_ranks and is_whole
 
-    def _shapes_of(self, key: str) -> tuple[tuple[int, int], tuple[int, int]]:
-        number, index = self._places[key]
-        piece, rank = self._products[number].pieces[index], self._modules[key].rank
-        return (rank, piece.columns.stop), (piece.num_rows, rank)
-
     def _begin_whole(self) -> HostArray:
-        sizes = (rows * columns for key in self._modules for rows, columns in self._shapes_of(key))
-        self._memory = self._take_memory(sum(sizes))
+        places = (self._places[key] for key in self._modules)
+        rank = self._products[0].weights.a.shape[2]
+        self._memory = self._take_memory(rank * sum(each.rows + each.columns for each in places))
         return self._memory.view(np.uint8)
 
     def lay_out(self) -> None:
         if self._memory is None:
             return
-        self._whole, end = {}, 0
-        for key, (_, scale) in self._modules.items():
-            of_a, of_b = self._shapes_of(key)
-            begin, middle = end, end + math.prod(of_a)
-            end = middle + math.prod(of_b)
-            a, b = self._memory[begin:middle].reshape(of_a), self._memory[middle:end].reshape(of_b)
-            self._whole[key] = PieceShare(a, b, scale)
+        pieces: dict[str, PieceShare] = {}
+        end = 0
+        for key, (rank, scale) in self._modules.items():
+            _, _, rows, columns = self._places[key]
+            begin, middle, end = end, end + rank * columns, end + rank * (columns + rows)
+            a, b = self._memory[begin:middle].reshape(rank, columns), self._memory[middle:end].reshape(rows, rank)
+            pieces[key] = PieceShare(a, b, scale)
+        self._whole = AdapterShare(pieces=tuple(tuple(map(pieces.get, each.keys)) for each in self._products))
 
     def _begin_factors(self) -> None:
         modules = self._modules
@@ -377,14 +390,14 @@ class ShareWriter:
             product.factors_in(memory[end - size : end]) if size else None
             for product, end, size in zip(self._products, ends, sizes, strict=True)
         ]
-        for key, (number, index) in self._places.items():
+        for key, (number, index, _, _) in self._places.items():
             self._clear(number, index, rank=modules[key].rank if key in modules else 0)
         if memory.dtype.itemsize == _BF16_BYTES:
             scales = {each.scale for each in modules.values()} - {1.0}
             self._scaled_bits = {scale: scaled_bits(scale) for scale in sorted(scales)[:_MOST_TABLES]}
 
     def take(self, module: str, factor: Factor, values: HostArray) -> None:
-        number, index = self._places[module]
+        number, index, _, _ = self._places[module]
         piece, (a, b) = self._products[number].pieces[index], self._of(number)
         rank, scale = self._modules[module]
         if factor == "A":
@@ -400,8 +413,7 @@ class ShareWriter:
     def share(self) -> "AdapterShare":
         """When all factors were read, or taken."""
         if self._whole is not None:
-            whole = self._whole
-            return AdapterShare(pieces=tuple(tuple(whole.get(key) for key in each.keys) for each in self._products))
+            return self._whole
         pieces: list[tuple[PieceShare | None, ...]] = []
         for product, factors in zip(self._products, self._factors, strict=True):
             found = None if factors is None else product.pieces_of(*factors)
