@@ -5,15 +5,14 @@
 
 MODEL is a folder with a config.json. The adapter has all projections, its file is BF16 and in the page cache, its scale
 is no power of two. `stages` are one thread's, of all bytes; `interpreter_s` is a load of as many tensors of few bytes
-each; then whole loads by threads, with the engine's switch interval: alone (`quiet`), and next to a thread that keeps
-the interpreter as a step loop does that never waits (`busy`), the worst there is. `waits` are switches of threads that
-had to wait, of one load: for the interpreter, mostly. Each part is printed as it ends. What
-a slot has is written to memory that is used again, as an engine takes it ahead; with --pinned to CUDA's, whose making
-is timed.
+each; then whole loads by threads, with the engine's switch interval: alone (`quiet`), next to a thread that keeps
+the interpreter as a step loop does that never waits (`busy`), the worst there is, and as an engine has them (`ahead`):
+a quarter of a second after the last one, into memory that was made then and is not in the processor's cache, where that
+of the others is used again. `waits` are switches of threads that had to wait, of one load: for the interpreter, mostly.
+Each part is printed as it ends. With --pinned the memory is CUDA's; `memory_s` is what it takes to make it.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import resource
@@ -32,17 +31,21 @@ from source_packages import folders
 sys.path[:0] = folders()
 
 import numpy as np  # noqa: E402
+from blake3 import blake3  # noqa: E402
 from made_adapters import made_adapters  # noqa: E402
 
 from openinfer_core import read_config  # noqa: E402
 from openinfer_engine.child import SWITCH_INTERVAL_S  # noqa: E402
 from openinfer_engine.lora import adapter_folder  # noqa: E402
 from openinfer_engine.lora.adapter_folder import read_adapter  # noqa: E402
+from openinfer_engine.lora.adapter_tensors import ReadingThreads  # noqa: E402
 from openinfer_engine.lora.arena import AdapterArena, adapted_modules, piece_of  # noqa: E402
 from openinfer_kernels.cpu import CpuOps  # noqa: E402
 from openinfer_kernels.weights.bfloat16 import scaled_bits  # noqa: E402
 
 PIECE_BYTES = 1 << 20
+KINDS = "quiet", "busy", "ahead"
+BETWEEN_LOADS_S = 0.25
 NARROW = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -53,7 +56,7 @@ NARROW = {
 
 
 class HalfOps(CpuOps):
-    """Numbers of two bytes, as a GPU's slots have them; host memory is the same for every adapter."""
+    """Numbers of two bytes, as a GPU's slots have them; host memory is the same for every adapter until `renew`."""
 
     def __init__(self, *, pinned: bool) -> None:
         super().__init__()
@@ -65,16 +68,21 @@ class HalfOps(CpuOps):
 
     def host_weights(self, num_values: int) -> Any:
         if len(self._memory) < num_values:
-            self._memory = self.new_memory(num_values)
-            self._memory[:] = 0
+            self.renew(num_values)
         return self._memory[:num_values]
+
+    def renew(self, num_values: int) -> None:
+        self._memory = self.new_memory(num_values)
+        self._memory[:] = 0
 
     def new_memory(self, num_values: int) -> Any:
         if not self._pinned:
             return np.empty(num_values, np.float16)
         import cupy
 
-        return np.frombuffer(cupy.cuda.alloc_pinned_memory(2 * num_values), np.float16, num_values)
+        # Not CuPy's pool's, which has what the last adapter let go.
+        memory: Any = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(2 * num_values), 0)
+        return np.frombuffer(memory, np.float16, num_values)
 
 
 class Adapter:
@@ -93,9 +101,9 @@ class Adapter:
         for matrix, shard in matrices:
             self._arena.add(np.zeros(1), [piece_of(matrix, shard, rank=0, size=1)])
 
-    def load(self, num_threads: int | None = None) -> None:
+    def load(self, threads: ReadingThreads) -> None:
         writer = self._arena.begin_share()
-        given = {"modules": self._modules, "max_rank": self._rank, "num_threads": num_threads}
+        given = {"modules": self._modules, "max_rank": self._rank, "threads": threads}
         read_adapter(self.folder, target=writer, **given)
         writer.share()
 
@@ -125,7 +133,7 @@ def stages(path: Path, repeats: int) -> dict[str, float]:
         bits.max()
 
     found = {
-        "hash_s": each(lambda at: hashlib.sha256(memory).digest()),
+        "hash_s": each(lambda at: blake3(memory).digest()),
         "finite_s": each(largest),
         "scale_s": each(lambda at: np.take(table, bits, out=out, mode="clip")) / 2,  # of the B's, half of all
         "copy_s": each(lambda at: np.copyto(out, bits)) / 2,
@@ -152,21 +160,26 @@ def busy_interpreter(*, is_busy: bool) -> Iterator[None]:
         thread.join()
 
 
-def loads(adapter: Adapter, num_threads: int, repeats: int, *, is_busy: bool) -> dict[str, Any]:
+def loads(adapter: Adapter, num_threads: int, repeats: int, kind: str) -> dict[str, Any]:
     found: list[float] = []
-    with busy_interpreter(is_busy=is_busy):
-        before, cpu_s = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
+    cpu_s, waits, faults = 0.0, 0, 0
+    threads = ReadingThreads(num_threads)
+    with busy_interpreter(is_busy=kind == "busy"):
         for _ in range(repeats):
+            if kind == "ahead":
+                adapter.ops.renew(adapter.num_bytes // 2)
+                time.sleep(BETWEEN_LOADS_S)
+            before, cpu_before = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
             begin = time.perf_counter()
-            adapter.load(num_threads)
+            adapter.load(threads)
             found.append(time.perf_counter() - begin)
-        after, cpu_s = resource.getrusage(resource.RUSAGE_SELF), time.process_time() - cpu_s
-    row: dict[str, Any] = {"threads": num_threads, "next_to": "busy" if is_busy else "quiet"}
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            cpu_s += time.process_time() - cpu_before
+            waits += after.ru_nvcsw - before.ru_nvcsw
+            faults += after.ru_minflt - before.ru_minflt
+    row: dict[str, Any] = {"threads": num_threads, "kind": kind}
     row |= {"load_s": statistics.median(found), "least_s": min(found), "cpu_s": cpu_s / repeats}
-    row |= {
-        "waits": (after.ru_nvcsw - before.ru_nvcsw) // repeats,
-        "faults": (after.ru_minflt - before.ru_minflt) // repeats,
-    }
+    row |= {"waits": waits // repeats, "faults": faults // repeats}
     return {**row, "gb_per_s": adapter.num_bytes / row["load_s"] / 1e9}
 
 
@@ -186,8 +199,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         tempfile.TemporaryDirectory() as folder,
         made_adapters(narrow_model(given.model, Path(folder)), count=1, rank=given.rank) as made,
     ):
+        one = ReadingThreads(1)
         narrow = Adapter(made, Path(folder), rank=given.rank, pinned=False)
-        record["interpreter_s"] = seconds(lambda: narrow.load(1), given.repeats, clock=time.process_time)
+        record["interpreter_s"] = seconds(lambda: narrow.load(one), given.repeats, clock=time.process_time)
     with made_adapters(given.model, count=1, rank=given.rank) as made:
         adapter = Adapter(made, given.model, rank=given.rank, pinned=given.pinned)
         record["adapter_bytes"] = adapter.num_bytes
@@ -197,8 +211,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         shown(record["stages"])
         record["loads"] = []
         for num_threads in given.threads:
-            for is_busy in (False, True):
-                record["loads"].append(loads(adapter, num_threads, given.repeats, is_busy=is_busy))
+            for kind in KINDS:
+                record["loads"].append(loads(adapter, num_threads, given.repeats, kind))
                 shown(record["loads"][-1])
     return record
 

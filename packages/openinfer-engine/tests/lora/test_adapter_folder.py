@@ -3,12 +3,15 @@
 import hashlib
 import json
 import os
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_engine.lora import adapter_folder
@@ -19,7 +22,7 @@ from openinfer_engine.lora.adapter_folder import (
     module_key,
     read_adapter,
 )
-from openinfer_engine.lora.adapter_tensors import adapter_threads
+from openinfer_engine.lora.adapter_tensors import ReadingThreads, adapter_threads
 
 MODULES = {f"layers.{layer}.self_attn.{name}_proj": AdaptedModule(24, 16) for layer in range(2) for name in "qv"}
 PREFIX = "base_model.model.model.layers.0.self_attn"
@@ -154,7 +157,14 @@ def mixed_dtypes() -> dict[str, Any]:
 
 def test_digest_stays_what_it_was(tmp_path: Path) -> None:
     """KV in tiers is found by it after a restart, and by other releases."""
-    assert read(write(tmp_path / "adapter", mixed_dtypes())).digest.hex() == "40fa4786f52d1aa88bde6ea885d9f627"
+    tensors = mixed_dtypes()
+    q, v = (f"layers.0.self_attn.{name}_proj" for name in "qv")
+    described = blake3(f"{q}\0<f4 (4, 16) <f2 (24, 4)\0{v}\0<u2 (4, 16) <u2 (24, 4)\0".encode()).digest()
+    scales = np.full(2, 8 / 4, "<f8").tobytes()
+    numbers = blake3(b"".join(each.tobytes() for each in tensors.values())).digest()
+    expected = blake3(b"openinfer-lora 2\0" + described + scales + numbers).hexdigest(16)
+    assert expected == "588dc6bccc4d8f7a4e0e83155851609e"
+    assert read(write(tmp_path / "adapter", tensors)).digest.hex() == expected
 
 
 def test_digest_is_of_the_numbers_of_each_module_whatever_the_order_of_the_file(tmp_path: Path) -> None:
@@ -202,7 +212,7 @@ def test_what_is_given_is_what_the_file_has_however_many_threads_read_it(tmp_pat
     folder, digests = write(tmp_path / "adapter", tensors, r=12), set[bytes]()
     for num_threads in (1, 3, 40):
         taken = Taken()
-        adapter = read_adapter(folder, modules=modules, max_rank=16, target=taken, num_threads=num_threads)
+        adapter = read_adapter(folder, modules=modules, max_rank=16, target=taken, threads=ReadingThreads(num_threads))
         digests.add(adapter.digest)
         assert taken.modules == dict.fromkeys(modules, (12, 8 / 12))
         assert len(taken.factors) == len(tensors)
@@ -214,16 +224,16 @@ def test_what_is_given_is_what_the_file_has_however_many_threads_read_it(tmp_pat
 class Whole(Taken):
     """Has memory for all tensors, as their modules come."""
 
-    def __init__(self, shapes: Mapping[str, AdaptedModule]) -> None:
+    def __init__(self, shapes: Mapping[str, AdaptedModule], *, itemsize: int = 2) -> None:
         super().__init__()
-        self._shapes = shapes
+        self._shapes, self._itemsize = shapes, itemsize
         self.memory: Any = None
         self.is_bfloat16 = False
 
     def begin(self, modules: Mapping[str, LowRank], *, is_bfloat16: bool) -> Any:
         self.modules, self.is_bfloat16 = dict(modules), is_bfloat16
         sizes = [modules[key].rank * (self._shapes[key].rows + self._shapes[key].columns) for key in modules]
-        self.memory = np.zeros(2 * sum(sizes), np.uint8)
+        self.memory = np.zeros(self._itemsize * sum(sizes), np.uint8)
         return self.memory
 
 
@@ -233,7 +243,7 @@ def test_tensors_are_read_to_where_they_stay(tmp_path: Path, num_threads: int) -
     modules = {f"layers.{layer}.mlp.up_proj": AdaptedModule(3000 + layer, 1000 - layer) for layer in range(40)}
     tensors = random_factors(modules, rank=16, dtype=np.float16)
     folder, whole = write(tmp_path / "adapter", tensors, r=16), Whole(modules)
-    given = {"modules": modules, "max_rank": 16, "num_threads": num_threads}
+    given = {"modules": modules, "max_rank": 16, "threads": ReadingThreads(num_threads)}
     adapter = read_adapter(folder, target=whole, **given)
     assert adapter.digest == read_adapter(folder, **given).digest
     assert not whole.is_bfloat16
@@ -247,7 +257,102 @@ def test_tensors_are_read_to_where_they_stay(tmp_path: Path, num_threads: int) -
         read_adapter(hostile, target=Whole(modules), **given)
 
 
-def test_large_factors_are_hashed_in_pieces_to_the_last_byte(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("dtype", [np.uint16, np.float16, np.float32])
+def test_number_that_is_not_finite_is_found_wherever_it_is(tmp_path: Path, dtype: Any, is_whole: bool) -> None:
+    """At the ends of what threads take, of tensors and of the file; the first tensor that has one is named."""
+    modules = {f"layers.{layer}.mlp.up_proj": AdaptedModule(9000 + layer, 1001) for layer in range(12)}
+    tensors = {name: np.ones(each.shape, dtype) for name, each in random_factors(modules, rank=16, dtype=dtype).items()}
+    names = [f"base_model.model.model.{key}.lora_{factor}.weight" for key in sorted(modules) for factor in "AB"]
+    ends = np.cumsum([tensors[name].size for name in names])
+    infinite = 0x7F80 if dtype is np.uint16 else np.inf
+    threads, of_share = ReadingThreads(3), (1 << 20) // np.dtype(dtype).itemsize
+    given = {"modules": modules, "max_rank": 16, "threads": threads}
+    assert ends[-1] > 3 * of_share
+    for place in (0, of_share - 1, of_share, 2 * of_share + 1, ends[3] - 1, ends[3], ends[-1] - 1):
+        index = int(np.searchsorted(ends, place, side="right"))
+        whole = np.concatenate([tensors[name].reshape(-1) for name in names])
+        whole[place:] = np.where(np.arange(len(whole) - place) % 100_000 == 0, np.array(infinite, dtype), whole[place:])
+        hostile = {
+            name: whole[end - tensors[name].size : end].reshape(tensors[name].shape)
+            for name, end in zip(names, ends, strict=True)
+        }
+        folder = write(tmp_path / "hostile", {name: hostile[name] for name in reversed(names)}, r=16)
+        whole_or_taken = Whole(modules, itemsize=np.dtype(dtype).itemsize) if is_whole else Taken()
+        with pytest.raises(InvalidCheckpoint, match=f"{names[index]}' has values that are not finite"):
+            read_adapter(folder, target=whole_or_taken, **given)
+    assert read_adapter(write(tmp_path / "fine", tensors, r=16), **given).rank == 16
+
+
+class Changing(Whole):
+    """Changes the file once its header was read, before its numbers are."""
+
+    def __init__(self, shapes: Mapping[str, AdaptedModule], path: Path, data: bytes) -> None:
+        super().__init__(shapes)
+        self._path, self._data = path, data
+
+    def begin(self, modules: Mapping[str, LowRank], *, is_bfloat16: bool) -> Any:
+        self._path.write_bytes(self._data)
+        return super().begin(modules, is_bfloat16=is_bfloat16)
+
+
+def test_file_that_changes_while_it_is_read_is_refused_or_known_by_what_was_read(tmp_path: Path) -> None:
+    modules = {"layers.0.self_attn.q_proj": MODULES["layers.0.self_attn.q_proj"]}
+    folder = write(tmp_path / "adapter", pair(dtype=np.float16))
+    path, threads = folder / "adapter_model.safetensors", ReadingThreads(3)
+    first, given = path.read_bytes(), {"modules": modules, "max_rank": 16, "threads": threads}
+    for cut in (1, 2, 100, len(first)):
+        path.write_bytes(first)
+        with pytest.raises(InvalidCheckpoint, match="became shorter while it was read"):
+            read_adapter(folder, target=Changing(modules, path, first[: len(first) - cut]), **given)
+    path.write_bytes(first)
+    with pytest.raises(InvalidCheckpoint, match=r"lora_B.weight' has values that are not finite"):
+        read_adapter(folder, target=Changing(modules, path, first[:-1] + b"\x7c"), **given)
+    path.write_bytes(first)
+    changing = Changing(modules, path, first[:-1] + b"\x01")
+    found = read_adapter(folder, target=changing, **given)
+    assert changing.memory[-1] == 1
+    assert found.digest == read_adapter(folder, **given).digest
+    path.write_bytes(first)
+    assert found.digest != read_adapter(folder, **given).digest
+
+
+def test_tensors_that_pass_are_read_in_parts_with_the_digest_of_the_whole(tmp_path: Path) -> None:
+    """More than are read at a time where they do not stay, and one that is more by itself."""
+    modules = {
+        f"layers.{layer}.mlp.up_proj": AdaptedModule(600_000 if layer == 1 else 250_000, 8) for layer in range(3)
+    }
+    tensors = random_factors(modules, rank=16, dtype=np.float16)
+    folder, taken, whole = write(tmp_path / "adapter", tensors, r=16), Taken(), Whole(modules)
+    given = {"modules": modules, "max_rank": 16, "threads": ReadingThreads(2)}
+    assert read_adapter(folder, target=taken, **given).digest == read_adapter(folder, target=whole, **given).digest
+    assert taken.times_laid_out == 1
+    for (module, factor), values in taken.factors.items():
+        np.testing.assert_array_equal(values, tensors[f"base_model.model.model.{module}.lora_{factor}.weight"])
+
+
+def test_call_that_raises_is_heard_of_when_all_have_ended() -> None:
+    """The file must be open for as long as one reads it."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def late() -> None:
+        begun.wait()
+        time.sleep(0.05)
+        ended.set()
+
+    def early() -> None:
+        raise InvalidCheckpoint("early")
+
+    with pytest.raises(InvalidCheckpoint, match="early"):
+        ReadingThreads(2).run([early, late], meanwhile=begun.set)
+    assert ended.is_set()
+    ended.clear()
+    with pytest.raises(ZeroDivisionError):
+        ReadingThreads(2).run([late], meanwhile=lambda: 1 / 0)
+    assert ended.is_set()
+
+
+def test_large_factors_are_hashed_to_the_last_byte(tmp_path: Path) -> None:
     modules = {"layers.0.self_attn.q_proj": AdaptedModule(40_000, 64)}
     digests: set[bytes] = set()
     for changed in (None, 0, 40_000 * 32 // 2, 40_000 * 32 - 1):

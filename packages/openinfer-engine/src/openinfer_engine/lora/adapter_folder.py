@@ -10,20 +10,25 @@ before its tensors are (`adapter_tensors.py`).
 import re
 import stat
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
+from blake3 import blake3
+
 from openinfer_core import InvalidCheckpoint, Refused
-from openinfer_engine.lora.adapter_config import read_adapter_config
+from openinfer_engine.lora.adapter_config import AdapterConfig, read_adapter_config
 from openinfer_engine.lora.adapter_tensors import (
     READ_DTYPES,
     NotFiniteError,
+    ReadingThreads,
     TakeTensor,
-    hashed,
+    TensorFile,
+    TensorOrder,
     read_exactly,
     read_tensors,
 )
@@ -31,6 +36,9 @@ from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES, TensorInfo, 
 from openinfer_kernels import HostArray
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+DIGEST_BYTES = 16
+_PREFIX = b"openinfer-lora 2\0"
+"""Of what a digest is of: a change of that has another number, as KV in tiers is found by it."""
 MAX_HEADER_BYTES = 4 << 20
 """Of the file: about 30,000 tensors; an adapter of all projections of the largest published model has 1,300."""
 _LENGTH_BYTES = 8
@@ -49,7 +57,6 @@ _OTHER_MATHEMATICS = {
 
 
 Factor: TypeAlias = Literal["A", "B"]
-_FACTORS: tuple[Factor, Factor] = "A", "B"
 _KEPT_CHARACTERS = 200
 """Of a name whose parts are kept: longer ones would be a client's way to fill memory."""
 
@@ -118,7 +125,7 @@ def read_adapter(
     modules: Mapping[str, AdaptedModule],
     max_rank: int,
     target: TakesFactors | None = None,
-    num_threads: int | None = None,
+    threads: ReadingThreads | None = None,
 ) -> Adapter:
     """An adapter of a folder.
 
@@ -127,7 +134,7 @@ def read_adapter(
         modules: what can be adapted, by `module_key`.
         max_rank: that a module of the adapter may have.
         target: gets its factors; without one they are checked alone.
-        num_threads: that read it; by default as many as there are processors, 8 at most.
+        threads: that read it; by default some that end with the call.
 
     Raises:
         InvalidCheckpoint: a file is missing or malformed, a tensor has not its module's shape, or is not finite.
@@ -136,37 +143,28 @@ def read_adapter(
     config = read_adapter_config(folder)
     path = _weights_path(folder)
     with _opened(path, modules=modules, max_rank=max_rank) as (descriptor, num_bytes):
-        data_start, tensors, found, order, is_bfloat16, _ = LAYOUTS.of_file(descriptor, num_bytes, modules, path)
-        says = {
-            key: LowRank(config.rank_of(factors.module), config.scale_of(factors.module))
-            for key, factors in found.items()
-        }
-        for key, factors in found.items():
-            _check(tensors, factors, modules[key], path, rank=says[key].rank, max_rank=max_rank)
-        into = None if target is None else target.begin(says, is_bfloat16=is_bfloat16)
-        described = ""
+        layout = LAYOUTS.of_file(descriptor, num_bytes, modules, path)
+        says = _says(config, layout, path, max_rank=max_rank)
+        into = None if target is None else target.begin(says, is_bfloat16=layout.order.dtype == "BF16")
 
-        def describe() -> None:
-            nonlocal described
-            described = _described(says, found, tensors)
+        def lay_out() -> None:
+            _ = layout.digest  # kept
             if target is not None:
                 target.lay_out()
 
         try:
             numbers = read_tensors(
-                descriptor,
-                path,
-                tensors,
-                order=order,
-                data_start=data_start,
+                TensorFile(descriptor, path, layout.data_start),
+                layout.order,
+                threads=threads or ReadingThreads(),
                 into=into,
-                take=_taking(found, target if into is None else None),
-                num_threads=num_threads,
-                meanwhile=describe,
+                take=_taking(layout.factors, target if into is None else None),
+                meanwhile=lay_out,
             )
         except NotFiniteError as name:
             raise InvalidCheckpoint(f"{path}: {_shown(str(name))} has values that are not finite") from None
-    digest = hashed(hashed(described.encode()) + numbers)
+    scales = np.array([each.scale for each in says.values()], "<f8")
+    digest = blake3(_PREFIX + layout.digest + scales.tobytes() + numbers).digest(DIGEST_BYTES)
     return Adapter(digest=digest, rank=max(each.rank for each in says.values()))
 
 
@@ -214,6 +212,10 @@ class _Factors:
     module: str
     names: dict[Factor, str]
 
+    @property
+    def in_order(self) -> tuple[str, str]:
+        return self.names["A"], self.names["B"]
+
 
 @lru_cache(maxsize=4096)  # adapters of one model have the same names, hundreds of them
 def _parsed(name: str) -> tuple[str, str | None, Factor] | str:
@@ -255,18 +257,30 @@ def _factors(
     return found
 
 
-class _Layout(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
     """What the header of a file says."""
 
     data_start: int
     tensors: Mapping[str, TensorInfo]
     factors: Mapping[str, _Factors]
     """By module, in their order."""
-    order: Sequence[str]
-    """Of the tensors, whatever the file's is; PEFT's is this one."""
-    is_bfloat16: bool
+    order: TensorOrder
+    """A and B of each module, whatever the file's order is; PEFT's is this one."""
+    rank: int | None
+    """Of all modules, whose tensors are of its shapes and of dtypes that are read; None: each is to be checked."""
     modules: Mapping[str, AdaptedModule]
     """That it was checked for."""
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of modules, dtypes and shapes, in the order of the numbers."""
+        parts: list[str] = []
+        for key, each in self.factors.items():
+            a, b = (self.tensors[name] for name in each.in_order)
+            shapes = f"{NUMPY_DTYPES[a.dtype].str} {a.shape} {NUMPY_DTYPES[b.dtype].str} {b.shape}"
+            parts.append(f"{key}\0{shapes}\0")
+        return blake3("".join(parts).encode()).digest()
 
 
 class Layouts:
@@ -322,9 +336,20 @@ def _layout(
 ) -> _Layout:
     data_start, tensors = read_header(read, num_bytes=num_bytes, path=path, max_header_bytes=MAX_HEADER_BYTES)
     factors = dict(sorted(_factors(tensors, modules, path).items()))
-    order = [each.names[factor] for each in factors.values() for factor in _FACTORS]
-    is_bfloat16 = all(tensors[name].dtype == "BF16" for name in order)
-    return _Layout(data_start, tensors, factors, order, is_bfloat16, modules)
+    order = TensorOrder.of([(name, tensors[name]) for each in factors.values() for name in each.in_order])
+    rank = _common_rank(tensors, factors, modules)
+    return _Layout(data_start=data_start, tensors=tensors, factors=factors, order=order, rank=rank, modules=modules)
+
+
+def _says(config: AdapterConfig, layout: _Layout, path: Path, *, max_rank: int) -> Mapping[str, LowRank]:
+    """Of each module; raises unless its tensors are of its shapes and of a dtype that is read."""
+    if layout.rank == config.rank and config.rank <= max_rank and not (config.rank_pattern or config.alpha_pattern):
+        return dict.fromkeys(layout.factors, LowRank(config.rank, config.scale_of("")))
+    says: dict[str, LowRank] = {}
+    for key, factors in layout.factors.items():
+        says[key] = LowRank(config.rank_of(factors.module), config.scale_of(factors.module))
+        _check(layout.tensors, factors, layout.modules[key], path, rank=says[key].rank, max_rank=max_rank)
+    return says
 
 
 def _check(
@@ -335,9 +360,7 @@ def _check(
             f"{path}: {_shown(factors.module)} has rank {rank}; this engine was started for at most {max_rank} "
             "(--max-lora-rank)"
         )
-    shapes: dict[Factor, tuple[int, int]] = {"A": (rank, module.columns), "B": (module.rows, rank)}
-    for factor, shape in shapes.items():
-        name = factors.names[factor]
+    for name, shape in zip(factors.in_order, _shapes(module, rank), strict=True):
         info = tensors[name]
         if info.dtype not in READ_DTYPES:
             raise Refused(f"{path}: {_shown(name)} is of dtype {info.dtype}; read are {', '.join(READ_DTYPES)}")
@@ -348,14 +371,22 @@ def _check(
             )
 
 
-def _described(says: Mapping[str, LowRank], found: Mapping[str, _Factors], tensors: Mapping[str, TensorInfo]) -> str:
-    """What is computed with the numbers, which follow in the order of a `_Layout`."""
-    parts: list[str] = []
-    for key, each in says.items():
-        a, b = (tensors[found[key].names[factor]] for factor in _FACTORS)
-        shapes = f"{NUMPY_DTYPES[a.dtype].str} {a.shape} {NUMPY_DTYPES[b.dtype].str} {b.shape}"
-        parts.append(f"{key}\0{each.scale.hex()}\0{shapes}\0")
-    return "".join(parts)
+def _shapes(module: AdaptedModule, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of A and B."""
+    return (rank, module.columns), (module.rows, rank)
+
+
+def _common_rank(
+    tensors: Mapping[str, TensorInfo], factors: Mapping[str, _Factors], modules: Mapping[str, AdaptedModule]
+) -> int | None:
+    ranks: set[int] = set()
+    for key, each in factors.items():
+        a, b = (tensors[name] for name in each.in_order)
+        ranks.add(b.shape[-1] if b.shape else 0)
+        is_read = a.dtype in READ_DTYPES and b.dtype in READ_DTYPES
+        if len(ranks) > 1 or not is_read or (a.shape, b.shape) != _shapes(modules[key], *ranks):
+            return None
+    return ranks.pop()
 
 
 def _shown(name: str) -> str:

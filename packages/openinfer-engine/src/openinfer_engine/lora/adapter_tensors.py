@@ -1,23 +1,25 @@
-"""Reading the factors of an adapter in one pass: threads read some tensors, look at their numbers, hash and give them.
+"""Reading the factors of an adapter: threads read its bytes to where they stay, and look at them while they are hashed.
 
-What a thread has read is in the processor's cache by then, in memory that it uses again for the next tensors, or where
-the tensors stay: hashing takes most of the time, and each byte comes from the file once. The file is read, not mapped,
-and what was looked at and hashed is what is given: a file that is changed meanwhile cannot harm.
+The file is read, not mapped, and what was looked at and hashed is what is given: a file that is changed meanwhile
+cannot harm.
 
-The tensors of a task are hashed together, and those of a thread's share read and looked at in one call each where they
-follow each other in the file, as in PEFT's: a thread waits for the interpreter after each call, and these waits were
-half of the time of eight threads.
+A thread waits for the interpreter after each call, next to steps that launch kernels and other threads that read: with
+a MiB at a time these waits were half of the time. So a thread reads some MiB in one call and looks at them in two, and
+the hash of all is one call, with as many threads of its own, which do not know the interpreter.
 """
 
-import hashlib
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+from blake3 import blake3
 
 from openinfer_core import InvalidCheckpoint
 from openinfer_core.process.processors import usable_processors
@@ -25,18 +27,23 @@ from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES, TensorInfo
 from openinfer_kernels import HostArray
 
 READ_DTYPES = ("F32", "BF16", "F16")
-DIGEST_BYTES = 16
-PIECE_BYTES = 4 << 20
-"""Of a task, hashed as one: part of what a digest is, as adapters are known by it."""
-LEAST_TASK_BYTES = 1 << 20
-"""Of a task, unless it is the last: part of what a digest is."""
 _MOST_THREADS = 8
-"""With twelve on an H200's host a load took as long, and a sixth more of processors: each waits for the interpreter."""
-_SHARES_OF_THREAD = 3
-"""What a thread takes at a time is a third of its part: threads are not equally fast."""
-_PREFIX = b"openinfer-lora\0"
+_SHARES_OF_THREAD = 2
+"""What a thread takes at a time is a half of its part: threads are not equally fast."""
+_LEAST_SHARE_BYTES = 1 << 20
+_SHARE_MULTIPLE = 4096
+"""Of a share's bytes: a number lies in one share."""
+_PASSING_BYTES = 16 << 20
+"""Of tensors that are given to be written elsewhere: what is read before they are, or one tensor."""
 _INFINITE_BITS: Mapping[str, int] = {"<u2": 0x7F80, "<f2": 0x7C00, "<f4": 0x7F800000}
 """Of positive infinity, which those of NaN follow; BF16 is read as its bits."""
+
+
+NamedTensor: TypeAlias = tuple[str, TensorInfo]
+T = TypeVar("T")
+
+
+def _nothing() -> None: ...
 
 
 def adapter_threads() -> int:
@@ -44,11 +51,22 @@ def adapter_threads() -> int:
     return min(_MOST_THREADS, usable_processors())
 
 
-def hashed(data: bytes | memoryview) -> bytes:
-    """SHA-256, for which processors have instructions: 1.5 times as fast as BLAKE2b there."""
-    found = hashlib.sha256(_PREFIX)
-    found.update(data)
-    return found.digest()[:DIGEST_BYTES]
+class ReadingThreads:
+    """Read adapters; kept from one to the next, as to start eight takes a millisecond. They end with this object."""
+
+    def __init__(self, count: int | None = None) -> None:
+        """`count`: `adapter_threads` unless it is given."""
+        self.count = count or adapter_threads()
+        self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="openinfer-adapter-read")
+
+    def run(self, calls: Iterable[Callable[[], T]], *, meanwhile: Callable[[], object] = _nothing) -> list[T]:
+        """What the calls return; raises what one raises when all have ended. The calling thread does `meanwhile`."""
+        begun = [self._pool.submit(call) for call in calls]
+        try:
+            meanwhile()
+        finally:
+            wait(begun)
+        return [each.result() for each in begun]
 
 
 TakeTensor: TypeAlias = Callable[[str, HostArray], None]
@@ -59,11 +77,60 @@ class NotFiniteError(Exception):
     """A tensor has numbers that are not finite; its name."""
 
 
-class _Task(NamedTuple):
-    """Tensors that are hashed together, as they follow each other."""
+class _Range(NamedTuple):
+    """Bytes that follow each other in the order of the tensors and in the file."""
 
-    tensors: Sequence[tuple[str, TensorInfo]]
-    num_bytes: int
+    begin: int
+    """In that order."""
+    place: int
+    """In the file's data."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorOrder:
+    """Tensors in an order of their own, and where their bytes are in a file."""
+
+    tensors: Sequence[NamedTensor]
+    ends: Sequence[int]
+    """Of each, in bytes of this order."""
+    ranges: Sequence[_Range]
+    dtype: str | None
+    """Of all; None if they differ."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[NamedTensor]) -> "TensorOrder":
+        ends = list(accumulate(info.num_bytes for _, info in tensors))
+        ranges: list[_Range] = []
+        begin, expected = 0, -1
+        for (_, info), end in zip(tensors, ends, strict=True):
+            if info.data_offsets[0] != expected:
+                ranges.append(_Range(begin, info.data_offsets[0]))
+            begin, expected = end, info.data_offsets[1]
+        dtypes = {info.dtype for _, info in tensors}
+        return cls(tensors, ends, ranges, dtypes.pop() if len(dtypes) == 1 else None)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def places(self, begin: int, end: int) -> Iterable[tuple[int, int, int]]:
+        """Begin, end and place in the file's data of each range in these bytes."""
+        index = bisect_right(self.ranges, begin, key=lambda each: each.begin) - 1
+        while begin < end:
+            of = self.ranges[index]
+            index += 1
+            stop = min(end, self.ranges[index].begin) if index < len(self.ranges) else end
+            yield begin, stop, of.place + begin - of.begin
+            begin = stop
+
+
+class TensorFile(NamedTuple):
+    """A file of tensors, open."""
+
+    descriptor: int
+    path: Path
+    """For messages."""
+    data_start: int
 
 
 def read_exactly(descriptor: int, begin: int, end: int, path: Path) -> bytes:
@@ -74,110 +141,75 @@ def read_exactly(descriptor: int, begin: int, end: int, path: Path) -> bytes:
 
 
 def read_tensors(
-    descriptor: int,
-    path: Path,
-    tensors: Mapping[str, TensorInfo],
+    file: TensorFile,
+    order: TensorOrder,
     *,
-    order: Sequence[str],
-    data_start: int,
+    threads: ReadingThreads,
     into: HostArray | None = None,
     take: TakeTensor | None = None,
-    num_threads: int | None = None,
-    meanwhile: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[], None] = _nothing,
 ) -> bytes:
     """Reads all tensors of a file, which cover its data.
 
     Args:
-        descriptor: of the file.
-        path: for messages.
-        tensors: of its header.
-        order: of all of them.
-        data_start: where they begin.
+        file: that they are in.
+        order: all of its tensors.
+        threads: that read.
         into: memory of as many bytes, which has them in this order afterwards.
         take: is given each, called from several threads.
-        num_threads: `adapter_threads` unless it is given.
         meanwhile: what the calling thread does while others read.
 
     Returns:
-        Digests of all numbers in this order of the tensors, whatever the file's is.
+        BLAKE3 of all numbers in this order of the tensors, whatever the file's is.
 
     Raises:
         InvalidCheckpoint: the file became shorter.
         NotFiniteError: of the first such tensor in this order.
     """
-    num_threads = num_threads or adapter_threads()
-    shares = _shares(list(_tasks((name, tensors[name]) for name in order)), num_threads * _SHARES_OF_THREAD)
-    sizes = [sum(task.num_bytes for task in share) for share in shares]
-    most = max(sizes, default=0)
-    spare: list[HostArray] = []
-
-    def run(share: Sequence[_Task], size: int, share_end: int) -> bytes:
-        if into is None:
-            memory: Any = spare.pop() if spare else np.empty(most, np.uint8)
-        else:
-            memory = into[share_end - size : share_end]
-        data = memoryview(memory)[:size]  # a buffer, which typing knows from 3.12 on
-        of_share = [each for task in share for each in task.tensors]
-        for begin, end, place in _ranges(of_share):
-            _read_into(descriptor, data[begin:end], data_start + place, path)
-        _require_finite(memory[:size], of_share)
-        ends = accumulate(task.num_bytes for task in share)
-        found = b"".join(
-            _hashed_pieces(data[end - task.num_bytes : end]) for task, end in zip(share, ends, strict=True)
+    hasher = blake3(max_threads=threads.count)
+    parts = [order] if into is not None else list(_parts(order))
+    memory: Any = np.empty(max(part.num_bytes for part in parts), np.uint8) if into is None else into
+    for part in parts:
+        data = memory[: part.num_bytes]
+        shares = list(_shares(part.num_bytes, threads.count))
+        threads.run(
+            (partial(_read_share, file, part, data, share) for share in shares),
+            meanwhile=meanwhile if part is parts[0] else _nothing,
         )
+        are_finite = threads.run(
+            (partial(_share_is_finite, part, data, share) for share in shares), meanwhile=partial(hasher.update, data)
+        )
+        if not all(are_finite):
+            _require_finite(data, part.tensors)
         if take is not None:
-            for (name, _), array in zip(of_share, _arrays(memory, of_share), strict=True):
-                take(name, array)
-        if into is None:
-            spare.append(memory)
-        return found
-
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="openinfer-adapter-read") as pool:
-        found = pool.map(run, shares, sizes, accumulate(sizes))  # begins them all
-        meanwhile()
-        return b"".join(found)
+            arrays = list(zip(part.tensors, _arrays(data, part.tensors), strict=True))
+            threads.run(partial(_give, take, arrays[index :: threads.count]) for index in range(threads.count))
+    return hasher.digest()
 
 
-def _shares(tasks: Sequence[_Task], most: int) -> Sequence[Sequence[_Task]]:
-    """So many at most, of tasks that follow each other."""
-    count = min(most, len(tasks))
-    return [tasks[len(tasks) * i // count : len(tasks) * (i + 1) // count] for i in range(count)]
+def _parts(order: TensorOrder) -> Iterable[TensorOrder]:
+    begin = start = 0
+    for index, end in enumerate(order.ends, start=1):
+        if end - start >= _PASSING_BYTES or index == len(order.ends):
+            yield TensorOrder.of(order.tensors[begin:index])
+            begin, start = index, end
 
 
-def _tasks(ordered: Iterable[tuple[str, TensorInfo]]) -> Iterable[_Task]:
-    """Alike for any number of threads, as the digest is."""
-    task: list[tuple[str, TensorInfo]] = []
-    num_bytes = 0
-    for each in ordered:
-        task.append(each)
-        num_bytes += _size(each[1])
-        if num_bytes >= LEAST_TASK_BYTES:
-            yield _Task(task, num_bytes)
-            task, num_bytes = [], 0
-    if task:
-        yield _Task(task, num_bytes)
+def _shares(num_bytes: int, num_threads: int) -> Iterable[slice]:
+    size = max(_LEAST_SHARE_BYTES, -(-num_bytes // (num_threads * _SHARES_OF_THREAD)))
+    size = -(-size // _SHARE_MULTIPLE) * _SHARE_MULTIPLE
+    return (slice(begin, min(begin + size, num_bytes)) for begin in range(0, num_bytes, size))
 
 
-def _size(info: TensorInfo) -> int:
-    return info.data_offsets[1] - info.data_offsets[0]
+def _read_share(file: TensorFile, order: TensorOrder, data: Any, share: slice) -> None:
+    memory = memoryview(data)
+    for begin, end, place in order.places(share.start, share.stop):
+        _read_into(file.descriptor, memory[begin:end], file.data_start + place, file.path)
 
 
-def _ranges(tensors: Sequence[tuple[str, TensorInfo]]) -> Iterable[tuple[int, int, int]]:
-    """Begin and end in a share's memory, and the place in the file's data, of tensors that follow each other there."""
-    begin = end = 0
-    place = tensors[0][1].data_offsets[0]
-    for _, info in tensors:
-        if info.data_offsets[0] != place + end - begin:
-            yield begin, end, place
-            begin, place = end, info.data_offsets[0]
-        end += _size(info)
-    yield begin, end, place
-
-
-def _hashed_pieces(data: memoryview) -> bytes:
-    if len(data) <= PIECE_BYTES:
-        return hashed(data) if data else b""
-    return b"".join(hashed(data[place : place + PIECE_BYTES]) for place in range(0, len(data), PIECE_BYTES))
+def _share_is_finite(order: TensorOrder, data: HostArray, share: slice) -> bool:
+    """False also where dtypes differ: then each tensor is looked at."""
+    return order.dtype is not None and _is_finite(data[share], NUMPY_DTYPES[order.dtype])
 
 
 def _read_into(descriptor: int, memory: memoryview, place: int, path: Path) -> None:
@@ -189,10 +221,7 @@ def _read_into(descriptor: int, memory: memoryview, place: int, path: Path) -> N
         done += count
 
 
-def _require_finite(memory: HostArray, tensors: Sequence[tuple[str, TensorInfo]]) -> None:
-    dtype = tensors[0][1].dtype
-    if all(info.dtype == dtype for _, info in tensors) and _is_finite(memory, NUMPY_DTYPES[dtype]):
-        return
+def _require_finite(memory: HostArray, tensors: Sequence[NamedTensor]) -> None:
     for (name, _), array in zip(tensors, _arrays(memory, tensors), strict=True):
         if not _is_finite(array, array.dtype):
             raise NotFiniteError(name)
@@ -205,10 +234,15 @@ def _is_finite(data: HostArray, dtype: "np.dtype[Any]") -> bool:
     return bool(data.view(f"i{size}").max() < infinite and data.view(f"u{size}").max() < infinite + sign)
 
 
-def _arrays(memory: HostArray, tensors: Sequence[tuple[str, TensorInfo]]) -> Iterable[HostArray]:
+def _give(take: TakeTensor, arrays: Sequence[tuple[NamedTensor, HostArray]]) -> None:
+    for (name, _), array in arrays:
+        take(name, array)
+
+
+def _arrays(memory: HostArray, tensors: Sequence[NamedTensor]) -> Iterable[HostArray]:
     """Views, also where they are not aligned to their dtype."""
     begin = 0
     for _, info in tensors:
-        end = begin + _size(info)
+        end = begin + info.num_bytes
         yield memory[begin:end].view(NUMPY_DTYPES[info.dtype]).reshape(info.shape)
         begin = end

@@ -16,6 +16,7 @@ from openinfer_core import InvalidCheckpoint
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import AdapterLoad
 from openinfer_engine.lora.adapter_folder import AdaptedModule, Adapter, read_adapter
+from openinfer_engine.lora.adapter_tensors import ReadingThreads
 from openinfer_engine.lora.arena import AdapterArena, AdapterShare
 from openinfer_kernels import Array
 
@@ -40,6 +41,7 @@ class RankAdapters:
         self.arena = arena
         self._modules = modules
         self._max_rank = max_rank
+        self._threads = ReadingThreads()
         self._lock = threading.Lock()
         self._held: dict[bytes, _Held] = {}
         self._placed: dict[int, bytes] = {}  # what lies in each slot
@@ -48,7 +50,9 @@ class RankAdapters:
     def read(self, folder: Path) -> ReadAdapter:
         """Raises as `read_adapter`."""
         writer = self.arena.begin_share()
-        adapter = read_adapter(folder, modules=self._modules, max_rank=self._max_rank, target=writer)
+        adapter = read_adapter(
+            folder, modules=self._modules, max_rank=self._max_rank, target=writer, threads=self._threads
+        )
         return ReadAdapter(digest=adapter.digest, rank=adapter.rank, share=writer.share())
 
     def hold(self, adapter: ReadAdapter) -> int:
