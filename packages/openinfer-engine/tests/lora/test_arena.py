@@ -1,5 +1,6 @@
 """Slots of adapters: what they take, and what is in them, also where the B's of all slots lie next to each other."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -270,3 +271,34 @@ def test_memory_that_was_taken_ahead_is_the_next_adapters_if_it_is_as_large() ->
         (one, other) for each in zip(first.pieces, second.pieces, strict=True) for one, other in zip(*each, strict=True)
     ]
     assert not any(np.shares_memory(one.a, other.a) for one, other in pairs if one and other)
+
+
+class SlowOps(CountingOps):
+    """Makes memory when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def host_weights(self, num_values: int) -> Any:
+        self.has_begun.set()
+        assert self.may_end.wait(30)
+        return super().host_weights(num_values)
+
+
+def test_memory_that_is_being_made_ahead_is_waited_for() -> None:
+    """Pinned memory takes the longer the more of it is made at a time."""
+    ops = SlowOps()
+    arena = loaded(ops, num_slots=2, max_rank=8)
+    preparing = threading.Thread(target=arena.prepare)
+    reading = threading.Thread(target=lambda: share_of(arena, pairs_of("q", "v", "o")))
+    preparing.start()
+    assert ops.has_begun.wait(30)
+    reading.start()
+    reading.join(0.05)
+    assert reading.is_alive()
+    ops.may_end.set()
+    for each in (preparing, reading):
+        each.join(30)
+        assert not each.is_alive()
+    assert len(ops.taken) == 1

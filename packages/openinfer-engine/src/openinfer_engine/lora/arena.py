@@ -284,10 +284,9 @@ class AdapterArena:
 
         A GPU's is pinned, which takes as long as reading an adapter: it is done when one has been read, not before.
         """
-        if self._spare is None:
-            spare = self._ops.host_weights(sum(product.num_slot_values for product in self._products))
-            with self._spare_lock:
-                self._spare = spare
+        with self._spare_lock:  # an adapter that comes meanwhile waits for this memory, and makes none of its own
+            if self._spare is None:
+                self._spare = self._ops.host_weights(sum(product.num_slot_values for product in self._products))
 
     def _host_memory(self, num_values: int) -> HostArray:
         with self._spare_lock:
