@@ -13,7 +13,8 @@ import json
 import statistics
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from openinfer_engine.child import SWITCH_INTERVAL_S  # noqa: E402
 from openinfer_engine.engine_plan import resolve  # noqa: E402
 from openinfer_engine.launch import build_loop  # noqa: E402
 from openinfer_engine.loop import StepLoop  # noqa: E402
+from openinfer_engine.lora.rank_adapters import RankAdapters, ReadAdapter  # noqa: E402
 from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat  # noqa: E402
 
 MAX_STEP_TOKENS = 8192
@@ -111,9 +113,28 @@ def first_token_s(loop: StepLoop, number: int, adapter: str) -> float:
     return passed
 
 
+@contextmanager
+def timed_reads() -> Iterator[list[float]]:
+    """Seconds of each reading by a rank of this process."""
+    found: list[float] = []
+    read = RankAdapters.read
+
+    def timed(adapters: RankAdapters, folder: Path) -> ReadAdapter:
+        begin = time.perf_counter()
+        adapter = read(adapters, folder)
+        found.append(time.perf_counter() - begin)
+        return adapter
+
+    RankAdapters.read = timed
+    try:
+        yield found
+    finally:
+        RankAdapters.read = read
+
+
 def measure_loads(loop: StepLoop, folder: Path, names: list[str]) -> dict[str, float]:
     """Of adapters that lie in host memory, and of new ones whose files are in the page cache: `new` apart, when host
-    memory for the next one has been made, and `following` one after the other.
+    memory for the next one has been made, and `following` one after the other; `read` is rank 0's reading alone.
     """
     size = (folder / names[0] / "adapter_model.safetensors").stat().st_size
     resident, placed = [], []
@@ -121,21 +142,23 @@ def measure_loads(loop: StepLoop, folder: Path, names: list[str]) -> dict[str, f
         placed.append(first_token_s(loop, 2 * number, name))
         resident.append(first_token_s(loop, 2 * number + 1, name))
     news = []
-    for number in range(2 * NEW_ADAPTERS):
-        answers: list[str | None] = []
-        (folder / names[0] / "adapter_config.json").write_text(
-            json.dumps({"peft_type": "LORA", "r": loop_rank(folder, names[0]), "lora_alpha": 3 + number})
-        )
-        if number < NEW_ADAPTERS:
-            time.sleep(BETWEEN_LOADS_S)
-        begin = time.perf_counter()
-        loop.begin_control(LoadAdapter(f"new-{number}", names[0]), answers.append)
-        while not answers:
-            loop.step()
-        news.append(time.perf_counter() - begin)
-        if answers != [None]:
-            raise SystemExit(f"an adapter was not loaded: {answers}")
+    with timed_reads() as reads:
+        for number in range(2 * NEW_ADAPTERS):
+            answers: list[str | None] = []
+            (folder / names[0] / "adapter_config.json").write_text(
+                json.dumps({"peft_type": "LORA", "r": loop_rank(folder, names[0]), "lora_alpha": 3 + number})
+            )
+            if number < NEW_ADAPTERS:
+                time.sleep(BETWEEN_LOADS_S)
+            begin = time.perf_counter()
+            loop.begin_control(LoadAdapter(f"new-{number}", names[0]), answers.append)
+            while not answers:
+                loop.step()
+            news.append(time.perf_counter() - begin)
+            if answers != [None]:
+                raise SystemExit(f"an adapter was not loaded: {answers}")
     apart_s, following_s = (statistics.median(each) for each in (news[:NEW_ADAPTERS], news[NEW_ADAPTERS:]))
+    read_s = statistics.median(reads[:NEW_ADAPTERS])
     found = {
         "adapter_bytes": float(size),
         "resident_ttft_ms": statistics.median(resident) * 1e3,
@@ -143,6 +166,7 @@ def measure_loads(loop: StepLoop, folder: Path, names: list[str]) -> dict[str, f
         "place_ms": (statistics.median(placed) - statistics.median(resident)) * 1e3,
         "new_ms": apart_s * 1e3,
         "new_gb_per_s": size / apart_s / 1e9,
+        "read_ms": read_s * 1e3,
         "following_ms": following_s * 1e3,
     }
     print("loads", "  ".join(f"{key} {value:.3f}" for key, value in found.items()), flush=True)
