@@ -1,7 +1,7 @@
-// qk_norm_rope_append.cu into a cache in FP8: keys are quantised from float32, after norm and RoPE.
+// qk_norm_rope_append.cuh into a cache in FP8: keys are quantised from float32, after norm and RoPE.
 #define APPEND_FP8
 #include "attention_fp8/fp8_append.cuh"
-#include "attention/qk_norm_rope_append.cu"
+#include "attention/qk_norm_rope_append.cuh"
 
 #define APPEND_FP8_ANY(NAME, NORM) \
   APPEND(NAME, 32, NORM)           \

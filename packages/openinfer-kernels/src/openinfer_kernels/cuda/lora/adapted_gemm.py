@@ -9,10 +9,11 @@ import numpy as np
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
-from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMap, TensorMaps
+from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
 from openinfer_kernels.cuda.gemm.decode_gemm import MOST_ADAPTED_TOKENS, DecodeGemm
 from openinfer_kernels.cuda.gemm.gemm import Gemm, weight_box
 from openinfer_kernels.cuda.gemm.tiles import Epilogue, Partition, PartsPartition, Tile
+from openinfer_kernels.cuda.lora.adapter_maps import MOST_PIECES, AdapterMaps
 from openinfer_kernels.cuda.lora.decode_adapters import decode_adapters, fits_tiles
 from openinfer_kernels.cuda.lora.lora import SHRINK_THREADS, Shrink
 from openinfer_kernels.errors import ArrayMismatchError
@@ -20,7 +21,6 @@ from openinfer_kernels.ops import Array
 from openinfer_kernels.weights.adapter_columns import CHUNK_COLUMNS as CHUNK
 from openinfer_kernels.weights.adapter_columns import MOST_COLUMNS, adapter_columns
 
-_MOST_PIECES = 3
 _ROW_UNIT = 16
 _BF16_BYTES = 2
 _MOST_SPLITS = 5
@@ -36,20 +36,6 @@ _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 class _Halves(ctypes.Structure):
     _fields_ = (("halves", ctypes.c_void_p), ("rank", ctypes.c_int), ("columns", ctypes.c_int))
-
-
-class AdapterMaps(ctypes.Structure):
-    """The struct of that name in `csrc/gemm/adapter_maps.cuh`."""
-
-    _fields_ = (
-        ("b", TensorMap * _MOST_PIECES),
-        ("shrunk", TensorMap),
-        ("a", TensorMap),
-        *((name, ctypes.c_void_p) for name in ("slots", "out")),
-        ("starts", ctypes.c_int * _MOST_PIECES),
-        *((name, ctypes.c_int) for name in ("pieces", "columns", "rank", "halves", "shrink_tiles", "parts")),
-        ("padding", ctypes.c_int * 19),  # to a multiple of its alignment, 128
-    )
 
 
 class _Given(NamedTuple):
@@ -113,7 +99,7 @@ class AdaptedGemm:
         whole = rows % 64 == 0 and inner % 128 == 0 and all(start % _ROW_UNIT == 0 for start in starts)
         is_whole = whole and (starts[0], starts[-1]) == (0, rows) and fits_vectors(weight)
         columns = adapter_columns(num_slots, rank)
-        return columns if is_whole and len(starts) - 1 <= _MOST_PIECES and columns <= MOST_COLUMNS else 0
+        return columns if is_whole and len(starts) - 1 <= MOST_PIECES and columns <= MOST_COLUMNS else 0
 
     def linear(
         self, x: Array, weight: Array, a: Array, columns: Array, adapter_slots: Array, *, starts: Sequence[int]
