@@ -7,6 +7,7 @@ Importing this loads NumPy only. An implementation is asked for by its module: `
 from openinfer_kernels.errors import (
     ArrayMismatchError,
     CudaCallError,
+    DeferredAdaptersError,
     DeviceMemoryStateError,
     DeviceUnavailableError,
     KernelBuildError,
@@ -67,6 +68,7 @@ __all__ = [
     "Code",
     "CompressedEntries",
     "CudaCallError",
+    "DeferredAdaptersError",
     "DeviceMemoryStateError",
     "DeviceUnavailableError",
     "ExpertChoice",

@@ -128,6 +128,23 @@ SERVINGS = (
             ("adapted_decode_gemm", "with adapters, up to 16 tokens"),
             ("adapted_gemm_one_tile", "with adapters, up to 192 tokens"),
             ("adapted_gemm", "with adapters, more tokens"),
+            ("decode_gemm_beside_adapters", "whose adapters the operator after it adds, 9 to 32 tokens"),
+            ("gemm_beside_adapters", "whose adapters the operator after it adds, up to 64 tokens"),
+        )
+    ),
+    *(
+        Serving(
+            part="adapters",
+            phase=Phase.ANY,
+            operators=operators,
+            kernel=kernel,
+            architectures=(HOPPER,),
+            when=when,
+        )
+        for operators, kernel, when in (
+            (("add_rms_norm",), "adapted_norm", "of a product of 9 to 64 tokens with adapters, up to 4,096 values"),
+            (("qk_norm_rope_append",), "adapted_heads", "the same, head dimensions 64, 128, 256"),
+            (("qk_norm_rope_append",), "adapted_heads_fp8", "the same, into a cache in FP8"),
         )
     ),
     Serving(part="soft cap of logits", phase=Phase.ANY, operators=("soft_cap",), kernel="linear"),

@@ -4,6 +4,7 @@
 KernelsError
 ├── ArrayMismatchError      an array of another dtype, layout or shape than an operator takes
 ├── CudaCallError           a call of the CUDA driver or of cuBLASLt failed
+├── DeferredAdaptersError   an operator runs where a product still lacks what adapters add to it
 ├── DeviceMemoryStateError  device memory is used in a way that its state does not allow
 ├── DeviceUnavailableError  this machine cannot run the CUDA operators: packages, driver or GPU are missing or too old
 ├── KernelBuildError        a CUDA source could not be compiled
@@ -30,6 +31,10 @@ class ArrayMismatchError(KernelsError):
 
 class CudaCallError(KernelsError):
     """A call of the CUDA driver or of cuBLASLt failed; the library's name of the error."""
+
+
+class DeferredAdaptersError(KernelsError):
+    """An operator other than the one that was to add adapters to a product; which two."""
 
 
 class DeviceMemoryStateError(KernelsError):

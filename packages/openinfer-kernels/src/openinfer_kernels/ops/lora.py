@@ -1,9 +1,79 @@
 """Low-rank adapters: what a token's adapter adds to a product of the model's weights."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from enum import StrEnum
+from typing import NamedTuple, Protocol
 
 from openinfer_kernels.ops.arrays import Array
+from openinfer_kernels.ops.batch import AttentionBatch
+from openinfer_kernels.ops.cache import PagedCache
+
+
+class DeltaOperator(StrEnum):
+    """An operator that may add what adapters do to its input, by its name in `Ops`."""
+
+    ADD_RMS_NORM = "add_rms_norm"
+    QK_NORM_ROPE_APPEND = "qk_norm_rope_append"
+
+
+class AddedBy(NamedTuple):
+    """The operator to which a model hands a product as it is, before any other operator runs, and to nothing else."""
+
+    operator: DeltaOperator
+    head_dim: int = 0
+    """Of `QK_NORM_ROPE_APPEND`: the pieces of the product are Q, K and V, in whole heads."""
+
+
+class DeferredProduct(Protocol):
+    """A product without what adapters add, and what the operator after it needs to add that."""
+
+    @property
+    def y(self) -> Array:
+        """`[T, out]`, with the bits of a product without adapters."""
+        ...
+
+    @property
+    def added_by(self) -> AddedBy: ...
+
+
+class DeferredAdapters(Protocol):
+    """Products whose adapters the operator after them adds, where a device has them.
+
+    That operator adds in float32 to a product that was rounded; a token without an adapter has the bits that it has
+    without adapters.
+    """
+
+    def linear(
+        self,
+        x: Array,
+        weight: Array,
+        a: Array,
+        columns: Array,
+        adapter_slots: Array,
+        *,
+        starts: Sequence[int],
+        added_by: AddedBy,
+    ) -> DeferredProduct | None:
+        """As `FusedAdapters.linear`; None where it is not served, which depends on shapes alone."""
+        ...
+
+    def add_rms_norm(self, product: DeferredProduct, residual: Array, weight: Array, *, eps: float) -> Array:
+        """`Ops.add_rms_norm` of the product and what adapters add to it."""
+        ...
+
+    def qk_norm_rope_append(
+        self,
+        product: DeferredProduct,
+        *,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+        rope: Array,
+        cache: PagedCache,
+        batch: AttentionBatch,
+    ) -> Array:
+        """`Ops.qk_norm_rope_append` of the product and what adapters add to it."""
+        ...
 
 
 class FusedAdapters(Protocol):
@@ -11,6 +81,11 @@ class FusedAdapters(Protocol):
 
     The B's of all slots lie next to each other then, `[out, E]` with `E` at least `slots * r`, and zeros after them.
     """
+
+    @property
+    def deferred(self) -> DeferredAdapters:
+        """What serves some products in another way: they are asked first."""
+        ...
 
     def columns(self, weight: Array, *, num_slots: int, rank: int, starts: Sequence[int]) -> int:
         """`E`; 0 where it does not multiply with this weight in which adapters have so many slots."""

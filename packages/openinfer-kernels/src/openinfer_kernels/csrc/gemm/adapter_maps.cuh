@@ -26,8 +26,9 @@ constexpr int kMostAdapterPieces = 3;
 constexpr int kAdapterColumns = 64;  // of a chunk
 constexpr int kMostParts = 5;  // cuda/gemm/tiles.py repeats it
 
-// How a product has adapters.
-enum Adapted { kNone, kHalves, kParts };
+// How a product has adapters. With kBeside tiles of W are those without adapters, bit for bit: A x is left as kParts
+// leaves it, in one part, and the kernel after this one adds B (A x): lora/deferred_delta.cuh.
+enum Adapted { kNone, kHalves, kParts, kBeside };
 
 // cuda/lora/adapted_gemm.py repeats it.
 struct alignas(128) AdapterMaps {

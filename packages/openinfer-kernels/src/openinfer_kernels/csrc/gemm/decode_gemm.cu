@@ -25,7 +25,7 @@ DECODE_GEMM(32, float32, kFloat32)
       decode_gemm_swiglu_##TOKENS##_slices(const __grid_constant__ CUtensorMap w_map,                                \
                                           const __grid_constant__ CUtensorMap x_map, bf16* y, int m, int n,         \
                                           int k) {                                                                  \
-    run<TOKENS, kSwiglu, false, 5>(w_map, x_map, y, m, n, k);                                                       \
+    run<TOKENS, kSwiglu, kWithout, 5>(w_map, x_map, y, m, n, k);                                                       \
   }
 
 DECODE_GEMM_SLICES(8)

@@ -23,8 +23,9 @@
 // second axis goes on to the next 8 rows, for swiglu from gate rows to the up rows of the same features. So a thread,
 // whose accumulators are of rows r and r + 8, has the gate and the up value of one feature.
 //
-// With adapters (kAdapted) the grid's first blocks make A x, and a tile's last chunks are those of B, which are added to
-// its sums: lora/decode_adapters.cuh.
+// With adapters the grid's first blocks make A x. In the product (kWithin) a tile's last chunks are those of B, which are
+// added to its sums: lora/decode_adapters.cuh. Beside it (kBeside) tiles are those without adapters, bit for bit, and the
+// kernel after this one adds B (A x): lora/deferred_delta.cuh.
 #pragma once
 #include "common/hopper.cuh"
 #include "common/vectors.cuh"
@@ -47,6 +48,9 @@ constexpr int kAlignment = 1024;             // of swizzled boxes
 constexpr int kProductBytes = kProductSlices * kSliceRows * kBox * 2;  // of a box, for a product
 
 enum Epilogue { kStore, kSwiglu, kFloat32 };
+
+// How a product has adapters.
+enum Adapted { kWithout, kBeside, kWithin };
 
 // Sizes for up to kTokens tokens; decode_gemm.py repeats those of launches. At most half of a multiprocessor's shared
 // memory, and the division of L1 cache and shared memory that all kernels ask for: another one would have to wait until
@@ -322,21 +326,35 @@ __device__ void consume(Shared<kTokens, kSlices>& s, const Work& work, Output<kE
   }
 }
 
-template <int kTokens, Epilogue kEpilogue, bool kAdapted = false, int kSlices = kProductSlices>
+template <int kTokens, Epilogue kEpilogue, Adapted kHow = kWithout, int kSlices = kProductSlices>
 __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<kEpilogue>* y, int m, int n, int k,
                     const lora::DecodeAdapters* adapters = nullptr) {
   using S = Sizes<kTokens, kSlices>;
+  constexpr bool kAdapted = kHow == kWithin;
   static_assert(sizeof(Shared<kTokens, kSlices>) <= S::kSharedBytes && S::kStages >= 2);
   extern __shared__ __align__(kAlignment) uint8_t raw[];
   auto& s = *reinterpret_cast<Shared<kTokens, kSlices>*>(raw);
   int blocks_before = 0;
-  if constexpr (kAdapted) {
-    static_assert(sizeof(lora::ShrinkShared<kTokens>) <= S::kSharedBytes);
+  if constexpr (kHow != kWithout) {
+    // Of 32 tokens a block takes half: all of them would take so many registers that the next kernel finds no room.
+    constexpr int kShrunk = kTokens < 16 ? kTokens : 16;
+    static_assert(sizeof(lora::ShrinkShared<kShrunk>) <= S::kSharedBytes && (kTokens == kShrunk || !kAdapted));
     blocks_before = adapters->shrink_blocks;
     if (int(blockIdx.x) < blocks_before) {
       launch_dependents();
-      auto& shrink = *reinterpret_cast<lora::ShrinkShared<kTokens>*>(raw);
-      if (int(blockIdx.x) < adapters->parts()) lora::shrink_part<kTokens>(*adapters, m, k, blockIdx.x, shrink);
+      auto& shrink = *reinterpret_cast<lora::ShrinkShared<kShrunk>*>(raw);
+      int part = blockIdx.x, first_token = 0;
+      if constexpr (kTokens > kShrunk) {
+        first_token = part / adapters->parts() * kShrunk;
+        part %= adapters->parts();
+        if (first_token >= m) return;
+      }
+      if (part >= adapters->parts()) return;
+      lora::shrink_part<kShrunk>(*adapters, m, k, part, shrink, first_token);
+      if constexpr (kAdapted) {
+        __syncthreads();
+        if (threadIdx.x == 0) lora::count_part(&lora::parts_ready);
+      }
       return;
     }
   }

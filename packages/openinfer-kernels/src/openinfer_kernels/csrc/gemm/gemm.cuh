@@ -67,7 +67,7 @@ struct Work {
   int first, stride, tiles;  // of the cluster's tiles, each `multicast_ctas` columns wide
   int token_tiles, wide_tiles, group;
   int shrink_tiles;                 // of all tokens, before those of W
-  int makers, part;                 // with kParts: clusters that make A x, and which part of it this one makes
+  int makers, part;                 // with kParts, kBeside: clusters that make A x, and which part of it this one makes
   int first_chunk, own_chunks;      // of W, of each tile
   const AdapterMaps* adapters;      // whose chunks the last split has; null for the others, and without adapters
 
@@ -85,7 +85,7 @@ struct Work {
     work.group = group;
     work.first_chunk = chunks * work.split / work.splits;
     work.own_chunks = chunks * (work.split + 1) / work.splits - work.first_chunk;
-    if constexpr (kAdapted == kParts) {
+    if constexpr (kAdapted == kParts || kAdapted == kBeside) {
       // The grid's first clusters have a part of a tile of A each; nothing that others wait for comes after it.
       work.makers = adapters->shrink_tiles * adapters->parts, work.part = work.first % adapters->parts;
       if (work.first < work.makers) {
@@ -97,7 +97,8 @@ struct Work {
       }
       work.first -= work.makers, work.stride -= work.makers;
     }
-    if (kAdapted != kNone && work.wide_tiles > 0) {
+    constexpr bool kHasDeltas = kAdapted == kHalves || kAdapted == kParts;
+    if (kHasDeltas && work.wide_tiles > 0) {
       // The last split has the chunks of adapters, of one piece in most tiles, and fewer of W for them.
       const int all = chunks + adapters->chunks();
       auto begin_of = [&](int split) {
@@ -106,7 +107,7 @@ struct Work {
       work.first_chunk = begin_of(work.split);
       work.own_chunks = begin_of(work.split + 1) - work.first_chunk;
     }
-    work.adapters = kAdapted != kNone && work.split == work.splits - 1 ? adapters : nullptr;
+    work.adapters = kHasDeltas && work.split == work.splits - 1 ? adapters : nullptr;
     return work;
   }
 
@@ -453,8 +454,9 @@ __device__ void store_splits(Shared<S>& s, const Work& work, const To& target, i
   }
 }
 
-// The sums of a tile of A. False where K is divided: then there is one tile.
-template <class S, class To>
+// The sums of a tile of A; with kCounted this grid's own tiles of W wait for them. False where K is divided: then there
+// is one tile.
+template <class S, bool kCounted, class To>
 __device__ bool store_shrunk(const float (&d)[S::kHigh][S::kSums], Shared<S>& s, const Work& work, const To& target) {
   if (work.splits > 1) {
     leave_sums<S>(d, s);
@@ -475,7 +477,7 @@ __device__ bool store_shrunk(const float (&d)[S::kHigh][S::kSums], Shared<S>& s,
         if (group * kGroup * 8 < S::kColumns) target.below(high).store(group, sums);
       }
   }
-  if (work.wide_tiles > 0) {  // this grid's own tiles wait
+  if (kCounted && work.wide_tiles > 0) {
     lora::fence_copies();
     asm volatile("bar.sync 1, %0;" ::"n"(S::kConsumers) : "memory");
     if (threadIdx.x == 0) lora::count_part(&parts_ready);
@@ -516,10 +518,10 @@ __device__ void consume(Shared<S>& s, const Work& work, void* y, int m, int n, c
       if (tile.is_shrink) {
         const ShrunkTarget target(*adapters, m, first_token, tile.column_tile * S::kColumns, S::kColumns);
         bool goes_on;
-        if constexpr (kAdapted == kParts)
-          goes_on = store_shrunk<S>(d, s, work, PartTarget(target, work.part));
+        if constexpr (kAdapted == kHalves)
+          goes_on = store_shrunk<S, true>(d, s, work, target);
         else
-          goes_on = store_shrunk<S>(d, s, work, target);
+          goes_on = store_shrunk<S, kAdapted == kParts>(d, s, work, PartTarget(target, work.part));
         if (!goes_on) return;
         continue;
       }

@@ -6,7 +6,7 @@
       adapted_decode_gemm_##NAME##_##TOKENS(const __grid_constant__ CUtensorMap w_map,                            \
                                             const __grid_constant__ CUtensorMap x_map, Output<EPILOGUE>* y, int m, \
                                             int n, int k, const __grid_constant__ lora::DecodeAdapters adapters) {         \
-    run<TOKENS, EPILOGUE, true>(w_map, x_map, y, m, n, k, &adapters);                                             \
+    run<TOKENS, EPILOGUE, kWithin>(w_map, x_map, y, m, n, k, &adapters);                                             \
   }
 
 DECODE_GEMM(8, store, kStore)
@@ -21,7 +21,7 @@ DECODE_GEMM(16, swiglu, kSwiglu)
                                                    const __grid_constant__ CUtensorMap x_map, bf16* y, int m,     \
                                                    int n, int k,                                                  \
                                                    const __grid_constant__ lora::DecodeAdapters adapters) {       \
-    run<TOKENS, kSwiglu, true, 5>(w_map, x_map, y, m, n, k, &adapters);                                           \
+    run<TOKENS, kSwiglu, kWithin, 5>(w_map, x_map, y, m, n, k, &adapters);                                           \
   }
 
 DECODE_GEMM_SLICES(8)

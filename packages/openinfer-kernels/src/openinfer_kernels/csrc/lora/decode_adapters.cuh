@@ -30,8 +30,8 @@ constexpr int kMostPlanes = 2;  // pieces of which a tile has rows
 constexpr int kTileRows = 16;      // of A
 constexpr int kShrinkWarps = 4, kStepColumns = 32;  // of K, that a warp loads at once: four lanes have 8 each
 constexpr int kHeldSteps = 10, kLoadedSteps = 5;    // of A that wait for x, and that are loaded together
-template <int kTokens>
-constexpr int kHeldXSteps = kTokens == 8 ? kHeldSteps : kHeldSteps / 2;  // of x: registers are what there is least of
+template <int kTokens>  // of x: registers are what there is least of
+constexpr int kHeldXSteps = kTokens == 8 ? kHeldSteps : kHeldSteps / 2;
 
 // cuda/lora/decode_adapters.py repeats it.
 struct alignas(128) DecodeAdapters {
@@ -76,10 +76,10 @@ struct ShrinkShared {
   float sums[kShrinkWarps][kTokens][kTileRows + 1];
 };
 
-// One part of A x, by all threads of a block.
+// One part of A x, of tokens from `first_token` on, by all threads of a block. The caller tells those who wait for it.
 template <int kTokens>
 __device__ __forceinline__ void shrink_part(const DecodeAdapters& given, int num_tokens, int inner, int part,
-                                            ShrinkShared<kTokens>& s) {
+                                            ShrinkShared<kTokens>& s, int first_token = 0) {
   constexpr int kGroups = kTokens / 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   const int split = part % given.splits, tile = part / given.splits % given.row_tiles;
@@ -111,7 +111,7 @@ __device__ __forceinline__ void shrink_part(const DecodeAdapters& given, int num
       }
     }
   };
-  auto tokens_of_slot = [&] { return __ballot_sync(~0u, lane < kTokens && slot_of(given, lane, num_tokens) == slot); };
+  auto tokens_of_slot = [&] { return __ballot_sync(~0u, lane < kTokens && slot_of(given, first_token + lane, num_tokens) == slot); };
   const bool guessed = tokens_of_slot();  // it may be written by the kernel ahead
   if (guessed) {
     load_a(begin);
@@ -138,7 +138,7 @@ __device__ __forceinline__ void shrink_part(const DecodeAdapters& given, int num
 #pragma unroll
           for (int i = 0; i < kGroups; i++) {
             const int token = i * 8 + group;
-            const uint16_t* own = given.x + int64_t(token) * inner + column + quarter * 8;
+            const uint16_t* own = given.x + int64_t(first_token + token) * inner + column + quarter * 8;
             x[step][i] =
                 asked >> token & 1 && column < end ? *reinterpret_cast<const uint4*>(own) : make_uint4(0, 0, 0, 0);
           }
@@ -170,11 +170,9 @@ __device__ __forceinline__ void shrink_part(const DecodeAdapters& given, int num
       float sum = 0;
 #pragma unroll
       for (int each = 0; each < kShrinkWarps; each++) sum += s.sums[each][token][row];
-      given.shrunk[(int64_t(split) * num_tokens + token) * rows + tile * kTileRows + row] = sum;
+      given.shrunk[(int64_t(split) * num_tokens + first_token + token) * rows + tile * kTileRows + row] = sum;
     }
   }
-  __syncthreads();
-  if (threadIdx.x == 0) count_part(&parts_ready);
 }
 
 // Which 16 columns of B some token needs: a bit each, of the first eight tokens, and from kGroupBits on of the others.

@@ -27,9 +27,16 @@ __device__ float block_sum(float value) {
   return value;
 }
 
+// What is added to x first, by all threads of a block: nothing, but in lora/adapted_norm.cu.
+struct NothingDeferred {
+  template <int kWidth>
+  __device__ __forceinline__ void add(float (&)[kWidth]) {}
+};
+
 // A thread holds kHeld vectors of kWidth values: rows of up to 1024 * kHeld * kWidth values.
-template <int kWidth, int kHeld, bool kAdd, bool kZeroCentred, typename Input>
-__device__ void norm_row(const Input* x, float* residual, const bf16* weight, bf16* y, int size, float eps) {
+template <int kWidth, int kHeld, bool kAdd, bool kZeroCentred, typename Input, typename Deferred = NothingDeferred>
+__device__ void norm_row(const Input* x, float* residual, const bf16* weight, bf16* y, int size, float eps,
+                         Deferred deferred = {}) {
   const int vectors = size / kWidth;
   const int64_t row = int64_t(blockIdx.x) * size;
   Vector<kWidth> weights[kHeld];
@@ -50,6 +57,7 @@ __device__ void norm_row(const Input* x, float* residual, const bf16* weight, bf
     if constexpr (kAdd) {
       float before[kWidth];
       load_values(residual + row + at * kWidth, before);
+      deferred.add(values[i]);
 #pragma unroll
       for (int j = 0; j < kWidth; j++) values[i][j] += before[j];
       store_values(residual + row + at * kWidth, values[i]);

@@ -16,12 +16,17 @@ from openinfer_kernels.ops import Array, AttentionBatch, CacheFormat, PagedCache
 
 _STEM = "qk_norm_rope_append"
 _THREADS = 256
+_VALUES = 8
+"""Of a thread."""
 _MANY_TOKENS = 512
 """From so many on there is work for every multiprocessor, and a thread takes `_HEADS_AT_ONCE` heads; before, one."""
 _HEADS_AT_ONCE = 3
 _VECTOR_HEAD_DIMS = (32, 64, 128, 256)
 """With a kernel of their own; any other even one up to `_MAX_HEAD_DIM` has a slower one."""
 _MAX_HEAD_DIM = 512
+_ADAPTED_STEM = "adapted_heads"
+ADAPTED_HEAD_DIMS = (64, 128, 256)
+"""Of `qk_norm_rope_append_adapted`."""
 _INT32, _INT64, _FLOAT32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 
 
@@ -62,6 +67,26 @@ class QkNormRopeAppend:
         norms = _checked_norms(q_norm, k_norm)
         return self._normed.launch(qkv, norms=norms, eps=eps, rope=rope, cache=cache, batch=batch)
 
+    def qk_norm_rope_append_adapted(
+        self,
+        qkv: Array,
+        delta: ctypes.Structure,
+        *,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+        rope: Array,
+        cache: PagedCache,
+        batch: AttentionBatch,
+    ) -> Array:
+        """`qk_norm_rope_append` of few tokens, in heads of `ADAPTED_HEAD_DIMS`, to which a `DeferredDelta` is added.
+
+        Raises:
+            ArrayMismatchError: heads of another size, more tokens, or arrays at addresses that vectors do not fit.
+        """
+        norms = _checked_norms(q_norm, k_norm)
+        return self._normed.launch(qkv, norms=norms, eps=eps, rope=rope, cache=cache, batch=batch, delta=delta)
+
     def zero_centred_qk_norm_rope_append(
         self,
         qkv: Array,
@@ -92,6 +117,14 @@ class _Kernels:
     def _fp8(self) -> tuple[_ByHeadDim, _ByHeadDim]:
         return _vector_kernels(self._device, _STEM + FP8_SUFFIX, self._name + FP8_SUFFIX)
 
+    @cached_property
+    def _adapted(self) -> _ByHeadDim:
+        return _adapted_kernels(self._device, _ADAPTED_STEM)
+
+    @cached_property
+    def _adapted_fp8(self) -> _ByHeadDim:
+        return _adapted_kernels(self._device, _ADAPTED_STEM + FP8_SUFFIX)
+
     def launch(
         self,
         qkv: Array,
@@ -101,7 +134,9 @@ class _Kernels:
         rope: Array,
         cache: PagedCache,
         batch: AttentionBatch,
+        delta: ctypes.Structure | None = None,
     ) -> Array:
+        """With `delta` of what `qk_norm_rope_append` alone has."""
         is_fp8 = cache.format is CacheFormat.FP8
         data, cache_slots = cache.data if is_fp8 else cache.in_compute_dtype(), batch.cache_slots[cache.table]
         _check(
@@ -131,8 +166,22 @@ class _Kernels:
             rope.shape[1],
             eps,
         )
-        if head_dim in self._few and fits_vectors(qkv, *norms, rope, data):
-            threads = heads * head_dim // 8
+        if delta is not None:
+            if (
+                head_dim not in ADAPTED_HEAD_DIMS
+                or num_tokens >= _MANY_TOKENS
+                or not fits_vectors(qkv, *norms, rope, data)
+            ):
+                raise ArrayMismatchError(
+                    f"{num_tokens} tokens in heads of {head_dim} values add no adapters: fewer than {_MANY_TOKENS}, in "
+                    f"heads of one of {ADAPTED_HEAD_DIMS}, at multiples of 16 bytes"
+                )
+            kernel = (self._adapted_fp8 if is_fp8 else self._adapted)[head_dim]
+            threads = heads * head_dim // _VALUES
+            block = min(_THREADS, -(-threads // 32) * 32)
+            kernel((num_tokens, -(-threads // block), 1), (block, 1, 1), [arguments, delta], overlap=True)
+        elif head_dim in self._few and fits_vectors(qkv, *norms, rope, data):
+            threads = heads * head_dim // _VALUES
             block = min(_THREADS, -(-threads // 32) * 32)
             few, many = self._fp8 if is_fp8 else (self._few, self._many)
             kernels, heads_at_once = (few, 1) if num_tokens < _MANY_TOKENS else (many, _HEADS_AT_ONCE)
@@ -155,6 +204,10 @@ def _vector_kernels(device: Device, stem: str, name: str) -> tuple[_ByHeadDim, _
         for tokens in ("few", "many")
     )
     return few, many
+
+
+def _adapted_kernels(device: Device, stem: str) -> _ByHeadDim:
+    return {head_dim: device.kernel(stem, f"{stem}_{head_dim}") for head_dim in ADAPTED_HEAD_DIMS}
 
 
 def _checked_norms(q_norm: Array, k_norm: Array) -> tuple[Array, Array]:

@@ -11,7 +11,7 @@ from openinfer_kernels.cuda.gemm.tiles import Epilogue
 from openinfer_kernels.cuda.lora.decode_adapters import DecodeAdapters
 from openinfer_kernels.ops import Array
 
-_STEM, _ADAPTED_STEM = "decode_gemm", "adapted_decode_gemm"
+_STEM, _ADAPTED_STEM, _BESIDE_STEM = "decode_gemm", "adapted_decode_gemm", "decode_gemm_beside_adapters"
 _BF16_BYTES = 2
 _ROWS = 64
 _SLICE_ROWS = 16
@@ -30,6 +30,8 @@ _SHARED_KIB = {8: 113, 16: 89, 32: 89}
 """Of a block, by the most tokens of a kernel."""
 _MOST_TOKENS = max(_SHARED_KIB)
 """Beyond it, cuBLASLt is faster: see docs/notes/kernels.md."""
+_SHRUNK_TOKENS = 16
+"""That a block which makes a part of `A x` has at most."""
 MOST_ADAPTED_TOKENS = 16
 """With more, tiles of 64 tokens are quicker with adapters, though not without."""
 
@@ -47,6 +49,7 @@ class DecodeGemm:
         self._float32 = _kernels(device, "float32")
         self._device = device
         self._adapted: dict[tuple[Epilogue, bool], dict[int, Kernel]] = {}
+        self._beside: dict[int, Kernel] = {}
         self._maps = TensorMaps()
 
     def serves(self, x: Array, weight: Array) -> bool:
@@ -99,6 +102,12 @@ class DecodeGemm:
         adapters.b = self._maps.of(of_columns)
         self._multiply(self._adapted[key], x, box, out, adapters)
 
+    def multiply_beside(self, x: Array, weight: Array, out: Array, *, adapters: DecodeAdapters) -> None:
+        """`linear` of more than 8 tokens, bit for bit, and `A x` beside it."""
+        if not self._beside:
+            self._beside = _kernels(self._device, "store", stem=_BESIDE_STEM, least=_SHRUNK_TOKENS)
+        self._multiply(self._beside, x, _rows_box(weight), out, adapters)
+
     def _multiply(
         self,
         kernels: dict[int, Kernel],
@@ -118,10 +127,11 @@ class DecodeGemm:
         blocks, cluster = self._partition(n, weight.box[3] * _SLICE_ROWS, k // _CHUNK_COLUMNS)
         arguments: list[Any] = [self._maps.of(weight), self._maps.of(x_box), out, *sizes]
         if adapters is not None:
-            adapters.shrink_blocks = -(-adapters.parts // cluster) * cluster
+            parts = adapters.parts * (-(-tokens // _SHRUNK_TOKENS) if kernels is self._beside else 1)
+            adapters.shrink_blocks = -(-parts // cluster) * cluster
             blocks += adapters.shrink_blocks
             arguments.append(adapters)
-        threads = _THREADS if adapters is None else _ADAPTED_THREADS
+        threads = _THREADS if adapters is None or kernels is self._beside else _ADAPTED_THREADS
         kernels[tokens]((blocks, 1, 1), (threads, 1, 1), arguments, overlap=overlap, cluster=cluster)
 
     def _partition(self, rows: int, tile_rows: int, chunks_per_tile: int) -> tuple[int, int]:
@@ -139,7 +149,13 @@ class DecodeGemm:
 
 
 def _kernels(
-    device: Device, epilogue: str, *, stem: str = _STEM, most: int = _MOST_TOKENS, of_slices: bool = False
+    device: Device,
+    epilogue: str,
+    *,
+    stem: str = _STEM,
+    least: int = 0,
+    most: int = _MOST_TOKENS,
+    of_slices: bool = False,
 ) -> dict[int, Kernel]:
     if not device.has(stem):
         return {}
@@ -147,7 +163,7 @@ def _kernels(
     return {
         tokens: device.kernel(stem, f"{stem}_{epilogue}_{tokens}{end}", shared_bytes=kib << 10)
         for tokens, kib in (_SHARED_KIB_OF_SLICES if of_slices else _SHARED_KIB).items()
-        if tokens <= most
+        if least <= tokens <= most
     }
 
 

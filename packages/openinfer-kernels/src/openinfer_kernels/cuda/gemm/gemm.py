@@ -19,6 +19,7 @@ from openinfer_kernels.cuda.gemm.tiles import (
     PartsPartition,
     Room,
     Tile,
+    has_room_beside,
     partition_adapted,
     partition_in_parts,
     partition_product,
@@ -26,8 +27,11 @@ from openinfer_kernels.cuda.gemm.tiles import (
 from openinfer_kernels.ops import Array
 
 _STEM, _ADAPTED_STEM, _ONE_TILE_STEM = "gemm", "adapted_gemm", "adapted_gemm_one_tile"
+_BESIDE_STEM = "gemm_beside_adapters"
 _BF16_BYTES = 2
 _MOST_KEPT = 4096
+_MOST_TOKENS_OF = {_ONE_TILE_STEM: LARGE_TOKENS - 1, _BESIDE_STEM: 64}
+"""Of tiles that are compiled; of others all."""
 _GROUP = 8
 """Token tiles that are multiplied before the next columns: what they read stays in the L2 cache."""
 
@@ -120,6 +124,25 @@ class Gemm:
         product = _Product(epilogue, partition, self._adapted_kernel(epilogue, partition.tile), shrink_tiles)
         self._multiply(product, x, weight, out, adapters)
 
+    def partition_beside(self, x: Array, weight: Array, *, shrink_rows: int) -> Partition | None:
+        """That of `linear`, which serves them; None where it has no room for as many rows of A."""
+        partition = self._partition(Epilogue.STORE, x, weight)
+        return partition if has_room_beside(partition, len(weight), self._room, shrink_rows=shrink_rows) else None
+
+    def multiply_beside(
+        self,
+        partition: Partition,
+        x: Array,
+        weight: Array,
+        out: Array,
+        *,
+        adapters: ctypes.Structure,
+        shrink_tiles: int,
+    ) -> None:
+        """`linear` of at most 64 tokens, bit for bit, and `A x` beside it, with `AdapterMaps` of its tiles."""
+        kernel = self._adapted_kernel(Epilogue.STORE, partition.tile, stem=_BESIDE_STEM)
+        self._multiply(_Product(Epilogue.STORE, partition, kernel, shrink_tiles), x, weight, out, adapters)
+
     def shrink(
         self, partition: Partition, x: Array, a: TensorMap, adapters: ctypes.Structure, *, shrink_tiles: int
     ) -> None:
@@ -129,10 +152,9 @@ class Gemm:
 
     def _adapted_kernel(self, epilogue: Epilogue, tile: Tile, *, stem: str = _ADAPTED_STEM) -> Kernel:
         if stem not in self._adapted:
-            most = LARGE_TOKENS - 1 if stem == _ONE_TILE_STEM else LARGE_TOKENS
-            self._adapted[stem] = _kernels(
-                self._device, stem=stem, epilogues=(Epilogue.STORE, Epilogue.SWIGLU), most_tokens=most
-            )
+            epilogues = (Epilogue.STORE,) if stem == _BESIDE_STEM else (Epilogue.STORE, Epilogue.SWIGLU)
+            most = _MOST_TOKENS_OF.get(stem, LARGE_TOKENS)
+            self._adapted[stem] = _kernels(self._device, stem=stem, epilogues=epilogues, most_tokens=most)
         return self._adapted[stem][epilogue, tile]
 
     def multiply(

@@ -176,6 +176,14 @@ def partition_in_parts(
     return min(found)[2] if found else None
 
 
+def has_room_beside(partition: Partition, num_rows: int, room: Room, *, shrink_rows: int) -> bool:
+    """Whether tiles of A run beside those of a product of one tile of tokens, and no block has more tiles for them."""
+    tiles, shrink_tiles = (-(-rows // partition.tile.columns) for rows in (num_rows, shrink_rows))
+    most = room.clusters(partition.split_k)
+    left = most - shrink_tiles
+    return left > 0 and partition.multicast_ctas == 1 and -(-tiles // left) == -(-tiles // most)
+
+
 def _costs(
     partition: Partition, num_tokens: int, num_rows: int, room: Room, *, shrink_rows: int
 ) -> tuple[float, AdaptedPartition]:

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from openinfer_kernels.cuda.gemm.gemm import Gemm, weight_box
 from openinfer_kernels.cuda.gemm.tiles import Epilogue, Partition, PartsPartition, Tile
 from openinfer_kernels.cuda.lora.adapter_maps import MOST_PIECES, AdapterMaps
 from openinfer_kernels.cuda.lora.decode_adapters import decode_adapters, fits_tiles
+from openinfer_kernels.cuda.lora.deferred_delta import DeferredAdapters
 from openinfer_kernels.cuda.lora.lora import SHRINK_THREADS, Shrink
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array
@@ -89,10 +91,18 @@ class AdaptedGemm:
         return cls(device, DecodeGemm(device), Gemm(device)) if device.has("shrink_halves") else None
 
     def __init__(self, device: Device, decode_gemm: DecodeGemm, gemm: Gemm) -> None:
-        self._decode_gemm, self._gemm = decode_gemm, gemm
+        self._device, self._decode_gemm, self._gemm = device, decode_gemm, gemm
         self._maps = TensorMaps()
         self._launches: dict[_Given, _Launches] = {}
         self._shrink = {groups: device.kernel("shrink_halves", f"shrink_halves_{groups}") for groups in _GROUPS}
+
+    @cached_property
+    def _deferred(self) -> DeferredAdapters:
+        return DeferredAdapters(self._device, self._decode_gemm, self._gemm)
+
+    @property
+    def deferred(self) -> DeferredAdapters:
+        return self._deferred
 
     def columns(self, weight: Array, *, num_slots: int, rank: int, starts: Sequence[int]) -> int:
         rows, inner = weight.shape

@@ -1,11 +1,13 @@
 """RMSNorm, alone or after adding into the residual. `csrc/norm/norm.cu` has the formula and its rounding."""
 
 import ctypes
+from functools import cached_property
 
 import numpy as np
 
 from openinfer_kernels.cuda.common.arrays import fits_vectors, require, require_floats
 from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array
@@ -16,12 +18,17 @@ _VARIANTS = (("vectors", 8, 1), ("long_vectors", 8, 3), ("singles", 1, 8))
 _PLAIN, _ZERO_CENTRED = "", "zero_centred_"
 """Conventions of the weight, as in the names of the kernels."""
 _FLOAT32 = np.dtype(np.float32)
+_ADAPTED_VALUES = 8
+"""Of a thread."""
+ADAPTED_NORM_SIZES = range(256, 4096 + 1, 256)
+"""Of rows that `add_rms_norm_adapted` takes: all threads of a block have values, and registers for rows of B."""
 
 
 class Norm:
     """The norms on one device."""
 
     def __init__(self, device: Device) -> None:
+        self._device = device
         self._kernels = {
             f"{operator}_{dtype.name}_{name}": device.kernel("norm", f"{operator}_{dtype.name}_{name}")
             for operator in (f"{begin}{each}rms_norm" for begin in ("", "add_") for each in (_PLAIN, _ZERO_CENTRED))
@@ -35,6 +42,29 @@ class Norm:
 
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
         return self._add_norm(_PLAIN, x, residual, weight, eps)
+
+    def add_rms_norm_adapted(
+        self, x: Array, residual: Array, weight: Array, delta: ctypes.Structure, *, eps: float
+    ) -> Array:
+        """`add_rms_norm` of BF16 values, in rows of one of `ADAPTED_NORM_SIZES`, to which a `DeferredDelta` is added.
+
+        Raises:
+            ArrayMismatchError: rows of another size, or arrays at addresses that vectors do not fit.
+        """
+        require(x, bfloat16, ndim=2, what="x")
+        require(residual, _FLOAT32, ndim=2, what="the residual")
+        require(weight, bfloat16, ndim=1, what="the weight of the norm")
+        size = x.shape[1]
+        if size not in ADAPTED_NORM_SIZES or len(weight) != size or not fits_vectors(x, residual, weight):
+            raise ArrayMismatchError(f"a norm over {size} values adds no adapters: whole 256, at most 4096, aligned")
+        out = cupy.empty(x.shape, bfloat16)
+        arguments = [x, residual, weight, out, ctypes.c_int(size), ctypes.c_float(eps), delta]
+        self._adapted((len(x), 1, 1), (size // _ADAPTED_VALUES, 1, 1), arguments, overlap=True)
+        return out
+
+    @cached_property
+    def _adapted(self) -> Kernel:
+        return self._device.kernel("adapted_norm", "adapted_norm_add_rms_norm")
 
     def zero_centred_rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
         return self._norm(_ZERO_CENTRED, x, weight, eps)
