@@ -13,6 +13,7 @@ from openinfer_engine.lora.adapter_folder import LowRank
 from openinfer_engine.lora.arena import AdapterArena, AdapterShare, arena_bytes, piece_of
 from openinfer_engine.model import Shard
 from openinfer_kernels.cpu import CpuOps
+from openinfer_kernels.ops.lora import AddedBy, DeltaOperator
 from openinfer_kernels.weights.adapter_columns import MOST_COLUMNS, adapter_columns, most_columns
 from openinfer_kernels.weights.bfloat16 import rounded_bits
 
@@ -81,6 +82,20 @@ def test_slots_take_what_the_plan_says_at_most(num_slots: int, max_rank: int, si
     assert plain.num_bytes == arena_bytes(MATRICES, may_fuse=False, **given)
     fused = loaded(FusingOps(), num_slots=num_slots, max_rank=max_rank, size=size)
     assert fused.num_bytes == arena_bytes(MATRICES, may_fuse=True, **given)
+
+
+@pytest.mark.parametrize(("size", "may_defer", "is_kept"), [(1, True, True), (1, False, False), (2, True, False)])
+def test_what_a_product_is_handed_to_adds_adapters_on_one_rank_with_our_own_operators(
+    size: int, may_defer: bool, is_kept: bool
+) -> None:
+    arena = AdapterArena(ops=FusingOps(), num_slots=2, max_rank=16, may_defer=may_defer)
+    added_by = AddedBy(DeltaOperator.ADD_RMS_NORM)
+    matrix, shard = MATRICES[2]
+    weight = np.zeros(1)
+    arena.add(weight, [piece_of(matrix, shard, rank=0, size=size)], added_by=added_by)
+    found = arena.weights.find(weight)
+    assert found is not None
+    assert found.added_by == (added_by if is_kept else None)
 
 
 def test_columns_are_whole_chunks_of_whole_slots() -> None:

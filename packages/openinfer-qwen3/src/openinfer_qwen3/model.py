@@ -45,10 +45,13 @@ from openinfer_kernels import (
     Scoring,
     rope_table,
 )
+from openinfer_kernels.ops.lora import AddedBy, DeltaOperator
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 ATTENTION = "attention"
 """The paged group of all layers."""
+_BY_NORM = AddedBy(DeltaOperator.ADD_RMS_NORM)
+"""What O and down are handed to."""
 
 
 # --- configuration ------------------------------------------------------------------------------------------
@@ -275,14 +278,15 @@ def load(
 def _load_layer(config: Qwen3Config, loader: WeightLoader, communicator: Communicator, index: int) -> LayerWeights:
     prefix = f"model.layers.{index}"
     q, k, v, o = attention_matrices(config, index)
+    by_heads = AddedBy(DeltaOperator.QK_NORM_ROPE_APPEND, config.head_dim)
     biased, biases = config.attention_bias, [f"{each.name}.bias" for each in (q, k, v)]
     return LayerWeights(
         input_layernorm=loader.plain(f"{prefix}.input_layernorm.weight"),
-        qkv_proj=loader.linear(q, k, v, shard=Shard.COLUMN_PARALLEL),
+        qkv_proj=loader.linear(q, k, v, shard=Shard.COLUMN_PARALLEL, added_by=by_heads),
         qkv_bias=loader.plain(*biases, shard=Shard.COLUMN_PARALLEL) if biased else None,
         q_norm=loader.plain(f"{prefix}.self_attn.q_norm.weight"),
         k_norm=loader.plain(f"{prefix}.self_attn.k_norm.weight"),
-        o_proj=loader.linear(o, shard=Shard.ROW_PARALLEL),
+        o_proj=loader.linear(o, shard=Shard.ROW_PARALLEL, added_by=_BY_NORM),
         o_bias=loader.plain(f"{o.name}.bias") if biased and communicator.rank == 0 else None,
         post_attention_layernorm=loader.plain(f"{prefix}.post_attention_layernorm.weight"),
         mlp=_load_mlp(config, loader, communicator, index),
@@ -297,7 +301,7 @@ def _load_mlp(
         mlp = mlp_matrices(config, layer)
         return MlpWeights(
             gate_up_proj=loader.linear(mlp.gate, mlp.up, shard=Shard.COLUMN_PARALLEL),
-            down_proj=loader.linear(mlp.down, shard=Shard.ROW_PARALLEL),
+            down_proj=loader.linear(mlp.down, shard=Shard.ROW_PARALLEL, added_by=_BY_NORM),
         )
     return MixtureWeights(
         router=loader.plain(f"model.layers.{layer}.mlp.gate.weight"),

@@ -26,6 +26,7 @@ from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.quantised import StoredMatrix
 from openinfer_kernels import Array, HostArray, LinearWeight, Ops, QuantisedWeight, WeightPart
 from openinfer_kernels.adapted import AdaptedWeights, AdapterWeights
+from openinfer_kernels.ops.lora import AddedBy
 from openinfer_kernels.weights.adapter_columns import most_columns
 from openinfer_kernels.weights.bfloat16 import rounded_bits, scaled_bits
 
@@ -179,9 +180,14 @@ class AdapterArena:
         num_slots: int,
         max_rank: int,
         may_fuse: bool = True,
+        may_defer: bool = True,
         memory: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`may_fuse`: False where products are another package's. Slots are made within `memory`."""
+        """`may_fuse`: False where products are another package's, `may_defer` where the operators after them are.
+
+        Slots are made within `memory`.
+        """
+        self._may_defer = may_defer
         self._fused = ops.fused_adapters if may_fuse else None
         self.weights = AdaptedWeights()
         self.num_slots = num_slots
@@ -204,8 +210,11 @@ class AdapterArena:
     def num_bytes(self) -> int:
         return sum(each.a.nbytes + (each.b if each.columns is None else each.columns).nbytes for each in self.products)
 
-    def add(self, weight: LinearWeight, pieces: Sequence[AdaptedPiece]) -> None:
-        """Takes memory for a product's adapters; not for one that has a matrix outside of the model's layers."""
+    def add(self, weight: LinearWeight, pieces: Sequence[AdaptedPiece], *, added_by: AddedBy | None = None) -> None:
+        """Takes memory for a product's adapters; not for one that has a matrix outside of the model's layers.
+
+        `added_by`: the operator that may add them. Where a rank has shares of its pieces, the product has to.
+        """
         keys = [module_key(piece.name) for piece in pieces]
         if None in keys:
             return
@@ -213,9 +222,15 @@ class AdapterArena:
             self._join(weight, keys)
             return
         with self._memory():
-            self._add(weight, pieces, tuple(key for key in keys if key is not None))
+            self._add(weight, pieces, tuple(key for key in keys if key is not None), added_by)
 
-    def _add(self, weight: LinearWeight, pieces: Sequence[AdaptedPiece], keys: tuple[str, ...]) -> None:
+    def _add(
+        self,
+        weight: LinearWeight,
+        pieces: Sequence[AdaptedPiece],
+        keys: tuple[str, ...],
+        added_by: AddedBy | None,
+    ) -> None:
         starts = np.cumsum([0, *(piece.num_rows for piece in pieces)]).tolist()
         columns = pieces[0].columns.stop - pieces[0].columns.start
         wide = self._wide(weight, starts)
@@ -224,6 +239,7 @@ class AdapterArena:
             b=self._ops.zeros((self.num_slots, starts[-1], self._rank)) if wide is None else self._slots_of(wide),
             columns=wide,
             starts=tuple(starts),
+            added_by=added_by if self._may_defer and all(piece.is_whole for piece in pieces) else None,
         )
         for index, (key, piece) in enumerate(zip(keys, pieces, strict=True)):
             self._places[key] = _Place(len(self._products), index, piece.num_rows, columns)

@@ -13,6 +13,7 @@ from openinfer_engine.lora.rank_adapters import RankAdapters
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DeviceKind, EngineOptions
 from openinfer_kernels import Ops
+from openinfer_kernels.ops.lora import DeltaOperator
 
 _FUSED = frozenset({"linear", "linear_swiglu"})
 """Operators that are one with adapters, where a device has that."""
@@ -65,6 +66,7 @@ def make_arena(
         num_slots=options.num_adapter_slots,
         max_rank=options.max_lora_rank,
         may_fuse=provided.isdisjoint(_FUSED),
+        may_defer=provided.isdisjoint(DeltaOperator),
         memory=memory,
     )
 

@@ -14,6 +14,7 @@ from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.fused import matrices_of_stack, pad_rows, rows_of_rank, stacked_rows_of_rank, with_zeros
 from openinfer_engine.weights.quantised import StoredMatrix, read_quantised
 from openinfer_kernels import Array, LinearWeight, Ops, QuantisedPart, WeightPart, WeightValueError
+from openinfer_kernels.ops.lora import AddedBy
 
 
 class WeightLoader:
@@ -47,11 +48,16 @@ class WeightLoader:
         return self._ops.upload_float32(self._weights.read_stored(name))
 
     def linear(
-        self, *matrices: StoredMatrix | str, shard: Shard = Shard.WHOLE, whole: Sequence[StoredMatrix] = ()
+        self,
+        *matrices: StoredMatrix | str,
+        shard: Shard = Shard.WHOLE,
+        whole: Sequence[StoredMatrix] = (),
+        added_by: AddedBy | None = None,
     ) -> LinearWeight:
         """`[out, in]`: matrices of one format below each other, cut alike, and below them some that are not cut.
 
-        A name alone is that of a plain matrix, without `.weight`.
+        A name alone is that of a plain matrix, without `.weight`. `added_by`: the operator to which the model hands
+        the product, as it is and before it asks for any other, so that it may add what adapters do.
 
         Raises:
             InvalidCheckpoint: the matrices are stored in several formats, of which one product cannot be made.
@@ -63,7 +69,7 @@ class WeightLoader:
         else:
             weight = self._upload(all_of_it, self._parts(parts))
         rank, size = self._communicator.rank, self._communicator.size
-        return self._adapted(weight, [piece_of(each, at, rank=rank, size=size) for each, at in parts])
+        return self._adapted(weight, [piece_of(each, at, rank=rank, size=size) for each, at in parts], added_by)
 
     def stack(
         self, *matrices: StoredMatrix, num_matrices: int, shard: Shard = Shard.WHOLE, grouped: bool = False
@@ -136,10 +142,12 @@ class WeightLoader:
         rows = len(table) // size
         return table, table[rank * rows : (rank + 1) * rows]
 
-    def _adapted(self, weight: LinearWeight, pieces: Sequence[AdaptedPiece]) -> LinearWeight:
+    def _adapted(
+        self, weight: LinearWeight, pieces: Sequence[AdaptedPiece], added_by: AddedBy | None = None
+    ) -> LinearWeight:
         """The weight as it is; where adapters are served, they have room for what they add to its product."""
         if self._adapters is not None:
-            self._adapters.add(weight, pieces)
+            self._adapters.add(weight, pieces, added_by=added_by)
         return weight
 
     def _stacked_parts(self, name: str, heights: Sequence[int]) -> tuple[WeightPart, ...]:
