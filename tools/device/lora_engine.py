@@ -1,11 +1,12 @@
 """What adapters cost an engine on a GPU: TPOT and prefill in turns with one that serves none, and what loading takes.
 
     python3 tools/device/lora_engine.py MODEL [--sizes 1x1024 ...] [--rank R] [--adapters N] [--ranks N]
-                                        [--turns N] [--device cuda|cpu] [--json FILE] [--commit C]
+                                        [--turns N] [--in-product] [--device cuda|cpu] [--json FILE] [--commit C]
 
 MODEL is a folder with a config.json; weights are random. Four kinds of steps, one after the other in each turn:
 `plain`, of an engine without `--lora`; `none`, of one with `--lora` whose requests name no adapter; `one` and `all`,
-whose requests name one, or all in turn. Every adapter has all projections.
+whose requests name one, or all in turn. Every adapter has all projections. With `--in-product` a fifth, `in_product`:
+as `all`, of an engine in which no kernel after a product adds adapters (`DeferredAdapters` serves none).
 """
 
 import argparse
@@ -14,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,20 @@ from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat  # no
 MAX_STEP_TOKENS = 8192
 NEW_ADAPTERS = 4
 BETWEEN_LOADS_S = 0.25
+IN_PRODUCT = "in_product"
+
+
+@contextmanager
+def adapters_in_products() -> Iterator[None]:
+    """Within it no operator after a product adds what adapters do; steps that were captured stay as they are."""
+    from openinfer_kernels.cuda.lora.deferred_delta import DeferredAdapters
+
+    rule = DeferredAdapters.serves
+    DeferredAdapters.serves = lambda *_, **__: False
+    try:
+        yield
+    finally:
+        DeferredAdapters.serves = rule
 
 
 def make_loop(definition: Any, model: Path, given: argparse.Namespace, **options: Any) -> StepLoop:
@@ -74,14 +89,15 @@ def measure(kinds: dict[str, tuple[StepLoop, list[str]]], size: str, turns: int)
     found: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for _ in range(turns):
         for kind, (loop, adapters) in kinds.items():
-            timing = measure_offline(
-                loop,
-                max_step_tokens=MAX_STEP_TOKENS,
-                batch=batch,
-                prompt_tokens=prompt,
-                output_tokens=output,
-                adapters=adapters,
-            )
+            with adapters_in_products() if kind == IN_PRODUCT else nullcontext():
+                timing = measure_offline(
+                    loop,
+                    max_step_tokens=MAX_STEP_TOKENS,
+                    batch=batch,
+                    prompt_tokens=prompt,
+                    output_tokens=output,
+                    adapters=adapters,
+                )
             found[kind].append(timing)
     row: dict[str, Any] = {"size": size}
     for kind, timings in found.items():
@@ -185,6 +201,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--in-product", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--json", type=Path)
@@ -199,10 +216,16 @@ def main() -> None:
             "max_lora_rank": given.rank,
         }
         plain, adapted = (make_loop(made.definition, given.model, given, **each) for each in ({}, lora))
-        with closing(plain), closing(adapted):
-            settle_memory()
+        with ExitStack() as loops:
+            for each in (plain, adapted):
+                loops.enter_context(closing(each))
             used = names[: given.adapters]
             kinds = {"plain": (plain, []), "none": (adapted, []), "one": (adapted, used[:1]), "all": (adapted, used)}
+            if given.in_product:
+                with adapters_in_products():
+                    kinds[IN_PRODUCT] = make_loop(made.definition, given.model, given, **lora), used
+                loops.enter_context(closing(kinds[IN_PRODUCT][0]))
+            settle_memory()
             rows = [measure(kinds, size, given.turns) for size in given.sizes]
             loads = measure_loads(adapted, made.folder, names)
     if given.json:
