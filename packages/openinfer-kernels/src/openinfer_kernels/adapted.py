@@ -110,7 +110,9 @@ class _AdaptedOps:
             return self._own.linear_swiglu(x, gate_up, batch)
         if (found := self._fused(gate_up, adapters)) is not None:
             fused, plain, columns = found
-            return fused.linear_swiglu(x, plain, adapters.a, columns, slots, starts=adapters.starts)
+            given = x, plain, adapters.a, columns, slots
+            gated = fused.deferred.linear_swiglu(*given, starts=adapters.starts)
+            return fused.linear_swiglu(*given, starts=adapters.starts) if gated is None else gated
         shrunk = self._own.lora_shrink(x, adapters.a, slots)
         y = self._own.linear(x, gate_up, batch)
         return self._own.lora_expand_swiglu(y, shrunk, adapters.b, slots, starts=adapters.starts)

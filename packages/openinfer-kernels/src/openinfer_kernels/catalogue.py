@@ -128,8 +128,8 @@ SERVINGS = (
             ("adapted_decode_gemm", "with adapters, up to 16 tokens"),
             ("adapted_gemm_one_tile", "with adapters, up to 192 tokens"),
             ("adapted_gemm", "with adapters, more tokens"),
-            ("decode_gemm_beside_adapters", "whose adapters the operator after it adds, 9 to 32 tokens"),
-            ("gemm_beside_adapters", "whose adapters the operator after it adds, up to 64 tokens"),
+            ("decode_gemm_beside_adapters", "whose adapters the kernel after it adds, 17 to 32 tokens"),
+            ("gemm_beside_adapters", "whose adapters the kernel after it adds, up to 64 tokens"),
         )
     ),
     *(
@@ -142,7 +142,8 @@ SERVINGS = (
             when=when,
         )
         for operators, kernel, when in (
-            (("add_rms_norm",), "adapted_norm", "of a product of 9 to 64 tokens with adapters, up to 4,096 values"),
+            (("add_rms_norm",), "adapted_norm", "of a product of 17 to 64 tokens with adapters, up to 4,096 values"),
+            (("linear_swiglu",), "adapted_swiglu", "the same, after a product of gate and up"),
             (("qk_norm_rope_append",), "adapted_heads", "the same, head dimensions 64, 128, 256"),
             (("qk_norm_rope_append",), "adapted_heads_fp8", "the same, into a cache in FP8"),
         )

@@ -81,12 +81,16 @@ LIBRARIES = {
     "decode_gemm": Library(
         PRODUCT,
         ("gemm/decode_gemm.cu", "lora/decode_gemm_beside_adapters.cu"),
-        tuple(f"decode_gemm{kind}_store_{tokens}" for kind in ("", "_beside_adapters") for tokens in (16, 32)),
+        ("decode_gemm_store_32", "decode_gemm_swiglu_32", "decode_gemm_beside_adapters_store_32"),
     ),
     "gemm": Library(
         PRODUCT,
         ("gemm/gemm.cu", "lora/gemm_beside_adapters.cu"),
-        tuple(f"gemm{kind}_store_64x{columns}" for kind in ("", "_beside_adapters") for columns in (96, 112)),
+        (
+            *(f"gemm_store_64x{columns}" for columns in (96, 112)),
+            *(f"gemm_swiglu_64x{columns}" for columns in (96, 160, 192)),
+            *(f"gemm_beside_adapters_store_64x{columns}" for columns in (96, 112, 160, 192)),
+        ),
     ),
     "norm": Library(
         SINGLE,
@@ -96,13 +100,19 @@ LIBRARIES = {
     "heads": Library(
         SINGLE,
         ("attention/qk_norm_rope_append.cu", "lora/adapted_heads.cu"),
-        tuple(f"{kind}_{size}" for kind in ("qk_norm_rope_append_few", "adapted_heads") for size in (64, 128, 256)),
+        tuple(
+            f"{kind}_{size}"
+            for kind in ("qk_norm_rope_append_few", "adapted_heads_16", "adapted_heads_64")
+            for size in (64, 128, 256)
+        ),
     ),
+    "swiglu": Library(SINGLE, ("lora/adapted_swiglu.cu",), ("adapted_swiglu_16", "adapted_swiglu_64")),
 }
 OF_STEM = {
     "decode_gemm_beside_adapters": "decode_gemm",
     "gemm_beside_adapters": "gemm",
     "adapted_norm": "norm",
+    "adapted_swiglu": "swiglu",
     "qk_norm_rope_append": "heads",
     "adapted_heads": "heads",
 }
@@ -303,7 +313,7 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("num_tokens", [9, 16, 17, 27, 32])
+@pytest.mark.parametrize("num_tokens", [17, 24, 27, 32])
 @pytest.mark.parametrize("shape", FEW.values(), ids=FEW.keys())
 def test_a_product_of_few_tokens_is_what_it_is_and_has_a_x_beside_it(
     modules, libraries, on_device, shape, num_tokens
@@ -396,7 +406,7 @@ def check_norm(ops: Emulated, on_device: Any, shape: Any, num_tokens: int) -> No
     assert not np.allclose(first[~none], without[~none], rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("num_tokens", [9, 16, 31])
+@pytest.mark.parametrize("num_tokens", [17, 31])
 @pytest.mark.parametrize("shape", NORMS.values(), ids=NORMS.keys())
 def test_a_norm_adds_what_adapters_do(modules, libraries, on_device, shape, num_tokens) -> None:
     check_norm(emulated(modules, libraries), on_device, shape, num_tokens)
@@ -429,6 +439,8 @@ HEADS = {
     "of 256": Heads(2, 1, 256, 128, 24, 2),
     "slots of 8": Heads(3, 1, 64, 128, 8, 4),
     "one large slot": Heads(4, 2, 64, 128, 64, 1),
+    "eight slots": Heads(2, 1, 128, 128, 16, 8),
+    "two of 32": Heads(2, 1, 128, 128, 32, 2),
 }
 BLOCK_TOKENS, POSITIONS = 16, 128
 
@@ -492,7 +504,7 @@ def check_heads(ops: Emulated, on_device: Any, heads: Heads, num_tokens: int) ->
     np.testing.assert_allclose(kv.astype(np.float64), expected, **close)
 
 
-@pytest.mark.parametrize("num_tokens", [9, 16, 31])
+@pytest.mark.parametrize("num_tokens", [17, 31])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 def test_heads_add_what_adapters_do(modules, libraries, on_device, heads, num_tokens) -> None:
     check_heads(emulated(modules, libraries), on_device, heads, num_tokens)
@@ -503,23 +515,90 @@ def test_heads_add_what_adapters_do_to_more_tokens(modules, libraries, on_device
     check_heads(emulated(modules, libraries), on_device, HEADS["of 64"], num_tokens)
 
 
+GATES = {
+    "four slots": (96, 640, 16, 4),
+    "slots of 8": (32, 256, 8, 4),
+    "eight slots": (64, 128, 16, 8),
+    "rank 24": (64, 128, 24, 2),
+    "one large slot": (160, 1408, 64, 1),
+}
+"""F, the inner size, rank and slots."""
+GATES_OF_MANY = {
+    "tiles of 96": (1280, 128, 16, 2),
+    "tiles of 160": (2080, 64, 16, 4),
+    "tiles of 192": (2496, 64, 8, 4),
+    "eight slots": (1152, 64, 16, 8),
+    "rank 24": (1152, 64, 24, 2),
+    "one large slot": (1248, 64, 64, 1),
+}
+
+
+def check_gates(ops: Emulated, on_device: Any, tiles: Any, shape: Any, num_tokens: int) -> None:
+    width, *rest = shape
+    product = product_of(on_device, (width, width), *rest, num_tokens)
+    x, weight, a, columns, slots, starts, *_ = product
+    found = ops.deferred.linear_swiglu(x, weight, a, columns, slots, starts=starts)
+    without, plain = filled((num_tokens, width), x.dtype), filled((num_tokens, 2 * width), x.dtype)
+    if ops.decode_gemm.serves(x, weight):
+        ops.decode_gemm.linear(x, weight, plain)
+        ops.decode_gemm.linear_swiglu(x, weight, without)
+    else:
+        ops.gemm.multiply(tiles.Epilogue.STORE, tiles.Partition(tiles.Tile(64, 96), 1, 1), x, weight, plain)
+        ops.gemm.linear_swiglu(x, weight, without)
+    none = ~product.is_adapted
+    assert (bits(found)[none] == bits(without)[none]).all()
+    sums = on_device(plain.astype(np.float64) + product.delta).astype(np.float64)
+    gate, up = sums[:, :width], sums[:, width:]
+    expected = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=2**-6, atol=1e-3)
+    assert (bits(found) == bits(on_device(expected))).mean() > 0.9  # both roundings are the kernel's
+    assert not np.allclose(found[~none].astype(float), without[~none].astype(float), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("num_tokens", [17, 31])
+@pytest.mark.parametrize("shape", GATES.values(), ids=GATES.keys())
+def test_gates_add_what_adapters_do(modules, libraries, on_device, shape, num_tokens) -> None:
+    check_gates(emulated(modules, libraries), on_device, modules.tiles, shape, num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [33, 64])
+@pytest.mark.parametrize("shape", GATES_OF_MANY.values(), ids=GATES_OF_MANY.keys())
+def test_gates_add_what_adapters_do_to_more_tokens(modules, libraries, on_device, shape, num_tokens) -> None:
+    check_gates(emulated(modules, libraries), on_device, modules.tiles, shape, num_tokens)
+
+
+def test_gates_take_the_tile_of_which_a_block_reads_least(modules) -> None:
+    tiles = modules.tiles
+
+    def columns(rows: int, shrink_rows: int) -> int | None:
+        room = tiles.Room(132, {1: 132}.__getitem__)
+        found = tiles.partition_gates_beside(rows, room, shrink_rows=shrink_rows)
+        return None if found is None else found.tile.columns
+
+    assert [columns(rows, 128) for rows in (2 * 3072, 2 * 9728, 2 * 12288)] == [96, 160, 192]
+    assert columns(132 * 192, 128) == 112  # where 192 leaves no room for A
+
+
 def test_what_is_deferred_is_a_rule_of_shapes(modules, libraries, on_device) -> None:
     ops = emulated(modules, libraries).deferred
 
-    def serves(heights: tuple[int, ...], rank: int, num_tokens: int, added_by: AddedBy) -> bool:
+    def serves(heights: tuple[int, ...], rank: int, num_tokens: int, added_by: AddedBy | None) -> bool:
         starts = (0, *np.cumsum(heights).tolist())
         weight, a = np.zeros((starts[-1], 0)), np.zeros((1, len(heights), rank, 0))
         return ops.serves(weight, a, num_tokens=num_tokens, starts=starts, added_by=added_by)
 
     by_heads = AddedBy(DeltaOperator.QK_NORM_ROPE_APPEND, 64)
-    assert [serves((256,), 16, tokens, BY_NORM) for tokens in (8, 9, 64, 65)] == [False, True, True, False]
-    assert [serves((256,), rank, 9, BY_NORM) for rank in (64, 72)] == [True, False]
-    assert [serves((rows,), 16, 9, BY_NORM) for rows in (128, 4096, 4352)] == [False, True, False]
-    assert not serves((128, 128), 16, 9, BY_NORM)
-    assert serves((128, 64, 64), 16, 9, by_heads)
-    assert not serves((128, 64), 16, 9, by_heads)
-    assert not serves((128, 96, 32), 16, 9, by_heads)
-    assert not serves((192, 96, 96), 16, 9, AddedBy(DeltaOperator.QK_NORM_ROPE_APPEND, 96))
+    assert [serves((256,), 16, tokens, BY_NORM) for tokens in (16, 17, 64, 65)] == [False, True, True, False]
+    assert [serves((256,), rank, 17, BY_NORM) for rank in (64, 72)] == [True, False]
+    assert [serves((rows,), 16, 17, BY_NORM) for rows in (128, 4096, 4352)] == [False, True, False]
+    assert not serves((128, 128), 16, 17, BY_NORM)
+    assert serves((128, 64, 64), 16, 17, by_heads)
+    assert not serves((128, 64), 16, 17, by_heads)
+    assert not serves((128, 96, 32), 16, 17, by_heads)
+    assert not serves((192, 96, 96), 16, 17, AddedBy(DeltaOperator.QK_NORM_ROPE_APPEND, 96))
+    assert [serves((rows, 96), 16, 17, None) for rows in (96, 64)] == [True, False]
+    assert [serves((rows, rows), 16, 17, None) for rows in (80, 96)] == [False, True]
+    assert [serves((96, 96), 16, tokens, None) for tokens in (16, 17, 64, 65)] == [False, True, True, False]
 
 
 def test_a_product_without_room_beside_it_is_not_deferred(modules, libraries, on_device) -> None:
@@ -531,7 +610,7 @@ def test_a_product_without_room_beside_it_is_not_deferred(modules, libraries, on
 
 def test_heads_of_another_cache_are_refused(modules, libraries, on_device) -> None:
     ops = emulated(modules, libraries)
-    product = product_of(on_device, *HEADS["of 64"].product, 9)
+    product = product_of(on_device, *HEADS["of 64"].product, 17)
     made = product.deferred(ops.deferred, AddedBy(DeltaOperator.QK_NORM_ROPE_APPEND, 64))
     cache = PagedCache(data=np.zeros((1, 1, 2, 1, 16, 64), product.x.dtype), layer=0)
     with pytest.raises(ArrayMismatchError, match="not Q, K and V"):
@@ -546,9 +625,16 @@ def test_heads_of_another_cache_are_refused(modules, libraries, on_device) -> No
         ("norm", ("lora/deferred_delta.cuh", "split < given_.splits; split++", "split < 1; split++")),
         ("norm", ("lora/deferred_delta.cuh", "return slot < given_.num_slots ? slot : -1;", "return slot;")),
         ("norm", ("lora/adapted_norm.cu", "blockIdx.x, threadIdx.x * 8", "0, threadIdx.x * 8")),
-        ("heads", ("lora/adapted_heads.cuh", "rows.add(values, int(kind), shrunk)", "rows.add(values, 0, shrunk)")),
-        ("heads", ("lora/adapted_heads.cuh", "blockIdx.y * (blockDim.x / kLanes) +", "")),
-        ("heads", ("attention/qk_norm_rope_append.cuh", "if (kind == Kind::kValue) given[i] = pack(values);", "")),
+        ("heads", ("lora/adapted_heads.cuh", "kHeadDim, int(kind), values)", "kHeadDim, 0, values)")),
+        ("heads", ("lora/adapted_heads.cuh", "blockIdx.y * kHeads +", "")),
+        ("heads", ("lora/adapted_heads.cuh", "high * -sines[j]", "high * sines[j]")),
+        ("heads", ("lora/deferred_tiles.cuh", "(int64_t(split) * given_.num_tokens", "(0 * given_.num_tokens")),
+        ("swiglu", ("lora/deferred_tiles.cuh", "if (!has[i]) a[i] = {};", "")),
+        ("swiglu", ("lora/deferred_tiles.cuh", "      hold(first);\n", "")),
+        ("swiglu", ("lora/deferred_tiles.cuh", "(piece + own) * given_.rank", "piece * given_.rank")),
+        ("swiglu", ("lora/deferred_tiles.cuh", "+ tile * 2 + lane_ / 4 % 2", "+ tile * 2 + 1 - lane_ / 4 % 2")),
+        ("swiglu", ("lora/deferred_tiles.cuh", "    return slot < given_.num_slots ? slot : -1;", "    return slot;")),
+        ("swiglu", ("lora/adapted_swiglu.cu", "rounded(values[i][0][j])", "values[i][0][j]")),
         (
             "decode_gemm",
             ("lora/decode_adapters.cuh", "num_tokens + first_token + token) * rows", "num_tokens + token) * rows"),
@@ -567,7 +653,14 @@ def test_heads_of_another_cache_are_refused(modules, libraries, on_device) -> No
         "the first token for all",
         "Q's A x for all",
         "the first block's heads for all",
-        "values without a delta",
+        "rotated the other way",
+        "the first split again",
+        "A x in the columns of all slots",
+        "the first chunk of B again",
+        "gate's A x for up",
+        "neighbouring rows of B in each other's place",
+        "a slot that there is not, for gates",
+        "a gate that was not rounded",
         "A x where the first tokens have theirs",
         "the first tokens for all",
         "a token's slot for the eighth after it",
@@ -579,9 +672,12 @@ def test_mistakes_are_noticed(modules, libraries, make_library, on_device, libra
     def check() -> None:
         if library == "heads":
             for name in ("two blocks", "slots of 8"):
-                check_heads(ops, on_device, HEADS[name], 9)
+                check_heads(ops, on_device, HEADS[name], 17)
+        elif library == "swiglu":
+            for name, num_tokens in (("four slots", 27), ("slots of 8", 17), ("eight slots", 31)):
+                check_gates(ops, on_device, modules.tiles, GATES[name], num_tokens)
         else:
-            for name, num_tokens in (("four slots", 40), ("slots of 8", 9), ("one large slot", 31), ("rank 24", 27)):
+            for name, num_tokens in (("four slots", 40), ("slots of 8", 17), ("one large slot", 31), ("rank 24", 27)):
                 check_norm(ops, on_device, NORMS[name], num_tokens)
 
     with pytest.raises(AssertionError):

@@ -30,6 +30,11 @@ class Operators:
             return x.copy()
         return SimpleNamespace(y=x.copy(), added_by=added_by) if self._serves else None
 
+    def linear_swiglu(self, x: Any, *rest: Any, starts: Any = None) -> Any:
+        self.asked.append("gates" if starts is None else "adapted gates")
+        is_deferred = self.asked == ["adapted gates"]  # which is asked for first
+        return None if is_deferred and not self._serves else x.copy()
+
     def add_rms_norm(self, x: Any, residual: Any, weight: Any, *, eps: float) -> Any:
         self.asked.append("norm" if isinstance(x, np.ndarray) else "deferred norm")
         return RESIDUAL
@@ -81,6 +86,14 @@ def test_other_products_are_what_they_were(added_by: Any, serves: bool, batch: A
     ops, own, weight = made(added_by, serves=serves)
     ops.add_rms_norm(ops.linear(X, weight, batch), RESIDUAL, NORM, eps=1e-6)
     assert own.asked == asked
+
+
+def test_gates_are_deferred_where_they_are_served() -> None:
+    served = ["adapted gates"]
+    for serves, batch, asked in ((True, ADAPTED, served), (False, ADAPTED, served * 2), (True, PLAIN, ["gates"])):
+        ops, own, weight = made(None, serves=serves)
+        assert ops.linear_swiglu(X, weight, batch) is not None
+        assert own.asked == asked
 
 
 def test_nothing_runs_between_a_deferred_product_and_its_operator() -> None:

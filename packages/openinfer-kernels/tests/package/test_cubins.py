@@ -33,6 +33,7 @@ HOPPERS = {
     "adapted_heads",
     "adapted_heads_fp8",
     "adapted_norm",
+    "adapted_swiglu",
     "attention_decode_hopper",
     "attention_decode_hopper_fp8",
     "attention_decode_hopper_variant",

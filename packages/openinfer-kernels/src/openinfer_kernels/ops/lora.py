@@ -57,6 +57,15 @@ class DeferredAdapters(Protocol):
         """As `FusedAdapters.linear`; None where it is not served, which depends on shapes alone."""
         ...
 
+    def linear_swiglu(
+        self, x: Array, gate_up: Array, a: Array, columns: Array, adapter_slots: Array, *, starts: Sequence[int]
+    ) -> Array | None:
+        """As `FusedAdapters.linear_swiglu`; None where it is not served, which depends on shapes alone.
+
+        Gate and up are rounded before and after adapters are added, as by `lora_expand_swiglu`.
+        """
+        ...
+
     def add_rms_norm(self, product: DeferredProduct, residual: Array, weight: Array, *, eps: float) -> Array:
         """`Ops.add_rms_norm` of the product and what adapters add to it."""
         ...

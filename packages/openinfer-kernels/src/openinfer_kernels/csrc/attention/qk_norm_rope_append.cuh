@@ -104,15 +104,10 @@ __device__ __forceinline__ void load_floats(const float* from, float factor, flo
   }
 }
 
-// What is added to a thread's values first, by all threads of a block: nothing, but in lora/adapted_heads.cuh.
-struct NothingDeferred {
-  static constexpr bool kAdds = false;
-};
-
 // Head dimensions of 8 * kLanes: kLanes neighbouring threads hold a head, 8 values each, and then the next of kHeads
 // heads, all of whose loads are under way at once. Blocks are (T, chunks of a token's heads).
-template <int kLanes, int kHeads, Norm kNorm, typename Deferred = NothingDeferred>
-__device__ void run_vectors(const Arguments& a, Deferred deferred = {}) {
+template <int kLanes, int kHeads, Norm kNorm>
+__device__ void run_vectors(const Arguments& a) {
   constexpr int kHeadDim = 8 * kLanes;
   const int token = blockIdx.x, lane = threadIdx.x % kLanes, all_heads = a.all_heads();
   const int at_once = blockDim.x / kLanes, first = blockIdx.y * at_once * kHeads + threadIdx.x / kLanes;
@@ -142,10 +137,6 @@ __device__ void run_vectors(const Arguments& a, Deferred deferred = {}) {
     const Kind kind = kind_of(head, a);
     float values[8];
     unpack(given[i], values);
-    if constexpr (Deferred::kAdds) {
-      deferred.add(values, kind);
-      if (kind == Kind::kValue) given[i] = pack(values);
-    }
     if constexpr (kNorm != Norm::kNone) norm<kLanes, kNorm>(values, kind == Kind::kQuery ? q_weight : k_weight, a.eps);
     rotate<kLanes>(values, cosines, sines);
 #ifdef APPEND_FP8

@@ -10,5 +10,4 @@
     run<TOKENS, kStore, kBeside>(w_map, x_map, y, m, n, k, &adapters);                                           \
   }
 
-DECODE_GEMM(16)
 DECODE_GEMM(32)

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Mapping
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,8 @@ _MAX_HEAD_DIM = 512
 _ADAPTED_STEM = "adapted_heads"
 ADAPTED_HEAD_DIMS = (64, 128, 256)
 """Of `qk_norm_rope_append_adapted`."""
+ADAPTED_RANKS = (16, 64)
+"""For up to so many, kernels that `csrc/lora/deferred_tiles.cuh` is part of: with more they have more registers."""
 _INT32, _INT64, _FLOAT32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 
 
@@ -41,7 +44,17 @@ class _Arguments(ctypes.Structure):
     )
 
 
+_ADAPTED_THREADS, _ADAPTED_TOKENS, _ADAPTED_VALUES = 128, 16, 256
+"""Of a block, and the values that it has of each token."""
 _ByHeadDim = Mapping[int, Kernel]
+_ByRankAndHeadDim = Mapping[tuple[int, int], Kernel]
+
+
+class _Adapted(NamedTuple):
+    """What is added to Q, K and V."""
+
+    delta: ctypes.Structure
+    most_rank: int
 
 
 class QkNormRopeAppend:
@@ -78,14 +91,21 @@ class QkNormRopeAppend:
         rope: Array,
         cache: PagedCache,
         batch: AttentionBatch,
+        most_rank: int,
     ) -> Array:
         """`qk_norm_rope_append` of few tokens, in heads of `ADAPTED_HEAD_DIMS`, to which a `DeferredDelta` is added.
+
+        Args:
+            qkv: as of `qk_norm_rope_append`.
+            delta: of these tokens.
+            most_rank: one of `ADAPTED_RANKS`, at least that of `delta`.
 
         Raises:
             ArrayMismatchError: heads of another size, more tokens, or arrays at addresses that vectors do not fit.
         """
         norms = _checked_norms(q_norm, k_norm)
-        return self._normed.launch(qkv, norms=norms, eps=eps, rope=rope, cache=cache, batch=batch, delta=delta)
+        adapted = _Adapted(delta, most_rank)
+        return self._normed.launch(qkv, norms=norms, eps=eps, rope=rope, cache=cache, batch=batch, adapted=adapted)
 
     def zero_centred_qk_norm_rope_append(
         self,
@@ -118,11 +138,11 @@ class _Kernels:
         return _vector_kernels(self._device, _STEM + FP8_SUFFIX, self._name + FP8_SUFFIX)
 
     @cached_property
-    def _adapted(self) -> _ByHeadDim:
+    def _adapted(self) -> _ByRankAndHeadDim:
         return _adapted_kernels(self._device, _ADAPTED_STEM)
 
     @cached_property
-    def _adapted_fp8(self) -> _ByHeadDim:
+    def _adapted_fp8(self) -> _ByRankAndHeadDim:
         return _adapted_kernels(self._device, _ADAPTED_STEM + FP8_SUFFIX)
 
     def launch(
@@ -134,9 +154,9 @@ class _Kernels:
         rope: Array,
         cache: PagedCache,
         batch: AttentionBatch,
-        delta: ctypes.Structure | None = None,
+        adapted: "_Adapted | None" = None,
     ) -> Array:
-        """With `delta` of what `qk_norm_rope_append` alone has."""
+        """With `adapted` of what `qk_norm_rope_append` alone has."""
         is_fp8 = cache.format is CacheFormat.FP8
         data, cache_slots = cache.data if is_fp8 else cache.in_compute_dtype(), batch.cache_slots[cache.table]
         _check(
@@ -166,7 +186,7 @@ class _Kernels:
             rope.shape[1],
             eps,
         )
-        if delta is not None:
+        if adapted is not None:
             if (
                 head_dim not in ADAPTED_HEAD_DIMS
                 or num_tokens >= _MANY_TOKENS
@@ -176,10 +196,9 @@ class _Kernels:
                     f"{num_tokens} tokens in heads of {head_dim} values add no adapters: fewer than {_MANY_TOKENS}, in "
                     f"heads of one of {ADAPTED_HEAD_DIMS}, at multiples of 16 bytes"
                 )
-            kernel = (self._adapted_fp8 if is_fp8 else self._adapted)[head_dim]
-            threads = heads * head_dim // _VALUES
-            block = min(_THREADS, -(-threads // 32) * 32)
-            kernel((num_tokens, -(-threads // block), 1), (block, 1, 1), [arguments, delta], overlap=True)
+            kernel = (self._adapted_fp8 if is_fp8 else self._adapted)[adapted.most_rank, head_dim]
+            grid = -(-num_tokens // _ADAPTED_TOKENS), -(-heads * head_dim // _ADAPTED_VALUES), 1
+            kernel(grid, (_ADAPTED_THREADS, 1, 1), [arguments, adapted.delta], overlap=True)
         elif head_dim in self._few and fits_vectors(qkv, *norms, rope, data):
             threads = heads * head_dim // _VALUES
             block = min(_THREADS, -(-threads // 32) * 32)
@@ -206,8 +225,12 @@ def _vector_kernels(device: Device, stem: str, name: str) -> tuple[_ByHeadDim, _
     return few, many
 
 
-def _adapted_kernels(device: Device, stem: str) -> _ByHeadDim:
-    return {head_dim: device.kernel(stem, f"{stem}_{head_dim}") for head_dim in ADAPTED_HEAD_DIMS}
+def _adapted_kernels(device: Device, stem: str) -> _ByRankAndHeadDim:
+    return {
+        (rank, head_dim): device.kernel(stem, f"{stem}_{rank}_{head_dim}")
+        for rank in ADAPTED_RANKS
+        for head_dim in ADAPTED_HEAD_DIMS
+    }
 
 
 def _checked_norms(q_norm: Array, k_norm: Array) -> tuple[Array, Array]:

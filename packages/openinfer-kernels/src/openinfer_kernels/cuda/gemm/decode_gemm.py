@@ -103,9 +103,12 @@ class DecodeGemm:
         self._multiply(self._adapted[key], x, box, out, adapters)
 
     def multiply_beside(self, x: Array, weight: Array, out: Array, *, adapters: DecodeAdapters) -> None:
-        """`linear` of more than 8 tokens, bit for bit, and `A x` beside it."""
+        """`linear` of more than 16 tokens, bit for bit, and `A x` beside it.
+
+        Of gate and up sums are those of `linear_swiglu`.
+        """
         if not self._beside:
-            self._beside = _kernels(self._device, "store", stem=_BESIDE_STEM, least=_SHRUNK_TOKENS)
+            self._beside = _kernels(self._device, "store", stem=_BESIDE_STEM, least=MOST_ADAPTED_TOKENS + 1)
         self._multiply(self._beside, x, _rows_box(weight), out, adapters)
 
     def _multiply(

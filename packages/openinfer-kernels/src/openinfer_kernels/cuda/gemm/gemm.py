@@ -1,7 +1,7 @@
 """Products of more tokens than `decode_gemm` serves: `csrc/gemm/gemm.cu` and its epilogues. Hopper only."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors
@@ -13,6 +13,7 @@ from openinfer_kernels.cuda.gemm.tiles import (
     LARGE_TOKENS,
     SHARED_BYTES,
     TILES,
+    TILES_BESIDE,
     AdaptedPartition,
     Epilogue,
     Partition,
@@ -21,6 +22,7 @@ from openinfer_kernels.cuda.gemm.tiles import (
     Tile,
     has_room_beside,
     partition_adapted,
+    partition_gates_beside,
     partition_in_parts,
     partition_product,
 )
@@ -30,8 +32,7 @@ _STEM, _ADAPTED_STEM, _ONE_TILE_STEM = "gemm", "adapted_gemm", "adapted_gemm_one
 _BESIDE_STEM = "gemm_beside_adapters"
 _BF16_BYTES = 2
 _MOST_KEPT = 4096
-_MOST_TOKENS_OF = {_ONE_TILE_STEM: LARGE_TOKENS - 1, _BESIDE_STEM: 64}
-"""Of tiles that are compiled; of others all."""
+_Tiles = Mapping[Epilogue, tuple[Tile, ...]]
 _GROUP = 8
 """Token tiles that are multiplied before the next columns: what they read stays in the L2 cache."""
 
@@ -125,9 +126,19 @@ class Gemm:
         self._multiply(product, x, weight, out, adapters)
 
     def partition_beside(self, x: Array, weight: Array, *, shrink_rows: int) -> Partition | None:
-        """That of `linear`, which serves them; None where it has no room for as many rows of A."""
+        """That of `linear`; None where it does not serve them, or has no room for as many rows of A."""
+        if not self.serves(Epilogue.STORE, x, weight):
+            return None
         partition = self._partition(Epilogue.STORE, x, weight)
         return partition if has_room_beside(partition, len(weight), self._room, shrink_rows=shrink_rows) else None
+
+    def partition_gates_beside(self, x: Array, gate_up: Array, *, shrink_rows: int) -> Partition | None:
+        """Of gate and up as a product of `Epilogue.STORE`, with the sums that `linear_swiglu` has; None where that is not
+        the faster one, or has no room for as many rows of A beside it.
+        """
+        if not self.serves(Epilogue.SWIGLU, x, gate_up):
+            return None
+        return partition_gates_beside(len(gate_up), self._room, shrink_rows=shrink_rows)
 
     def multiply_beside(
         self,
@@ -139,7 +150,7 @@ class Gemm:
         adapters: ctypes.Structure,
         shrink_tiles: int,
     ) -> None:
-        """`linear` of at most 64 tokens, bit for bit, and `A x` beside it, with `AdapterMaps` of its tiles."""
+        """`multiply` of at most 64 tokens, bit for bit, and `A x` beside it, with `AdapterMaps` of its tiles."""
         kernel = self._adapted_kernel(Epilogue.STORE, partition.tile, stem=_BESIDE_STEM)
         self._multiply(_Product(Epilogue.STORE, partition, kernel, shrink_tiles), x, weight, out, adapters)
 
@@ -152,9 +163,7 @@ class Gemm:
 
     def _adapted_kernel(self, epilogue: Epilogue, tile: Tile, *, stem: str = _ADAPTED_STEM) -> Kernel:
         if stem not in self._adapted:
-            epilogues = (Epilogue.STORE,) if stem == _BESIDE_STEM else (Epilogue.STORE, Epilogue.SWIGLU)
-            most = _MOST_TOKENS_OF.get(stem, LARGE_TOKENS)
-            self._adapted[stem] = _kernels(self._device, stem=stem, epilogues=epilogues, most_tokens=most)
+            self._adapted[stem] = _kernels(self._device, stem=stem, tiles=_TILES_OF[stem])
         return self._adapted[stem][epilogue, tile]
 
     def multiply(
@@ -240,6 +249,18 @@ class Gemm:
         return self._most_clusters[blocks]
 
 
+_ADAPTED_TILES = {epilogue: TILES[epilogue] for epilogue in (Epilogue.STORE, Epilogue.SWIGLU)}
+_TILES_OF: dict[str, _Tiles] = {
+    _ADAPTED_STEM: _ADAPTED_TILES,
+    _ONE_TILE_STEM: {
+        epilogue: tuple(tile for tile in tiles if tile.tokens < LARGE_TOKENS)
+        for epilogue, tiles in _ADAPTED_TILES.items()
+    },
+    _BESIDE_STEM: {Epilogue.STORE: TILES_BESIDE},
+}
+"""That are compiled."""
+
+
 class _Product(NamedTuple):
     """What a launch multiplies, and how."""
 
@@ -250,18 +271,15 @@ class _Product(NamedTuple):
     """Column tiles of the A's of adapters, and parts of them, besides those of the weight."""
 
 
-def _kernels(
-    device: Device, *, stem: str = _STEM, epilogues: Sequence[Epilogue] = tuple(TILES), most_tokens: int = LARGE_TOKENS
-) -> dict[tuple[Epilogue, Tile], Kernel]:
+def _kernels(device: Device, *, stem: str = _STEM, tiles: _Tiles = TILES) -> dict[tuple[Epilogue, Tile], Kernel]:
     if not device.has(stem):
         return {}
     return {
         (epilogue, tile): device.kernel(
             stem, f"{stem}_{epilogue}_{tile.tokens}x{tile.columns}", shared_bytes=SHARED_BYTES
         )
-        for epilogue in epilogues
-        for tile in TILES[epilogue]
-        if tile.tokens <= most_tokens
+        for epilogue, of_epilogue in tiles.items()
+        for tile in of_epilogue
     }
 
 

@@ -69,6 +69,8 @@ TILES = {
     Epilogue.FLOAT32: (Tile(64, 128), Tile(128, 128)),
 }
 """All that are compiled, by tokens."""
+TILES_BESIDE = tuple(Tile(64, columns) for columns in (96, 112, 160, 192))
+"""Those that are compiled with tiles of A beside them; the wide ones are for gate and up, one tile a block."""
 
 
 class Partition(NamedTuple):
@@ -182,6 +184,19 @@ def has_room_beside(partition: Partition, num_rows: int, room: Room, *, shrink_r
     most = room.clusters(partition.split_k)
     left = most - shrink_tiles
     return left > 0 and partition.multicast_ctas == 1 and -(-tiles // left) == -(-tiles // most)
+
+
+def partition_gates_beside(num_rows: int, room: Room, *, shrink_rows: int) -> Partition | None:
+    """The partition of gate and up, at most 64 tokens, with tiles of A beside it: the tile of which a block reads least.
+
+    K is not divided: sums are those of `partition_product`'s for `SWIGLU`, whatever the tile. None if there is no room.
+    """
+    found = [
+        (-(-num_rows // (tile.columns * room.multiprocessors)) * (tile.tokens + tile.columns), Partition(tile, 1, 1))
+        for tile in TILES_BESIDE
+        if has_room_beside(Partition(tile, 1, 1), num_rows, room, shrink_rows=shrink_rows)
+    ]
+    return min(found)[1] if found else None
 
 
 def _costs(

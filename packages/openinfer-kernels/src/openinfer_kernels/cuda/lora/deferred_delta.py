@@ -1,8 +1,8 @@
-"""Products of 9 to 64 tokens whose adapters are added by the kernel after them: `csrc/lora/deferred_delta.cuh`.
+"""Products of 17 to 64 tokens whose adapters are added by the kernel after them: `csrc/lora/deferred_delta.cuh`.
 
-    product, and A x beside it ─► y, float32 A x ─► add_rms_norm, or qk_norm_rope_append, of y + B (A x)
+    product, and A x beside it ─► y, float32 A x ─► add_rms_norm, qk_norm_rope_append or swiglu of y + B (A x)
 
-`y` is the product as it is without adapters: by the same kernel's tiles, of the same bits. What is deferred is decided
+`y` is the product as it is without adapters, of the same bits; of gate and up before they are gated. What is deferred is decided
 by shapes alone, so that a step is captured and replayed in one way.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from openinfer_kernels.cuda.attention.qk_norm_rope_append import ADAPTED_HEAD_DIMS, QkNormRopeAppend
+from openinfer_kernels.cuda.attention.qk_norm_rope_append import ADAPTED_HEAD_DIMS, ADAPTED_RANKS, QkNormRopeAppend
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
@@ -27,11 +27,14 @@ from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, AttentionBatch, PagedCache
 from openinfer_kernels.ops.lora import AddedBy, DeferredProduct, DeltaOperator
 
-LEAST_TOKENS, MOST_TOKENS = 9, 64
-"""Fewer wait for hardly anything in one launch; of more, one token's B after another would be read too often."""
-MOST_RANK = 64
+LEAST_TOKENS, MOST_TOKENS = 17, 64
+"""Of fewer, products with adapters in one launch are quicker; for more, A x beside a product is not compiled."""
+MOST_RANK = ADAPTED_RANKS[-1]
+_SWIGLU_STEM = "adapted_swiglu"
+_SWIGLU_TOKENS, _SWIGLU_COLUMNS = 16, 32
+"""Of a warp, and of a block: `csrc/lora/deferred_tiles.cuh` has these."""
 _ROW_UNIT = 16
-_PIECES_OF_NORM, _PIECES_OF_HEADS = 1, 3
+_PIECES_OF_NORM, _PIECES_OF_GATES, _PIECES_OF_HEADS = 1, 2, 3
 _FLOAT32 = np.dtype(np.float32)
 
 
@@ -45,11 +48,10 @@ class DeferredDelta(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Deferred:
-    """`DeferredProduct`, with the arrays that its delta is made of."""
+class Beside:
+    """A product without adapters, and the arrays that what they add to it is made of."""
 
     y: Array
-    added_by: AddedBy
     shrunk: Array
     """`[splits, T, P r]` float32; of tokens without an adapter whatever was there."""
     num_slots: int
@@ -57,7 +59,11 @@ class Deferred:
     columns: Array
     """`[out, E]`"""
     adapter_slots: Array
-    starts: tuple[int, ...]
+
+    @property
+    def most_rank(self) -> int:
+        """Of the kernel that serves it."""
+        return next(rank for rank in ADAPTED_RANKS if self.rank <= rank)
 
     @property
     def delta(self) -> DeferredDelta:
@@ -67,6 +73,19 @@ class Deferred:
         return DeferredDelta(*places, *sizes)
 
 
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """`DeferredProduct`"""
+
+    product: Beside
+    added_by: AddedBy
+    starts: tuple[int, ...]
+
+    @property
+    def y(self) -> Array:
+        return self.product.y
+
+
 class DeferredAdapters:
     """The products and the operators after them, on one device: Hopper."""
 
@@ -74,11 +93,17 @@ class DeferredAdapters:
         self._decode_gemm, self._gemm = decode_gemm, gemm
         self._norm, self._heads = Norm(device), QkNormRopeAppend(device)
         self._maps = TensorMaps()
+        self._swiglu = {rank: device.kernel(_SWIGLU_STEM, f"{_SWIGLU_STEM}_{rank}") for rank in ADAPTED_RANKS}
 
-    def serves(self, weight: Array, a: Array, *, num_tokens: int, starts: Sequence[int], added_by: AddedBy) -> bool:
-        """Whether the operator after the product can add what adapters do, for so many tokens."""
+    def serves(
+        self, weight: Array, a: Array, *, num_tokens: int, starts: Sequence[int], added_by: AddedBy | None
+    ) -> bool:
+        """Whether the operator after the product can add what adapters do, for so many tokens; None: `swiglu`."""
         if not LEAST_TOKENS <= num_tokens <= MOST_TOKENS or a.shape[2] > MOST_RANK:
             return False
+        if added_by is None:
+            width = len(weight) // _PIECES_OF_GATES
+            return tuple(starts) == (0, width, 2 * width) and width % _SWIGLU_COLUMNS == 0
         if added_by.operator is DeltaOperator.ADD_RMS_NORM:
             return len(starts) == 1 + _PIECES_OF_NORM and len(weight) in ADAPTED_NORM_SIZES
         whole_heads = all(start % added_by.head_dim == 0 for start in starts)
@@ -98,25 +123,59 @@ class DeferredAdapters:
         """None where it is not served: by the operator, or as the product has no room for A x beside it."""
         if not self.serves(weight, a, num_tokens=len(x), starts=starts, added_by=added_by):
             return None
+        product = self._multiply(x, weight, a, columns, adapter_slots, starts=starts, is_gated=False)
+        return None if product is None else Deferred(product, added_by, tuple(starts))
+
+    def linear_swiglu(
+        self, x: Array, gate_up: Array, a: Array, columns: Array, adapter_slots: Array, *, starts: Sequence[int]
+    ) -> Array | None:
+        """Two launches; a token without an adapter has the bits of `linear_swiglu`."""
+        if not self.serves(gate_up, a, num_tokens=len(x), starts=starts, added_by=None):
+            return None
+        product = self._multiply(x, gate_up, a, columns, adapter_slots, starts=starts, is_gated=True)
+        if product is None:
+            return None
+        width = len(gate_up) // _PIECES_OF_GATES
+        out = cupy.empty((len(x), width), bfloat16)
+        kernel, threads = self._swiglu[product.most_rank], -(-len(x) // _SWIGLU_TOKENS) * 32
+        arguments = [product.y, out, ctypes.c_int(width), product.delta]
+        kernel((width // _SWIGLU_COLUMNS, 1, 1), (threads, 1, 1), arguments, overlap=True)
+        return out
+
+    def _multiply(
+        self,
+        x: Array,
+        weight: Array,
+        a: Array,
+        columns: Array,
+        adapter_slots: Array,
+        *,
+        starts: Sequence[int],
+        is_gated: bool,
+    ) -> Beside | None:
         out = cupy.empty((len(x), len(weight)), bfloat16)
         if self._decode_gemm.serves(x, weight):
             given, shrunk = decode_adapters(x, a, columns, adapter_slots, starts)
             self._decode_gemm.multiply_beside(x, weight, out, adapters=given)
         else:
-            made = self._multiply(x, weight, out, a, adapter_slots)
+            made = self._multiply_more(x, weight, out, a, adapter_slots, is_gated=is_gated)
             if made is None:
                 return None
             shrunk = made
-        num_slots, _, rank, _ = a.shape
-        return Deferred(out, added_by, shrunk, num_slots, rank, columns, adapter_slots, tuple(starts))
+        return Beside(out, shrunk, len(a), a.shape[2], columns, adapter_slots)
 
-    def _multiply(self, x: Array, weight: Array, out: Array, a: Array, adapter_slots: Array) -> Array | None:
+    def _multiply_more(
+        self, x: Array, weight: Array, out: Array, a: Array, adapter_slots: Array, *, is_gated: bool
+    ) -> Array | None:
         """By tiles of 64 tokens; A x."""
         num_slots, pieces, rank, inner = a.shape
         rows = num_slots * pieces * rank
-        if rows % _ROW_UNIT or not self._gemm.serves(Epilogue.STORE, x, weight):
+        if rows % _ROW_UNIT:
             return None
-        partition = self._gemm.partition_beside(x, weight, shrink_rows=rows)
+        if is_gated:
+            partition = self._gemm.partition_gates_beside(x, weight, shrink_rows=rows)
+        else:
+            partition = self._gemm.partition_beside(x, weight, shrink_rows=rows)
         if partition is None:
             return None
         shrunk = cupy.empty((1, len(x), pieces * rank), _FLOAT32)
@@ -141,7 +200,7 @@ class DeferredAdapters:
 
     def add_rms_norm(self, product: DeferredProduct, residual: Array, weight: Array, *, eps: float) -> Array:
         """`add_rms_norm(y + B (A x))`; tokens without an adapter have the bits of `add_rms_norm(y)`."""
-        return self._norm.add_rms_norm_adapted(product.y, residual, weight, _own(product).delta, eps=eps)
+        return self._norm.add_rms_norm_adapted(product.y, residual, weight, _own(product).product.delta, eps=eps)
 
     def qk_norm_rope_append(
         self,
@@ -168,7 +227,15 @@ class DeferredAdapters:
                 f"pieces at {list(own.starts)} are not Q, K and V of a cache of {num_kv_heads} heads of {head_dim}"
             )
         return self._heads.qk_norm_rope_append_adapted(
-            own.y, own.delta, q_norm=q_norm, k_norm=k_norm, eps=eps, rope=rope, cache=cache, batch=batch
+            own.y,
+            own.product.delta,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            rope=rope,
+            cache=cache,
+            batch=batch,
+            most_rank=own.product.most_rank,
         )
 
 
