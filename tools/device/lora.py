@@ -1,9 +1,11 @@
 """Low-rank adapters on a GPU: their kernels against float64, and what they add to a step's products.
 
-    python3 tools/device/lora.py [check] [chains] [single] [--tokens N ...] [--rank R] [--adapters N] [--json FILE]
+    python3 tools/device/lora.py [check] [chains] [prompts] [single]
+                                 [--tokens N ...] [--rank R] [--adapters N] [--json FILE]
 
 check      ranks, rows, mixed slots and none against float64, and each token alone
 chains     all products and norms of a Qwen3-4B step in CUDA graphs: without adapters, and with each row's adapter
+prompts    the same of prompts of one adapter each, in turns with how they were multiplied before; and each product
 fused      products with adapters in one launch against float64
 single     shrink and expand alone, over all layers, next to the time that their bytes take
 """
@@ -11,6 +13,8 @@ single     shrink and expand alone, over all layers, next to the time that their
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -21,6 +25,7 @@ sys.path[:0] = [*folders(), str(Path(__file__).parent)]
 import cupy  # noqa: E402
 import numpy as np  # noqa: E402
 import products  # noqa: E402
+from earlier_prompts import prompts_as_before  # noqa: E402
 
 from openinfer_kernels.cuda.common.device import Device  # noqa: E402
 from openinfer_kernels.cuda.common.libraries import bfloat16  # noqa: E402
@@ -260,6 +265,68 @@ def time_chain(step, linear, norm, ways, adapters, num_tokens: int, num_adapters
     return row
 
 
+@contextmanager
+def a_x_alone() -> Iterator[None]:
+    """Of prompts: the product is left out."""
+    multiply = Gemm.multiply_prompt
+    Gemm.multiply_prompt = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        Gemm.multiply_prompt = multiply
+
+
+class Prompts:
+    """The ways to multiply them, each with operators of its own."""
+
+    def __init__(self, device: Device) -> None:
+        make = lambda: AdaptedGemm(device, DecodeGemm(device), Gemm(device))  # noqa: E731
+        self.ways = {
+            "plain": (None, nullcontext),
+            "before": (make(), prompts_as_before),
+            "now": (make(), nullcontext),
+            "a_x": (make(), a_x_alone),
+        }
+
+    def time(self, turns: int, repeats: int, made) -> dict[str, float]:
+        """Of what `made` makes of a way's operators, the least of all turns."""
+        found: dict[str, list[float]] = {}
+        for _ in range(turns):
+            for way, (fused, within) in self.ways.items():
+                with within():
+                    found.setdefault(way, []).append(products.median_ms(made(fused), repeats))
+        return {way: min(each) for way, each in found.items()}
+
+
+def time_prompts(step, linear: Linear, norm: Norm, prompts: Prompts, adapters, num_tokens: int, num_adapters: int):
+    """Tokens of each adapter next to each other. In ms, of a product those of all layers."""
+    slots = cupy.asarray((np.arange(num_tokens) * num_adapters // num_tokens).astype(np.int32))
+    repeats = 5 if num_tokens > 2048 else 15
+
+    def multiplied(name: str, x, fused):
+        def run():
+            for layer, own in zip(step.layers, adapters.layers, strict=True):
+                a, _, starts, columns = own[name]
+                if fused is None:
+                    (linear.linear_swiglu if name == "gate_up" else linear.linear)(x, layer[name])
+                else:
+                    multiply = fused.linear_swiglu if name == "gate_up" else fused.linear
+                    multiply(x, layer[name], a, columns, slots, starts=starts)
+
+        return run
+
+    row = {"tokens": num_tokens}
+    times = prompts.time(3, repeats, lambda fused: chain(step, linear, norm, num_tokens, fused, adapters, slots))
+    row |= {f"chain_{way}_ms": ms for way, ms in times.items()}
+    row |= {f"chain_{way}_ratio": ms / times["plain"] for way, ms in times.items()}
+    for name in HEIGHTS:
+        x = products.random_bf16((num_tokens, products.SHAPES[name][1]))
+        times = prompts.time(1, repeats, lambda fused, name=name, x=x: multiplied(name, x, fused))
+        row |= {f"{name}_{way}_us": ms * 1e3 / products.NUM_LAYERS for way, ms in times.items()}
+    print("prompts", "  ".join(f"{key} {value:.4f}" for key, value in row.items()), flush=True)
+    return row
+
+
 def time_single(lora: Lora, adapters: Adapters, num_tokens: int, num_adapters: int) -> dict[str, float]:
     slots = cupy.asarray(np.arange(num_tokens, dtype=np.int32) % num_adapters)
     row: dict[str, float] = {"tokens": num_tokens}
@@ -289,9 +356,29 @@ def time_single(lora: Lora, adapters: Adapters, num_tokens: int, num_adapters: i
     return row
 
 
+def time_steps(
+    given, linear: Linear, norm: Norm, ways, adapters, prompts: Prompts
+) -> dict[str, list[dict[str, float]]]:
+    step, found = products.Step(), {}
+    with linear.tuning():
+        for tokens in given.tokens:
+            chain(step, linear, norm, tokens, None, adapters, None)()
+            if "chains" in given.what:
+                chain(step, linear, norm, tokens, ways[0], adapters, cupy.zeros(tokens, np.int32))()
+    if "chains" in given.what:
+        found["chains"] = [
+            time_chain(step, linear, norm, ways, adapters, tokens, given.adapters) for tokens in given.tokens
+        ]
+    if "prompts" in given.what:
+        found["prompts"] = [
+            time_prompts(step, linear, norm, prompts, adapters, tokens, given.adapters) for tokens in given.tokens
+        ]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=("check", "fused", "chains", "single"))
+    parser.add_argument("what", nargs="+", choices=("check", "fused", "chains", "prompts", "single"))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 64, 256, 2048])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=4)
@@ -307,21 +394,14 @@ def main() -> None:
     fused = AdaptedGemm(device, decode_gemm, gemm)
     if "fused" in given.what:
         check_fused(fused)
-    if "single" in given.what or "chains" in given.what:
+    if {"single", "chains", "prompts"} & {*given.what}:
         adapters = Adapters(given.rank)
         record["bytes_of_an_adapter"] = adapters.num_bytes
     if "single" in given.what:
         record["single"] = [time_single(lora, adapters, tokens, given.adapters) for tokens in given.tokens]
-    if "chains" in given.what:
+    if {"chains", "prompts"} & {*given.what}:
         linear, norm = Linear(device, decode_gemm, gemm, LibraryProducts(device)), Norm(device)
-        step = products.Step()
-        with linear.tuning():
-            for tokens in given.tokens:
-                chain(step, linear, norm, tokens, None, adapters, None)()
-                chain(step, linear, norm, tokens, lora, adapters, cupy.zeros(tokens, np.int32))()
-        record["chains"] = [
-            time_chain(step, linear, norm, (lora, fused), adapters, tokens, given.adapters) for tokens in given.tokens
-        ]
+        record |= time_steps(given, linear, norm, (lora, fused), adapters, Prompts(device))
     if given.json:
         given.json.write_text(json.dumps(record, indent=1) + "\n")
 

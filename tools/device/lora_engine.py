@@ -1,12 +1,14 @@
 """What adapters cost an engine on a GPU: TPOT and prefill in turns with one that serves none, and what loading takes.
 
     python3 tools/device/lora_engine.py MODEL [--sizes 1x1024 ...] [--rank R] [--adapters N] [--ranks N]
-                                        [--turns N] [--in-product] [--device cuda|cpu] [--json FILE] [--commit C]
+                                        [--turns N] [--in-product] [--before-prompts] [--device cuda|cpu]
+                                        [--json FILE] [--commit C]
 
 MODEL is a folder with a config.json; weights are random. Four kinds of steps, one after the other in each turn:
 `plain`, of an engine without `--lora`; `none`, of one with `--lora` whose requests name no adapter; `one` and `all`,
 whose requests name one, or all in turn. Every adapter has all projections. With `--in-product` a fifth, `in_product`:
-as `all`, of an engine in which no kernel after a product adds adapters (`DeferredAdapters` serves none).
+as `all`, of an engine in which no kernel after a product adds adapters (`DeferredAdapters` serves none). With
+`--before-prompts` one more, `before`: as `all`, of an engine that multiplies prompts as `earlier_prompts.py` says.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from source_packages import folders
 sys.path[:0] = folders()
 
 
+from earlier_prompts import prompts_as_before  # noqa: E402
 from made_adapters import made_adapters  # noqa: E402
 
 from openinfer_bench.offline import measure_offline  # noqa: E402
@@ -45,7 +48,7 @@ from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat  # no
 MAX_STEP_TOKENS = 8192
 NEW_ADAPTERS = 4
 BETWEEN_LOADS_S = 0.25
-IN_PRODUCT = "in_product"
+IN_PRODUCT, BEFORE = "in_product", "before"
 
 
 @contextmanager
@@ -59,6 +62,10 @@ def adapters_in_products() -> Iterator[None]:
         yield
     finally:
         DeferredAdapters.serves = rule
+
+
+WITHIN = {IN_PRODUCT: adapters_in_products, BEFORE: prompts_as_before}
+"""How steps of a kind are made, and measured, in another way."""
 
 
 def make_loop(definition: Any, model: Path, given: argparse.Namespace, **options: Any) -> StepLoop:
@@ -89,7 +96,7 @@ def measure(kinds: dict[str, tuple[StepLoop, list[str]]], size: str, turns: int)
     found: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for _ in range(turns):
         for kind, (loop, adapters) in kinds.items():
-            with adapters_in_products() if kind == IN_PRODUCT else nullcontext():
+            with WITHIN.get(kind, nullcontext)():
                 timing = measure_offline(
                     loop,
                     max_step_tokens=MAX_STEP_TOKENS,
@@ -202,6 +209,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--in-product", action="store_true")
+    parser.add_argument("--before-prompts", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--json", type=Path)
@@ -221,10 +229,11 @@ def main() -> None:
                 loops.enter_context(closing(each))
             used = names[: given.adapters]
             kinds = {"plain": (plain, []), "none": (adapted, []), "one": (adapted, used[:1]), "all": (adapted, used)}
-            if given.in_product:
-                with adapters_in_products():
-                    kinds[IN_PRODUCT] = make_loop(made.definition, given.model, given, **lora), used
-                loops.enter_context(closing(kinds[IN_PRODUCT][0]))
+            for kind, is_asked in ((IN_PRODUCT, given.in_product), (BEFORE, given.before_prompts)):
+                if is_asked:
+                    with WITHIN[kind]():
+                        kinds[kind] = make_loop(made.definition, given.model, given, **lora), used
+                    loops.enter_context(closing(kinds[kind][0]))
             settle_memory()
             rows = [measure(kinds, size, given.turns) for size in given.sizes]
             loads = measure_loads(adapted, made.folder, names)

@@ -128,6 +128,8 @@ SERVINGS = (
             ("adapted_decode_gemm", "with adapters, up to 16 tokens"),
             ("adapted_gemm_one_tile", "with adapters, up to 192 tokens"),
             ("adapted_gemm", "with adapters, more tokens"),
+            ("prompt_shrink", "A x of more than 512 tokens, ahead of the next"),
+            ("prompt_gemm", "with adapters, more than 512 tokens"),
             ("decode_gemm_beside_adapters", "whose adapters the kernel after it adds, 17 to 32 tokens"),
             ("gemm_beside_adapters", "whose adapters the kernel after it adds, up to 64 tokens"),
         )

@@ -69,28 +69,32 @@ inline float4 load_in(uint32_t address) {
   return value;
 }
 
-// Where a byte lies in tiles that are swizzled by 128 bytes.
-inline uint32_t swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
+// Where a byte lies in tiles that are swizzled by 128 bytes; and with rows of 32 bytes by those.
+inline uint32_t swizzled(uint32_t address, int row_bytes = 128) {
+  return row_bytes == 32 ? address ^ ((address >> 7 & 1) << 4) : address ^ ((address >> 7 & 7) << 4);
+}
 
 inline uint64_t evict_first_policy() { return 0; }
 inline uint64_t evict_normal_policy() { return 0; }
 inline uint64_t evict_last_policy() { return 0; }
 
-// A map is the address of a matrix of BF16, its columns, its rows, and the rows of a box of 64 columns. Zeros beyond it.
+// A map is the address of a matrix of BF16, its columns, its rows, the rows of a box, and its columns, of which none is
+// said where they are 64. Zeros beyond it.
 inline void load_box_into(void* target, const CUtensorMap* map, uint64_t* barrier, int x, int y, uint16_t targets,
                           uint64_t) {
   const auto* values = reinterpret_cast<const uint16_t*>(map->opaque[0]);
   const int64_t columns = map->opaque[1], rows = map->opaque[2], box_rows = map->opaque[3];
+  const int box_columns = map->opaque[4] ? map->opaque[4] : 64, row_bytes = box_columns * 2;
   for (int rank = 0; rank < emulated::blocks_of_cluster; rank++) {
     if (!(targets >> rank & 1)) continue;
     for (int row = 0; row < box_rows; row++)
-      for (int column = 0; column < 64; column++) {
+      for (int column = 0; column < box_columns; column++) {
         const bool is_inside = y + row < rows && x + column < columns;
         const uint16_t value = is_inside ? values[(y + row) * columns + x + column] : 0;
-        const uint32_t at = swizzled(shared_address(target) + row * 128 + column * 2);
+        const uint32_t at = swizzled(shared_address(target) + row * row_bytes + column * 2, row_bytes);
         memcpy(emulated::memory_of(rank) + at, &value, 2);
       }
-    complete(place_of(address_in(barrier, rank)), int(box_rows) * 128);
+    complete(place_of(address_in(barrier, rank)), int(box_rows) * row_bytes);
   }
 }
 inline void load_box(void* target, const CUtensorMap* map, uint64_t* barrier, int x, int y, uint64_t policy) {
@@ -103,10 +107,11 @@ inline void load_box(void* target, const CUtensorMap* map, uint64_t* barrier, in
   const auto* bytes = reinterpret_cast<const uint8_t*>(map->opaque[0]);
   const long first[4] = {x, y, z, w};
   int row = 0;
+  const int row_bytes = int(box[0]) * 2;
   for (int l = 0; l < int(box[3]); l++)
     for (int k = 0; k < int(box[2]); k++)
       for (int j = 0; j < int(box[1]); j++, row++)
-        for (int i = 0; i < 64; i++) {
+        for (int i = 0; i < int(box[0]); i++) {
           const long at[4] = {x + i, y + j, z + k, w + l};
           bool is_inside = true;
           for (int axis = 0; axis < 4; axis++) is_inside &= at[axis] >= 0 && at[axis] < long(sizes[axis]);
@@ -115,9 +120,10 @@ inline void load_box(void* target, const CUtensorMap* map, uint64_t* barrier, in
             const long offset = at[0] * 2 + at[1] * long(strides[0]) + at[2] * long(strides[1]) + at[3] * long(strides[2]);
             memcpy(&value, bytes + offset, 2);
           }
-          memcpy(emulated::shared_memory() + swizzled(shared_address(target) + row * 128 + i * 2), &value, 2);
+          const uint32_t place = shared_address(target) + row * row_bytes + i * 2;
+          memcpy(emulated::shared_memory() + swizzled(place, row_bytes), &value, 2);
         }
-  complete(barrier, row * 128);
+  complete(barrier, row * row_bytes);
 }
 
 inline void launch_dependents() {}
@@ -128,6 +134,8 @@ template <int kCount>
 inline void leave_registers() {}
 
 inline uint64_t tile_descriptor(const void* tile) { return shared_address(tile) >> 4; }
+constexpr uint64_t kNarrow = uint64_t(1) << 40;  // of a descriptor of rows of 32 bytes
+inline uint64_t narrow_tile_descriptor(const void* tile) { return kNarrow | tile_descriptor(tile); }
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 // A warp's products are made by its lanes one after the other: none may go on and free what another still reads.
@@ -139,7 +147,9 @@ inline void wgmma_wait() {
 inline void values_of_row(uint64_t tile, int row, float (&values)[16]) {
   for (int part = 0; part < 2; part++) {
     uint16_t eight[8];
-    memcpy(eight, emulated::shared_memory() + swizzled(uint32_t(tile << 4) + row * 128 + part * 16), 16);
+    const int row_bytes = tile & kNarrow ? 32 : 128;
+    const uint32_t at = swizzled(uint32_t(tile << 4) + row * row_bytes + part * 16, row_bytes);
+    memcpy(eight, emulated::shared_memory() + at, 16);
     for (int k = 0; k < 8; k++) values[8 * part + k] = emulated::from_bfloat16(eight[k]);
   }
 }

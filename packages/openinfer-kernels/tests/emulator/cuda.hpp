@@ -70,6 +70,7 @@ inline T atomicAdd(T* to, T value) {
   return before;
 }
 inline void __threadfence() {}
+inline int __popc(uint32_t value) { return __builtin_popcount(value); }
 inline int __ffs(uint32_t value) { return __builtin_ffs(int(value)); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {

@@ -17,7 +17,7 @@ import pytest
 from openinfer_kernels.weights.adapter_columns import adapter_columns
 
 MULTIPROCESSORS, MULTIPROCESSORS_OF_MANY = 6, 20
-CLUSTERS = {1: 20, 2: 10, 3: 6, 4: 5}
+CLUSTERS = {1: 20, 2: 10, 3: 6, 4: 5, 5: 4, 6: 3, 7: 2, 8: 2}
 """Of so many blocks, that run at a time with more tokens."""
 GEMM = [
     *(f"adapted_gemm_store_{tokens}x{columns}" for tokens in (64, 128, 192) for columns in (96, 112)),
@@ -27,9 +27,13 @@ GEMM = [
 ONE_TILE = [name.replace("gemm", "gemm_one_tile") for name in GEMM[:-2]]
 DECODE = [f"adapted_decode_gemm_{epilogue}_{tokens}" for epilogue in ("store", "swiglu") for tokens in (8, 16)]
 DECODE += [f"adapted_decode_gemm_swiglu_{tokens}_slices" for tokens in (8, 16)]
-KERNELS = {"decode": DECODE, "gemm": GEMM, "one_tile": ONE_TILE}
+PROMPT = [
+    *(f"prompt_gemm_store_{tile}" for tile in ("128x160", "128x192", "256x160", "256x192")),
+    *(f"prompt_gemm_swiglu_{tokens}x160" for tokens in (128, 192, 256)),
+]
+KERNELS = {"decode": DECODE, "gemm": GEMM, "one_tile": ONE_TILE, "prompt": PROMPT, "prompt_shrink": ["prompt_shrink"]}
 NO_SUCH_KERNEL = 1  # of fibers.hpp
-HEADERS = ("decode_gemm.cuh", "gemm.cuh")
+WITH_SHARED = ("gemm/decode_gemm.cuh", "gemm/gemm.cuh", "lora/prompt_shrink.cu")
 SHARED = "extern __shared__ __align__(kAlignment) uint8_t raw[];"
 NAMED_BARRIER = re.compile(r'asm volatile\("bar\.sync (\d), %0;" ::"n"\((\S+?)\) : "memory"\);')
 CALL = '  if (!strcmp(kind, "{name}")) return run_clusters(blocks, cluster, threads, [=] {{ {name}({arguments}); }});\n'
@@ -71,10 +75,27 @@ extern "C" __attribute__((visibility("default"))) unsigned left() {{ return part
 """
 
 
+def source_of_shrunk_prompts(kernels: Sequence[str]) -> str:
+    return f"""#include "bfloat16.hpp"
+#include "clusters.hpp"
+#include "lora/prompt_shrink.cu"
+using namespace emulated;
+extern "C" __attribute__((visibility("default"))) int run_prompt(
+    const char* kind, const CUtensorMap* x, const CUtensorMap* a, const PromptShrink* given, size_t bytes, int blocks,
+    int cluster, int threads) {{
+  if (bytes != sizeof(PromptShrink)) return kOtherArguments;
+{calls(kernels, "*x, *a, *given")}
+  return kNoSuchKernel;
+}}
+"""
+
+
 SOURCES = {
     "decode": source_of_few,
     "gemm": partial(source_of_many, "adapted_gemm"),
     "one_tile": partial(source_of_many, "adapted_gemm_one_tile"),
+    "prompt": partial(source_of_many, "prompt_gemm"),
+    "prompt_shrink": source_of_shrunk_prompts,
 }
 """Of each of `Libraries`, with kernels of these names."""
 
@@ -104,10 +125,25 @@ class Kernel:
         return CLUSTERS[blocks]
 
 
+class PromptKernel(Kernel):
+    clusters: ClassVar[set[int]] = set()
+    """Blocks of those that were launched."""
+
+    def __call__(self, grid: Any, block: Any, arguments: list[Any], *, overlap: bool, cluster: int) -> None:
+        self.called.add(self._name)
+        self.clusters.add(cluster)
+        x, a, given = map(ctypes.byref, arguments)
+        sizes = ctypes.c_size_t(ctypes.sizeof(arguments[2])), grid[0], cluster, block[0]
+        outcome = self._library.run_prompt(self._name.encode(), x, a, given, *sizes)
+        assert outcome == 0, (self._name, outcome)
+
+
 class Libraries(NamedTuple):
     decode: ctypes.CDLL
     gemm: ctypes.CDLL
     one_tile: ctypes.CDLL
+    prompt: ctypes.CDLL
+    prompt_shrink: ctypes.CDLL
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +157,7 @@ def make_library(tmp_path_factory: pytest.TempPathFactory, emulation: Any) -> Ca
         (folder / "csrc/gemm/wgmma.cuh").write_text('#include "common/hopper.cuh"\n', "utf-8")
         for name in ("cuda_fp16.h", "cuda_bf16.h"):
             (folder / name).write_text('#include "bfloat16.hpp"\n', "utf-8")
-        shared = [(f"gemm/{name}", SHARED, "uint8_t* raw = emulated::shared_memory();") for name in HEADERS]
+        shared = [(name, SHARED, "uint8_t* raw = emulated::shared_memory();") for name in WITH_SHARED]
         for name, old, new in [*shared, *([mistake] if mistake else [])]:
             path = folder / "csrc" / name
             text = path.read_text("utf-8")
@@ -167,10 +203,12 @@ def modules(emulation: Any) -> Iterator[SimpleNamespace]:
         num_asked = 0
 
         def of(self, tensor: Any) -> Any:
-            assert tensor.box[0] == 64
+            assert tensor.box[0] in (16, 64)
             TensorMaps.num_asked += 1
             is_plane = len(tensor.sizes) == 2
-            words = (*tensor.sizes, tensor.box[1]) if is_plane else (*tensor.sizes, *tensor.strides_bytes, *tensor.box)
+            words = (
+                (*tensor.sizes, *tensor.box[::-1]) if is_plane else (*tensor.sizes, *tensor.strides_bytes, *tensor.box)
+            )
             made = maps.TensorMap()
             for i, word in enumerate((tensor.address, *words)):
                 made.words[i] = word
@@ -189,6 +227,9 @@ def modules(emulation: Any) -> Iterator[SimpleNamespace]:
             gemm=importlib.import_module("openinfer_kernels.cuda.gemm.gemm"),
             decode=importlib.import_module("openinfer_kernels.cuda.gemm.decode_gemm"),
             fused=importlib.import_module("openinfer_kernels.cuda.lora.adapted_gemm"),
+            prompt=importlib.import_module("openinfer_kernels.cuda.lora.prompt_shrink"),
+            prompt_tiles=importlib.import_module("openinfer_kernels.cuda.gemm.tiles"),
+            adapter_maps=importlib.import_module("openinfer_kernels.cuda.lora.adapter_maps"),
             maps=TensorMaps,
         )
     for name in set(sys.modules) - before:
@@ -211,7 +252,9 @@ class Device:
         return True
 
     def kernel(self, stem: str, name: str, *, shared_bytes: int = 0) -> Kernel:
-        libraries = {"adapted_decode_gemm": "decode", "adapted_gemm_one_tile": "one_tile"}
+        if stem == "prompt_shrink":
+            return PromptKernel(self._libraries.prompt_shrink, name)
+        libraries = {"adapted_decode_gemm": "decode", "adapted_gemm_one_tile": "one_tile", "prompt_gemm": "prompt"}
         return Kernel(getattr(self._libraries, libraries.get(stem, "gemm")), name)
 
 
@@ -368,13 +411,14 @@ def test_prompts_multiply_the_columns_of_their_adapters_alone(modules, libraries
     """Where tokens of a tile have one adapter, or none; without steps that are half a slot's, ranks of 8 miss some."""
     Kernel.called.clear()
     check(fused_of(modules, libraries), on_device, shape, 700, are_prompts=True)
-    kernels = sorted(Kernel.called)
     check(fused_of(modules, libraries), on_device, shape, 150, are_prompts=True)
+    check(fused_of(modules, libraries), on_device, shape, 300, are_prompts=True)
+    kernels = sorted(Kernel.called & set(KERNELS["gemm"]))
     if shape[2] == 8:
         mistake = "gemm/gemm.cuh", "maps.rank - column + 15) / 16", "maps.rank - column) / 16"
         gemm = fused_of(modules, libraries._replace(gemm=make_library(SOURCES["gemm"](kernels), mistake)))
         with pytest.raises(AssertionError):
-            check(gemm, on_device, shape, 700, are_prompts=True)
+            check(gemm, on_device, shape, 300, are_prompts=True)
 
 
 def test_blocks_that_have_several_tiles(modules, libraries, on_device):
@@ -538,6 +582,69 @@ def test_mistakes_with_several_tiles_of_tokens_are_noticed(mistaken, on_device, 
         products.check(gemm)
 
 
+def check_every_tile_of_prompts(modules: Any, libraries: Libraries, on_device: Any, *shapes: Any) -> None:
+    """Of 530 tokens of runs, and of tokens that have one of all slots each."""
+    for shape in shapes:
+        check_every_tile(modules, libraries, on_device, shape)
+
+
+def check_every_tile(modules: Any, libraries: Libraries, on_device: Any, shape: Any) -> None:
+    chosen = modules.prompt_tiles.PROMPT_TILES
+    try:
+        for tile in {each for tiles in chosen.values() for each in tiles}:
+            own = {epilogue: tuple(each for each in tiles if each == tile) for epilogue, tiles in chosen.items()}
+            modules.prompt_tiles.PROMPT_TILES = own
+            gemm = fused_of(modules, libraries)
+            for are_prompts in (True, False):
+                given, starts, wanted = product(on_device, *shape, 530, are_prompts=are_prompts)
+                if own[modules.epilogue.STORE]:
+                    assert distance(gemm.linear(*given, starts=starts), wanted) < 4e-3
+                if len(starts) == 3 and own[modules.epilogue.SWIGLU]:
+                    gate = gemm.linear_swiglu(*given, starts=starts)
+                    assert distance(gate, gated(wanted, given[0].dtype)) < 1.5e-2
+    finally:
+        modules.prompt_tiles.PROMPT_TILES = chosen
+
+
+@pytest.mark.parametrize("shape", MANY.values(), ids=MANY.keys())
+def test_prompts_in_every_tile(modules, libraries, on_device, shape):
+    check_every_tile_of_prompts(modules, libraries, on_device, shape)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    return (__ffs(left) - 1) * kColumns;", "    return (__ffs(needed) - 1) * kColumns;"),
+        ("first_piece + index / __popc(needed)", "first_piece"),
+        ("piece * maps.columns + column, policy", "column, policy"),
+        ("if (tile.first_token + i * kTokens < m) found", "if (i == 0) found"),
+        ("w + i * S::kColumns * (Steps::kBytes / 16), 1);", "w, 1);"),
+        ("x + (i * S::kTokens + high * 64)", "x + (i * S::kTokens)"),
+        ("warpgroup * S::kHigh * 64 * Steps::kBytes", "0"),
+        ("found.count = __popc(found.needed) * (", "found.count = ("),
+        ("kEpilogue == kSwiglu ? -piece : 0, tile.column_tile", "0, tile.column_tile"),
+        ("const int stage = next_stage(own * ", "const int stage = next_stage(Steps::kOfStage * "),
+    ],
+    ids=[
+        "the first step for all",
+        "the first piece for all",
+        "Q's A x for all",
+        "what the first 64 tokens need",
+        "the first step's B for all",
+        "the first 64 tokens' A x",
+        "the first warpgroup's A x",
+        "one step",
+        "gate's rows for up",
+        "bytes that do not come",
+    ],
+)
+def test_mistakes_with_prompts_are_noticed(modules, libraries, make_library, on_device, old, new):
+    changed = libraries._replace(prompt=make_library(SOURCES["prompt"](PROMPT), ("gemm/gemm.cuh", old, new)))
+    shapes = [MANY[name] for name in ("Q, K and V", "gate and up", "two chunks of B")]
+    with pytest.raises(AssertionError):
+        check_every_tile_of_prompts(modules, changed, on_device, *shapes)
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -571,3 +678,121 @@ def test_mistakes_with_one_tile_of_tokens_are_noticed(mistaken, on_device, mista
     gemm = mistaken("one_tile", mistake, products)
     with pytest.raises(AssertionError):
         products.check(gemm)
+
+
+PROMPTS = {
+    "Q, K and V": (3, 1024, 16, 4),
+    "one piece": (1, 640, 16, 4),
+    "slots that share units": (1, 192, 8, 4),
+    "pieces that share units": (2, 192, 8, 4),
+    "rank 32": (2, 128, 32, 2),
+    "as many as there may be": (3, 128, 16, 8),
+    "rank 64": (3, 128, 64, 2),
+    "one chunk": (1, 64, 16, 3),
+}
+"""Pieces, K, rank and slots."""
+SLOTS_OF = {
+    "runs": lambda tokens, slots: np.arange(tokens) * (slots + 1) // tokens - 1,
+    "mixed": lambda tokens, slots: np.resize(np.array([slots - 1, -1, 0, 0, 1 % slots, slots, -3]), tokens),
+    "one": lambda tokens, slots: np.full(tokens, slots - 1),
+    "none": lambda tokens, slots: np.full(tokens, -1),
+}
+
+
+def shrunk(modules: Any, libraries: Libraries, on_device: Any, shape: Any, slots: np.ndarray) -> Any:
+    """What the launch leaves, and what it should: `[T, P, E]`."""
+    pieces, inner, rank, num_slots = shape
+    num_tokens, columns = len(slots), adapter_columns(num_slots, rank)
+    rng = np.random.default_rng(num_tokens)
+    x = on_device(rng.normal(0, 1, (num_tokens, inner)))
+    a = on_device(rng.normal(0, inner**-0.5, (num_slots, pieces, rank, inner)))
+    out = np.full((num_tokens, pieces, columns), np.nan, x.dtype)
+    steps = np.full(-(-num_tokens // 64), 1 << 31, np.uint32)
+    wanted = np.zeros((num_tokens, pieces, columns))
+    for token, slot in enumerate(slots):
+        if 0 <= slot < num_slots:
+            own = np.asarray(a[slot], np.float64) @ np.asarray(x[token], np.float64)
+            wanted[token, :, slot * rank : (slot + 1) * rank] = own
+    maps = modules.adapter_maps.AdapterMaps(
+        slots=slots.ctypes.data, out=out.ctypes.data, pieces=pieces, columns=columns, rank=rank, steps=steps.ctypes.data
+    )
+    device = Device(libraries, MULTIPROCESSORS_OF_MANY)
+    shrink = modules.prompt.PromptShrink(device)
+    rows = shrink.rows_map(a.ctypes.data, num_slots * pieces * rank, inner)
+    shrink.shrink(x, rows, maps, num_slots=num_slots)
+    for tile, found in enumerate(steps):
+        own = {slot for slot in slots[tile * 64 : (tile + 1) * 64] if 0 <= slot < num_slots}
+        needed = {column // 16 for slot in own for column in range(slot * rank, (slot + 1) * rank)}
+        assert found == sum(1 << step for step in needed)
+    return out.astype(np.float64), wanted
+
+
+@pytest.mark.parametrize("kind", SLOTS_OF)
+@pytest.mark.parametrize("shape", PROMPTS.values(), ids=PROMPTS.keys())
+def test_a_x_of_prompts_is_that_of_each_tokens_slot(modules, libraries, on_device, shape, kind):
+    """Of one tile and a part of one, and of as many as run at a time."""
+    for num_tokens in (64, 130, 530, 1290):
+        slots = SLOTS_OF[kind](num_tokens, shape[3]).astype(np.int32)
+        found, wanted = shrunk(modules, libraries, on_device, shape, slots)
+        np.testing.assert_allclose(found, wanted, rtol=2**-8, atol=1e-4)
+        assert (found[wanted == 0] == 0).all()
+
+
+def test_blocks_divide_k_where_there_are_few_tokens(modules, libraries, on_device):
+    PromptKernel.clusters.clear()
+    for num_tokens in (64, 200, 330, 1280):
+        slots = SLOTS_OF["runs"](num_tokens, 4).astype(np.int32)
+        found, wanted = shrunk(modules, libraries, on_device, (1, 2112, 16, 4), slots)
+        np.testing.assert_allclose(found, wanted, rtol=2**-8, atol=1e-4)
+    assert PromptKernel.clusters == {1, 3, 5, 7}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("if (s.slots[own + 8] == of)", "if (s.slots[own] == of)"),
+        ("row % rows / given.rank", "0"),
+        ("(slot * rows + rows - 1) / unit + 1", "(slot * rows + rows) / unit"),
+        ("(step / work.stages - 1) & 1", "(step / work.stages) & 1"),
+        ("chunk + step);", "1);"),
+        ("(1u << end) - (1u << begin)", "1u << begin"),
+        ("(__ffs(left) - 1) * kRowsOfUnit, again", "0, again"),
+        ("part &= part - 1;\n  return", ";\n  return"),
+        ("block < 2 * __popc(part); block += work.splits", "block < 2; block += work.splits"),
+        ("s.sums[block][threadIdx.x], split)", "s.sums[block][threadIdx.x], 0)"),
+        ("group / own_groups == s.slots[token]", "group / own_groups <= s.slots[token]"),
+        ("slot < given.num_slots ? max(slot, -1) : -1", "slot"),
+    ],
+    ids=[
+        "the first token's slot for its eighth",
+        "Q's A for all",
+        "half a unit is none",
+        "a stage that is in use",
+        "sums that were there",
+        "one unit of a slot",
+        "the first unit for all",
+        "the first row for all",
+        "one unit is stored",
+        "the first split's sums",
+        "lower slots keep what was there",
+        "slots that are not there",
+    ],
+)
+def test_mistakes_in_a_x_of_prompts_are_noticed(modules, libraries, make_library, on_device, old, new):
+    mistaken = make_library(SOURCES["prompt_shrink"](KERNELS["prompt_shrink"]), ("lora/prompt_shrink.cu", old, new))
+    changed = libraries._replace(prompt_shrink=mistaken)
+    wrong = 0
+    for shape, kind in (
+        ("Q, K and V", "mixed"),
+        ("slots that share units", "runs"),
+        ("as many as there may be", "mixed"),
+    ):
+        for num_tokens in (130, 530):
+            slots = SLOTS_OF[kind](num_tokens, PROMPTS[shape][3]).astype(np.int32)
+            try:
+                found, wanted = shrunk(modules, changed, on_device, PROMPTS[shape], slots)
+            except AssertionError:
+                wrong += 1
+                continue
+            wrong += not (np.allclose(found, wanted, rtol=2**-8, atol=1e-4) and (found[wanted == 0] == 0).all())
+    assert wrong

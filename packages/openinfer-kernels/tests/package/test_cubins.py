@@ -56,6 +56,8 @@ HOPPERS = {
     "lowbit_gemm_int4_min",
     "lowbit_gemm_int8",
     "lowbit_gemm_nvfp4",
+    "prompt_gemm",
+    "prompt_shrink",
     "shrink_halves",
 }
 """Stems of the sources that use Hopper's own instructions."""

@@ -205,6 +205,12 @@ __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
   return ((address & 0x3FFFF) >> 4) | (uint64_t(1) << 16) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 62);
 }
 
+// The same with rows of 32 bytes, swizzled by 32 bytes: 16 values of K, and 8 rows are 256 bytes.
+__device__ __forceinline__ uint64_t narrow_tile_descriptor(const void* tile) {
+  uint64_t address = shared_address(tile);
+  return ((address & 0x3FFFF) >> 4) | (uint64_t(1) << 16) | (uint64_t(256 >> 4) << 32) | (uint64_t(3) << 62);
+}
+
 // The sums are registers that the tensor cores write while the threads go on: they may be touched before this fence and
 // after `wgmma_wait`, not between.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

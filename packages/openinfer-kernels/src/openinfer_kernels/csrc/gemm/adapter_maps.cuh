@@ -26,14 +26,18 @@ constexpr int kMostAdapterPieces = 3;
 constexpr int kAdapterColumns = 64;  // of a chunk
 constexpr int kMostParts = 5;  // cuda/gemm/tiles.py repeats it
 
+// Prompts (kSteps) have a launch of their own ahead that makes A x and says which steps of 16 columns each 64 tokens need,
+// of one adapter one: lora/prompt_shrink.cu. A tile has those steps of B and A x alone, in boxes of 16 columns, several
+// in a stage.
+//
 // How a product has adapters. With kBeside tiles of W are those without adapters, bit for bit: A x is left as kParts
 // leaves it, in one part, and the kernel after this one adds B (A x): lora/deferred_delta.cuh.
-enum Adapted { kNone, kHalves, kParts, kBeside };
+enum Adapted { kNone, kHalves, kParts, kBeside, kSteps };
 
 // cuda/lora/adapted_gemm.py repeats it.
 struct alignas(128) AdapterMaps {
   CUtensorMap b[kMostAdapterPieces];  // of each piece [its rows, columns]
-  CUtensorMap shrunk;                 // [T, pieces, 2, columns]
+  CUtensorMap shrunk;                 // [T, pieces, 2, columns]; for kSteps [T, pieces, columns]
   CUtensorMap a;                      // [slots P r, k], where tiles make A x
   const int* slots;                   // [T]
   void* out;                          // what `shrunk` is a map of; or float32 [parts, T, pieces rank]
@@ -42,6 +46,7 @@ struct alignas(128) AdapterMaps {
   int halves;                         // of A x that are multiplied: 2, or 1, which leaves A x rounded
   int shrink_tiles;                   // column tiles of A in this launch, before those of W
   int parts;                          // into which K of A x is divided for kParts
+  const uint32_t* steps;              // [ceil(T / 64)], a bit for each 16 columns, for kSteps
 
   // Of a piece.
   __device__ __forceinline__ int chunks() const { return columns / kAdapterColumns * halves; }

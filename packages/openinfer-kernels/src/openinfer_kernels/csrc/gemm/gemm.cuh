@@ -155,17 +155,23 @@ __device__ __forceinline__ void load_w(Shared<S>& s, int stage, const CUtensorMa
   load_box(s.w[stage], &map, &s.full[stage], chunk * kChunk, 0, 0, column_tile * (S::kColumns / 16), policy);
 }
 
-// This block's share of X, into the stage of all multicast CTAs.
+// This block's share of the rows of X, into the same place of all multicast CTAs.
 template <class S>
-__device__ __forceinline__ void load_x(Shared<S>& s, int stage, const CUtensorMap& map, const Work& work,
-                                       int first_token, int column, uint64_t policy) {
+__device__ __forceinline__ void load_tokens(uint8_t* to, int row_bytes, uint64_t* full, const CUtensorMap& map,
+                                            const Work& work, int first_token, int column, uint64_t policy) {
   if (work.multicast_ctas == 1) {
-    load_box(s.x[stage], &map, &s.full[stage], column, first_token, policy);
+    load_box(to, &map, full, column, first_token, policy);
     return;
   }
   const int tokens = S::kTokens / work.multicast_ctas, first = tokens * work.multicast_rank;
   const uint16_t targets = ((1 << work.multicast_ctas) - 1) << (work.split * work.multicast_ctas);
-  load_box_into(s.x[stage] + first * kRowBytes, &map, &s.full[stage], column, first_token + first, targets, policy);
+  load_box_into(to + first * row_bytes, &map, full, column, first_token + first, targets, policy);
+}
+
+template <class S>
+__device__ __forceinline__ void load_x(Shared<S>& s, int stage, const CUtensorMap& map, const Work& work,
+                                       int first_token, int column, uint64_t policy) {
+  load_tokens<S>(s.x[stage], kRowBytes, &s.full[stage], map, work, first_token, column, policy);
 }
 
 // What other blocks have stored is then there for the copy engine.
@@ -408,6 +414,100 @@ __device__ __forceinline__ void multiply_with_parts(float (&d)[S::kHigh][S::kSum
   }
 }
 
+// What a tile of a prompt has of B: of each of its pieces the steps of 16 columns that any of its tokens needs, and so
+// many of them in a stage, where 64 columns of X and of W lie otherwise.
+struct Steps {
+  static constexpr int kColumns = 16, kBytes = kColumns * 2, kOfStage = kChunk / kColumns;
+  uint32_t needed;
+  int first_piece, count;
+
+  template <class S>
+  static __device__ __forceinline__ Steps of(const AdapterMaps& maps, const Work& work, const Tile& tile, int m) {
+    constexpr int kRowUnits = S::kColumns / 16, kTokens = 64;  // the latter those of a word
+    const int first = (tile.column_tile - work.multicast_rank) * kRowUnits;
+    Steps found{0, maps.first_piece(first), 0};
+    for (int i = 0; i < S::kTokens / kTokens; i++)
+      if (tile.first_token + i * kTokens < m) found.needed |= __ldcg(maps.steps + tile.first_token / kTokens + i);
+    found.count = __popc(found.needed) * (maps.end_piece(first + work.multicast_ctas * kRowUnits) - found.first_piece);
+    return found;
+  }
+
+  // The piece and the first column of step `index`.
+  __device__ __forceinline__ int piece(int index) const { return first_piece + index / __popc(needed); }
+  __device__ __forceinline__ int column(int index) const {
+    uint32_t left = needed;
+    for (int i = index % __popc(needed); i > 0; i--) left &= left - 1;
+    return (__ffs(left) - 1) * kColumns;
+  }
+};
+
+// As `produce`, with `Steps` after W's chunks.
+template <class S, Epilogue kEpilogue>
+__device__ void produce_steps(Shared<S>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map,
+                              const AdapterMaps& maps, int m) {
+  const uint64_t policy = evict_normal_policy();
+  int filled = 0;
+  auto next_stage = [&](int bytes) {
+    const int stage = filled % S::kStages;
+    if (filled >= S::kStages) barrier_wait(&s.empty[stage], (filled / S::kStages - 1) & 1);
+    barrier_expect(&s.full[stage], bytes);
+    filled++;
+    return stage;
+  };
+  const int ahead = work.first < work.tiles ? min(S::kStages, work.own_chunks) : 0;
+  for (int i = 0; i < ahead; i++) {
+    barrier_expect(&s.full[i], S::kStageBytes);
+    load_w<S>(s, i, w_map, work.tile<S>(work.first).column_tile, i, policy);
+  }
+  wait_for_previous_kernel();
+  for (int index = work.first; index < work.tiles; index += work.stride) {
+    const Tile tile = work.tile<S>(index);
+    const Steps steps = Steps::of<S>(maps, work, tile, m);
+    for (int chunk = 0; chunk < work.own_chunks; chunk++) {
+      int stage = filled;
+      if (filled < ahead) {
+        filled++;
+      } else {
+        stage = next_stage(S::kStageBytes);
+        load_w<S>(s, stage, w_map, tile.column_tile, chunk, policy);
+      }
+      load_x<S>(s, stage, x_map, work, tile.first_token, chunk * kChunk, policy);
+    }
+    for (int first = 0; first < steps.count; first += Steps::kOfStage) {
+      const int own = min(steps.count - first, Steps::kOfStage);
+      const int stage = next_stage(own * (S::kTokens + S::kColumns) * Steps::kBytes);
+      for (int i = 0; i < own; i++) {
+        const int piece = steps.piece(first + i), column = steps.column(first + i);
+        load_box(s.w[stage] + i * S::kColumns * Steps::kBytes, &maps.b[piece], &s.full[stage], column, 0,
+                 kEpilogue == kSwiglu ? -piece : 0, tile.column_tile * (S::kColumns / 16) - maps.starts[piece], policy);
+        load_tokens<S>(s.x[stage] + i * S::kTokens * Steps::kBytes, Steps::kBytes, &s.full[stage], maps.shrunk, work,
+                       tile.first_token, piece * maps.columns + column, policy);
+      }
+    }
+  }
+}
+
+template <class S>
+__device__ __forceinline__ void multiply_steps(float (&d)[S::kHigh][S::kSums], Shared<S>& s, const Work& work, int count,
+                                               int warpgroup, int& stage, int& phase) {
+  for (int first = 0; first < count; first += Steps::kOfStage) {
+    barrier_wait(&s.full[stage], phase);
+    const uint64_t x = narrow_tile_descriptor(s.x[stage] + warpgroup * S::kHigh * 64 * Steps::kBytes);
+    const uint64_t w = narrow_tile_descriptor(s.w[stage]);
+    for (int i = 0; i < min(count - first, Steps::kOfStage); i++) {
+      wgmma_fence();
+#pragma unroll
+      for (int high = 0; high < S::kHigh; high++)
+        wgmma_or_begin<S::kColumns>(d[high], x + (i * S::kTokens + high * 64) * (Steps::kBytes / 16),
+                                    w + i * S::kColumns * (Steps::kBytes / 16), 1);
+      wgmma_commit();
+      wgmma_wait<0>();
+    }
+    release<S>(s, work, stage);
+    if (++stage == S::kStages) stage = 0, phase ^= 1;
+  }
+}
+
 // Puts this split's sums where its stages were, once all its warps have read the last one.
 template <class S>
 __device__ __forceinline__ void leave_sums(const float (&d)[S::kHigh][S::kSums], Shared<S>& s) {
@@ -501,7 +601,11 @@ __device__ void consume(Shared<S>& s, const Work& work, void* y, int m, int n, c
       has_parts = work.adapters != nullptr;
       if (has_parts) multiply_with_parts<S>(d, s, work, tile, warp / 4, stage, phase, parts);
     }
-    if constexpr (kAdapted == kHalves) {
+    if constexpr (kAdapted == kSteps) {
+      const Steps steps = Steps::of<S>(*adapters, work, tile, m);
+      multiply_chunks<S>(d, s, work, 0, work.own_chunks, warp / 4, stage, phase);
+      multiply_steps<S>(d, s, work, steps.count, warp / 4, stage, phase);
+    } else if constexpr (kAdapted == kHalves) {
       const bool has_deltas = work.adapters && !tile.is_shrink;
       NeededSteps<S> needed;
       if (has_deltas) needed.read(*adapters, m, tile.first_token + warp / 4 * S::kHigh * 64);
@@ -514,7 +618,7 @@ __device__ void consume(Shared<S>& s, const Work& work, void* y, int m, int n, c
     }
     const int first_column = tile.column_tile * kTileColumns;
     const int first_token = tile.first_token + lane_token;
-    if constexpr (kAdapted != kNone) {
+    if constexpr (kAdapted != kNone && kAdapted != kSteps) {
       if (tile.is_shrink) {
         const ShrunkTarget target(*adapters, m, first_token, tile.column_tile * S::kColumns, S::kColumns);
         bool goes_on;
@@ -568,7 +672,12 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, void* y,
     consume<S, kEpilogue, kAdapted>(s, work, y, m, n, adapters);
   } else {
     if constexpr (S::kTrades) leave_registers<kProducerRegisters>();
-    if (threadIdx.x == S::kConsumers) produce<S, kEpilogue, kAdapted>(s, work, w_map, x_map, adapters);
+    if (threadIdx.x == S::kConsumers) {
+      if constexpr (kAdapted == kSteps)
+        produce_steps<S, kEpilogue>(s, work, w_map, x_map, *adapters, m);
+      else
+        produce<S, kEpilogue, kAdapted>(s, work, w_map, x_map, adapters);
+    }
     __syncwarp();
     if (work.splits > 1) cluster_sync();
   }

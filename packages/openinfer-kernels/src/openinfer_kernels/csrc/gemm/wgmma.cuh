@@ -1,4 +1,4 @@
-// Warpgroup products of both operands in shared memory, for the widths that `gemm.cu` uses.
+// Warpgroup products of both operands in shared memory, for the widths that `gemm.cu` and `prompt_shrink.cu` use.
 #pragma once
 #include <cstdint>
 
@@ -39,6 +39,9 @@ __device__ __forceinline__ void wgmma_or_begin(float (&d)[N / 2], uint64_t a, ui
         : "l"(a), "l"(b), "r"(adds));                                                                              \
   }
 
+WGMMA_OR_BEGIN(16, REGISTERS_8(), 8, 9, 10, SUMS_8(0))
+WGMMA_OR_BEGIN(32, REGISTERS_10() ", " REGISTERS_6(1), 16, 17, 18, SUMS_16(0))
+WGMMA_OR_BEGIN(48, REGISTERS_10() ", " REGISTERS_10(1) ", " REGISTERS_4(2), 24, 25, 26, SUMS_16(0), SUMS_8(16))
 WGMMA_OR_BEGIN(96, REGISTERS_TO_40 ", " REGISTERS_8(4), 48, 49, 50, SUMS_32(0), SUMS_16(32))
 WGMMA_OR_BEGIN(112, REGISTERS_TO_40 ", " REGISTERS_10(4) ", " REGISTERS_6(5), 56, 57, 58, SUMS_32(0), SUMS_16(32),
                SUMS_8(48))

@@ -7,10 +7,15 @@ from openinfer_kernels.cuda.common.launch import check
 from openinfer_kernels.cuda.common.libraries import driver
 
 _MOST_KEPT = 4096
+_NARROW = 16
+"""Values of 32 bytes."""
 
 
 class TensorBox(NamedTuple):
-    """Boxes of a BF16 array; axes from the fastest, in values; swizzled by 128 bytes, zeros beyond the array."""
+    """Boxes of a BF16 array; axes from the fastest, in values; zeros beyond the array.
+
+    They are swizzled by the bytes of their rows: 32 for rows of 16 values, else 128.
+    """
 
     address: int
     """A multiple of 16."""
@@ -44,6 +49,8 @@ class TensorMaps:
 
 
 def _encoded(tensor: TensorBox) -> TensorMap:
+    swizzles = driver.CUtensorMapSwizzle
+    is_narrow = tensor.box[0] == _NARROW
     result: Any = check(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -54,7 +61,7 @@ def _encoded(tensor: TensorBox) -> TensorMap:
             [driver.cuuint32_t(size) for size in tensor.box],
             [driver.cuuint32_t(1)] * len(tensor.sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzles.CU_TENSOR_MAP_SWIZZLE_32B if is_narrow else swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

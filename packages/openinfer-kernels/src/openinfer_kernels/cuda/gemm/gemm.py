@@ -11,6 +11,7 @@ from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMap, Tens
 from openinfer_kernels.cuda.gemm.tiles import (
     CHUNK,
     LARGE_TOKENS,
+    PROMPT_TILES,
     SHARED_BYTES,
     TILES,
     TILES_BESIDE,
@@ -25,11 +26,12 @@ from openinfer_kernels.cuda.gemm.tiles import (
     partition_gates_beside,
     partition_in_parts,
     partition_product,
+    partition_prompt,
 )
 from openinfer_kernels.ops import Array
 
 _STEM, _ADAPTED_STEM, _ONE_TILE_STEM = "gemm", "adapted_gemm", "adapted_gemm_one_tile"
-_BESIDE_STEM = "gemm_beside_adapters"
+_BESIDE_STEM, _PROMPT_STEM = "gemm_beside_adapters", "prompt_gemm"
 _BF16_BYTES = 2
 _MOST_KEPT = 4096
 _Tiles = Mapping[Epilogue, tuple[Tile, ...]]
@@ -124,6 +126,24 @@ class Gemm:
         """A product with `AdapterMaps`, whose boxes are those of the partition, and the same `shrink_tiles`."""
         product = _Product(epilogue, partition, self._adapted_kernel(epilogue, partition.tile), shrink_tiles)
         self._multiply(product, x, weight, out, adapters)
+
+    def prompt_partition(self, epilogue: Epilogue, num_tokens: int, rows: int) -> Partition:
+        """Of `multiply_prompt`."""
+        return partition_prompt(epilogue, num_tokens, rows, self._room)
+
+    def multiply_prompt(
+        self,
+        epilogue: Epilogue,
+        partition: Partition,
+        x: Array,
+        weight: Array,
+        out: Array,
+        *,
+        adapters: ctypes.Structure,
+    ) -> None:
+        """As `multiply_adapted`, where a launch ahead has made A x and has said which steps of it are needed."""
+        kernel = self._adapted_kernel(epilogue, partition.tile, stem=_PROMPT_STEM)
+        self._multiply(_Product(epilogue, partition, kernel, 0), x, weight, out, adapters)
 
     def partition_beside(self, x: Array, weight: Array, *, shrink_rows: int) -> Partition | None:
         """That of `linear`; None where it does not serve them, or has no room for as many rows of A."""
@@ -257,6 +277,7 @@ _TILES_OF: dict[str, _Tiles] = {
         for epilogue, tiles in _ADAPTED_TILES.items()
     },
     _BESIDE_STEM: {Epilogue.STORE: TILES_BESIDE},
+    _PROMPT_STEM: PROMPT_TILES,
 }
 """That are compiled."""
 

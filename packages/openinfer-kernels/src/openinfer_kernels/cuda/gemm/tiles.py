@@ -73,6 +73,15 @@ TILES_BESIDE = tuple(Tile(64, columns) for columns in (96, 112, 160, 192))
 """Those that are compiled with tiles of A beside them; the wide ones are for gate and up, one tile a block."""
 
 
+PROMPT_TILES = {
+    Epilogue.STORE: (Tile(128, 160), Tile(128, 192), Tile(256, 160), Tile(256, 192)),
+    Epilogue.SWIGLU: (Tile(128, 160), Tile(192, 160), Tile(256, 160)),
+}
+"""Those of prompts with adapters. In pairs that share their tokens those for stores fill the multiprocessors with 1,024
+tokens of 2,560 rows and with 8,192 of 6,144, which without adapters are cuBLASLt's.
+"""
+
+
 class Partition(NamedTuple):
     """How a product is divided among blocks."""
 
@@ -154,6 +163,21 @@ def partition_adapted(
         if num_rows or tile.tokens < LARGE_TOKENS
     ]
     return min(_costs(each, num_tokens, num_rows, room, shrink_rows=shrink_rows) for each in candidates)[1]
+
+
+def partition_prompt(epilogue: Epilogue, num_tokens: int, num_rows: int, room: Room) -> Partition:
+    """The partition of a product with adapters of more tokens than a tile has, whose A x a launch ahead makes."""
+    candidates = [
+        Partition(tile, multicast_ctas, 1) for tile in PROMPT_TILES[epilogue] for multicast_ctas in (1, _MULTICAST_CTAS)
+    ]
+
+    def cost(partition: Partition) -> int:
+        tile, multicast_ctas, _ = partition
+        clusters = -(-num_tokens // tile.tokens) * -(-num_rows // (tile.columns * multicast_ctas))
+        rounds = -(-clusters // room.clusters(multicast_ctas))
+        return rounds * (tile.tokens * tile.columns + _READ_COST * (tile.tokens // multicast_ctas + tile.columns))
+
+    return min(candidates, key=cost)
 
 
 def partition_in_parts(

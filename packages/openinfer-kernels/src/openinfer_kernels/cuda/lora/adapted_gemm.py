@@ -10,7 +10,7 @@ import numpy as np
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
-from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
+from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMap, TensorMaps
 from openinfer_kernels.cuda.gemm.decode_gemm import MOST_ADAPTED_TOKENS, DecodeGemm
 from openinfer_kernels.cuda.gemm.gemm import Gemm, weight_box
 from openinfer_kernels.cuda.gemm.tiles import Epilogue, Partition, PartsPartition, Tile
@@ -18,6 +18,7 @@ from openinfer_kernels.cuda.lora.adapter_maps import MOST_PIECES, AdapterMaps
 from openinfer_kernels.cuda.lora.decode_adapters import decode_adapters, fits_tiles
 from openinfer_kernels.cuda.lora.deferred_delta import DeferredAdapters
 from openinfer_kernels.cuda.lora.lora import SHRINK_THREADS, Shrink
+from openinfer_kernels.cuda.lora.prompt_shrink import STEP_COLUMNS, TILE_TOKENS, PromptShrink
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array
 from openinfer_kernels.weights.adapter_columns import CHUNK_COLUMNS as CHUNK
@@ -58,7 +59,9 @@ class _Given(NamedTuple):
     """E."""
     slots: int
     shrunk: int
-    """The address of `[T, P, 2, E]`, or with parts of `[parts, T, P r]` in float32."""
+    """The address of `[T, P, 2, E]`; with parts of `[parts, T, P r]` in float32; of prompts of `[T, P, E]`, and then
+    which steps are needed of it.
+    """
     starts: tuple[int, ...]
 
     @property
@@ -79,7 +82,9 @@ class _Launches(NamedTuple):
     partition: Partition | PartsPartition
     maps: AdapterMaps
     ahead: tuple[Partition, AdapterMaps] | None
-    """Of a launch that makes A x before, where the product does not."""
+    """Of a launch of tiles that makes A x before, where the product does not."""
+    prompt_rows: TensorMap | None = None
+    """Of A, for `PromptShrink`, which makes A x of prompts."""
 
 
 class AdaptedGemm:
@@ -99,6 +104,10 @@ class AdaptedGemm:
     @cached_property
     def _deferred(self) -> DeferredAdapters:
         return DeferredAdapters(self._device, self._decode_gemm, self._gemm)
+
+    @cached_property
+    def _prompt_shrink(self) -> PromptShrink:
+        return PromptShrink(self._device)
 
     @property
     def deferred(self) -> DeferredAdapters:
@@ -165,18 +174,22 @@ class AdaptedGemm:
         # A copy of the engine brings 16 rows of A, or another kernel makes A x.
         has_boxes = num_slots * pieces * rank % _ROW_UNIT == 0
         in_parts = None
-        if has_boxes:
+        is_prompt = has_boxes and self._prompt_shrink.serves(num_tokens)
+        if has_boxes and not is_prompt:
             shape = epilogue, num_tokens, *weight.shape
             in_parts = self._gemm.parts_partition(*shape, shrink_rows=width * pieces)
         if in_parts is not None:
             shrunk = cupy.empty((in_parts.parts, num_tokens, pieces * rank), _FLOAT32)
+        elif is_prompt:
+            # And behind it 32 bits for each tile of tokens.
+            shrunk = cupy.empty((num_tokens * pieces * width + 2 * -(-num_tokens // TILE_TOKENS),), bfloat16)
         elif has_boxes:
             shrunk = cupy.empty((num_tokens, pieces, 2, width), bfloat16)
         else:
             shrunk = self._halves(x, a, slots, width)
         places = address(a), a_shape, address(columns), width, address(slots), address(shrunk)
         given = _Given(epilogue, num_tokens, weight.shape, *places, tuple(starts))
-        launches = self._launches_of(given, in_parts, has_boxes=has_boxes)
+        launches = self._launches_of(given, in_parts, has_boxes=has_boxes, is_prompt=is_prompt)
         if launches.ahead is not None:
             partition, own = launches.ahead
             self._gemm.shrink(partition, x, own.a, own, shrink_tiles=own.shrink_tiles)
@@ -184,20 +197,30 @@ class AdaptedGemm:
         if isinstance(partition, PartsPartition):
             multiply_in_parts = self._gemm.multiply_in_parts
             multiply_in_parts(epilogue, partition, x, weight, out, adapters=maps, shrink_tiles=maps.shrink_tiles)
+        elif launches.prompt_rows is not None:
+            self._prompt_shrink.shrink(x, launches.prompt_rows, maps, num_slots=num_slots)
+            self._gemm.multiply_prompt(epilogue, partition, x, weight, out, adapters=maps)
         else:
             multiply_adapted = self._gemm.multiply_adapted
             multiply_adapted(epilogue, partition, x, weight, out, adapters=maps, shrink_tiles=maps.shrink_tiles)
 
-    def _launches_of(self, given: _Given, in_parts: PartsPartition | None, *, has_boxes: bool) -> _Launches:
-        """Making them takes the host longer than to launch them, and prompts wait for it: they are kept. The other two
+    def _launches_of(
+        self, given: _Given, in_parts: PartsPartition | None, *, has_boxes: bool, is_prompt: bool
+    ) -> _Launches:
+        """Making them takes the host longer than to launch them, and prompts wait for it: they are kept. The other
         arguments follow from `given`.
         """
         found = self._launches.get(given)
         if found is None:
             if len(self._launches) >= _MOST_KEPT:
                 self._launches.clear()  # addresses of activations come and go
-            made = self._made(given, has_boxes=has_boxes) if in_parts is None else self._made_in_parts(given, in_parts)
-            found = self._launches[given] = made
+            if is_prompt:
+                found = self._made_prompt(given)
+            elif in_parts is not None:
+                found = self._made_in_parts(given, in_parts)
+            else:
+                found = self._made(given, has_boxes=has_boxes)
+            self._launches[given] = found
         return found
 
     def _made_in_parts(self, given: _Given, in_parts: PartsPartition) -> _Launches:
@@ -206,6 +229,13 @@ class AdaptedGemm:
         maps.halves, maps.parts = 1, in_parts.parts
         self._map_rows(maps, given, in_parts.partition.tile)
         return _Launches(in_parts, maps, None)
+
+    def _made_prompt(self, given: _Given) -> _Launches:
+        partition = self._gemm.prompt_partition(given.epilogue, given.num_tokens, given.weight_shape[0])
+        maps = self._adapter_maps(given, partition, box_columns=STEP_COLUMNS)
+        pieces = given.a_shape[1]
+        maps.steps = given.shrunk + given.num_tokens * pieces * given.width * _BF16_BYTES
+        return _Launches(partition, maps, None, self._prompt_shrink.rows_map(given.a, *given.rows_shape))
 
     def _made(self, given: _Given, *, has_boxes: bool) -> _Launches:
         rows = given.shrink_rows
@@ -257,7 +287,7 @@ class AdaptedGemm:
         )
         return halves
 
-    def _adapter_maps(self, given: _Given, partition: Partition) -> AdapterMaps:
+    def _adapter_maps(self, given: _Given, partition: Partition, *, box_columns: int = CHUNK) -> AdapterMaps:
         tile, multicast_ctas, _ = partition
         width, starts, num_tokens = given.width, given.starts, given.num_tokens
         row_units = tile.columns // _ROW_UNIT
@@ -278,10 +308,10 @@ class AdaptedGemm:
             sizes = (width, 8, 1, rows // 8) if is_gated else (width, 8, 2, rows // _ROW_UNIT)
             strides = (row_bytes, 8 * row_bytes, (8 if is_gated else _ROW_UNIT) * row_bytes)
             place = given.columns + starts[piece] * row_bytes
-            maps.b[piece] = self._maps.of(TensorBox(place, sizes, strides, (CHUNK, 8, 2, row_units)))
+            maps.b[piece] = self._maps.of(TensorBox(place, sizes, strides, (box_columns, 8, 2, row_units)))
             maps.starts[piece] = 0 if is_gated else starts[piece] // _ROW_UNIT
-        token_values = pieces * 2 * width
-        box = (CHUNK, tile.tokens // multicast_ctas)
+        token_values = pieces * width * (1 if box_columns == STEP_COLUMNS else 2)
+        box = (box_columns, tile.tokens // multicast_ctas)
         plane = TensorBox(given.shrunk, (token_values, num_tokens), (token_values * _BF16_BYTES,), box)
         maps.shrunk = self._maps.of(plane)
         return maps

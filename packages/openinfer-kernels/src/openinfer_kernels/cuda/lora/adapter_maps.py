@@ -17,5 +17,6 @@ class AdapterMaps(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("slots", "out")),
         ("starts", ctypes.c_int * MOST_PIECES),
         *((name, ctypes.c_int) for name in ("pieces", "columns", "rank", "halves", "shrink_tiles", "parts")),
-        ("padding", ctypes.c_int * 19),  # to a multiple of its alignment, 128
+        ("steps", ctypes.c_void_p),
+        ("padding", ctypes.c_int * 16),  # to a multiple of its alignment, 128
     )
