@@ -18,12 +18,12 @@ using namespace hopper;
 namespace {
 
 // cuda/lora/prompt_shrink.py repeats some of them.
-constexpr int kTokens = 64;      // of a block
-constexpr int kRowsOfUnit = 16;    // of A
+constexpr int kTokens = 64;       // of a block
+constexpr int kRowsOfUnit = 16;   // of A
+constexpr int kMostUnits = 8;     // that are multiplied at a time
 constexpr int kStepColumns = 16;  // of a step of the product
-constexpr int kMostUnits = 8;    // that are multiplied at a time
-constexpr int kMostSplits = 8;   // of K
-constexpr int kChunk = 64;       // of K: 128 bytes, one swizzle row
+constexpr int kMostSplits = 8;    // of K
+constexpr int kChunk = 64;        // of K: 128 bytes, one swizzle row
 constexpr int kConsumers = 128, kThreads = kConsumers + 32;
 constexpr int kRowBytes = kChunk * 2, kXBytes = kTokens * kRowBytes, kBytesOfUnit = kRowsOfUnit * kRowBytes;
 constexpr int kRingBytes = 160 * 1024, kMostStages = kRingBytes / (kXBytes + kBytesOfUnit);
@@ -62,7 +62,7 @@ __device__ __forceinline__ uint32_t units_of(const Shared& s, int rows, int unit
 struct Work {
   int first_token, split, splits;
   int first_chunk, own_chunks;
-  uint32_t units;         // of A's rows, a bit each, that the block's tokens need
+  uint32_t units;  // of A's rows, a bit each, that the block's tokens need
   int stages, stage_bytes;
 
   // Rows of A that products of so many units have: a prompt's, or what leaves those beyond them unread.
