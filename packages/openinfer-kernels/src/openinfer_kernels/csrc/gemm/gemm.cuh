@@ -414,22 +414,41 @@ __device__ __forceinline__ void multiply_with_parts(float (&d)[S::kHigh][S::kSum
   }
 }
 
-// What a tile of a prompt has of B: of each of its pieces the steps of 16 columns that any of its tokens needs, and so
-// many of them in a stage, where 64 columns of X and of W lie otherwise.
+// Which steps of 16 columns a tile's tokens need, a word for each 64. They are read before W's chunks are multiplied and
+// looked at after that, so that nothing waits for them.
+template <class S>
+struct NeededWords {
+  static constexpr int kTokens = 64;
+  uint32_t words[S::kTokens / kTokens];
+
+  __device__ __forceinline__ void read(const AdapterMaps& maps, int m, int first_token) {
+#pragma unroll
+    for (int i = 0; i < S::kTokens / kTokens; i++)
+      words[i] = first_token + i * kTokens < m ? __ldcg(maps.steps + first_token / kTokens + i) : 0;
+  }
+
+  __device__ __forceinline__ uint32_t all() const {
+    uint32_t found = words[0];
+#pragma unroll
+    for (int i = 1; i < S::kTokens / kTokens; i++) found |= words[i];
+    return found;
+  }
+};
+
+// What a tile of a prompt has of B: of each of its pieces the steps that any of its tokens needs, and so many of them in a
+// stage, where 64 columns of X and of W lie otherwise.
 struct Steps {
   static constexpr int kColumns = 16, kBytes = kColumns * 2, kOfStage = kChunk / kColumns;
   uint32_t needed;
   int first_piece, count;
 
   template <class S>
-  static __device__ __forceinline__ Steps of(const AdapterMaps& maps, const Work& work, const Tile& tile, int m) {
-    constexpr int kRowUnits = S::kColumns / 16, kTokens = 64;  // the latter those of a word
-    const int first = (tile.column_tile - work.multicast_rank) * kRowUnits;
-    Steps found{0, maps.first_piece(first), 0};
-    for (int i = 0; i < S::kTokens / kTokens; i++)
-      if (tile.first_token + i * kTokens < m) found.needed |= __ldcg(maps.steps + tile.first_token / kTokens + i);
-    found.count = __popc(found.needed) * (maps.end_piece(first + work.multicast_ctas * kRowUnits) - found.first_piece);
-    return found;
+  static __device__ __forceinline__ Steps of(const AdapterMaps& maps, const Work& work, const Tile& tile,
+                                             uint32_t needed) {
+    constexpr int kRowUnits = S::kColumns / 16;
+    const int first = (tile.column_tile - work.multicast_rank) * kRowUnits, piece = maps.first_piece(first);
+    const int pieces = maps.end_piece(first + work.multicast_ctas * kRowUnits) - piece;
+    return {needed, piece, __popc(needed) * pieces};
   }
 
   // The piece and the first column of step `index`.
@@ -462,7 +481,8 @@ __device__ void produce_steps(Shared<S>& s, const Work& work, const CUtensorMap&
   wait_for_previous_kernel();
   for (int index = work.first; index < work.tiles; index += work.stride) {
     const Tile tile = work.tile<S>(index);
-    const Steps steps = Steps::of<S>(maps, work, tile, m);
+    NeededWords<S> words;
+    words.read(maps, m, tile.first_token);
     for (int chunk = 0; chunk < work.own_chunks; chunk++) {
       int stage = filled;
       if (filled < ahead) {
@@ -473,6 +493,7 @@ __device__ void produce_steps(Shared<S>& s, const Work& work, const CUtensorMap&
       }
       load_x<S>(s, stage, x_map, work, tile.first_token, chunk * kChunk, policy);
     }
+    const Steps steps = Steps::of<S>(maps, work, tile, words.all());
     for (int first = 0; first < steps.count; first += Steps::kOfStage) {
       const int own = min(steps.count - first, Steps::kOfStage);
       const int stage = next_stage(own * (S::kTokens + S::kColumns) * Steps::kBytes);
@@ -602,8 +623,10 @@ __device__ void consume(Shared<S>& s, const Work& work, void* y, int m, int n, c
       if (has_parts) multiply_with_parts<S>(d, s, work, tile, warp / 4, stage, phase, parts);
     }
     if constexpr (kAdapted == kSteps) {
-      const Steps steps = Steps::of<S>(*adapters, work, tile, m);
+      NeededWords<S> words;
+      words.read(*adapters, m, tile.first_token);
       multiply_chunks<S>(d, s, work, 0, work.own_chunks, warp / 4, stage, phase);
+      const Steps steps = Steps::of<S>(*adapters, work, tile, words.all());
       multiply_steps<S>(d, s, work, steps.count, warp / 4, stage, phase);
     } else if constexpr (kAdapted == kHalves) {
       const bool has_deltas = work.adapters && !tile.is_shrink;
