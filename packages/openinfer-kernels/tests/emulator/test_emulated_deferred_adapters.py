@@ -1,6 +1,6 @@
 """Adapters that the kernel after a product adds, as the CUDA kernels do it, emulated, against float64.
 
-What is left to a GPU: copies and counters that overlap, programmatic launches, a cache in FP8.
+What is left to a GPU: copies and counters that overlap, programmatic launches.
 """
 
 import ctypes
@@ -15,7 +15,8 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from openinfer_kernels import ArrayMismatchError, AttentionBatch, PagedCache
+from openinfer_kernels import ArrayMismatchError, AttentionBatch, CacheFormat, PagedCache
+from openinfer_kernels.cpu.attention.cache_formats import fp8_values
 from openinfer_kernels.ops.lora import AddedBy, DeltaOperator
 from openinfer_kernels.weights.adapter_columns import adapter_columns
 
@@ -54,6 +55,7 @@ SINGLE = """#include "bfloat16.hpp"
 #undef __shared__
 #define __shared__ static
 inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 """
 
 
@@ -106,6 +108,15 @@ LIBRARIES = {
             for size in (64, 128, 256)
         ),
     ),
+    "heads_fp8": Library(
+        SINGLE,
+        ("attention_fp8/qk_norm_rope_append_fp8.cu", "attention_fp8/adapted_heads_fp8.cu"),
+        tuple(
+            f"{kind}_{size}"
+            for kind in ("qk_norm_rope_append_fp8_few", "adapted_heads_fp8_16", "adapted_heads_fp8_64")
+            for size in (64, 128, 256)
+        ),
+    ),
     "swiglu": Library(SINGLE, ("lora/adapted_swiglu.cu",), ("adapted_swiglu_16", "adapted_swiglu_64")),
 }
 OF_STEM = {
@@ -115,6 +126,8 @@ OF_STEM = {
     "adapted_swiglu": "swiglu",
     "qk_norm_rope_append": "heads",
     "adapted_heads": "heads",
+    "qk_norm_rope_append_fp8": "heads_fp8",
+    "adapted_heads_fp8": "heads_fp8",
 }
 
 
@@ -445,7 +458,7 @@ HEADS = {
 BLOCK_TOKENS, POSITIONS = 16, 128
 
 
-def check_heads(ops: Emulated, on_device: Any, heads: Heads, num_tokens: int) -> None:
+def check_heads(ops: Emulated, on_device: Any, heads: Heads, num_tokens: int, *, is_fp8: bool = False) -> None:
     product = product_of(on_device, *heads.product, num_tokens)
     made = product.deferred(ops.deferred, AddedBy(DeltaOperator.QK_NORM_ROPE_APPEND, heads.head_dim))
     plain = ops.plain(product.x, product.weight)
@@ -471,11 +484,20 @@ def check_heads(ops: Emulated, on_device: Any, heads: Heads, num_tokens: int) ->
 
     def appended(call: Callable[..., Any], given: Any) -> tuple[np.ndarray, np.ndarray]:
         shape = num_blocks, 2, 2, heads.num_kv_heads, BLOCK_TOKENS, heads.head_dim
-        data = filled(shape, plain.dtype)
-        data[...] = 0
-        cache = PagedCache(data=data, layer=1)
+        if is_fp8:
+            of_codes = BLOCK_TOKENS * heads.head_dim
+            memory = filled((*shape[:4], of_codes + 4 * BLOCK_TOKENS), np.uint8)
+            memory[...] = 0
+            codes, scales = memory[..., :of_codes].reshape(shape), memory.view(np.float32)[..., of_codes // 4 :]
+            cache = PagedCache(data=codes, layer=1, format=CacheFormat.FP8, scales=scales)
+        else:
+            data = filled(shape, plain.dtype)
+            data[...] = 0
+            cache = PagedCache(data=data, layer=1)
         norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": EPS}
         q = call(given, **norms, rope=rope, cache=cache, batch=batch)
+        if is_fp8:
+            data = fp8_values(codes, scales)
         assert not data[:, 0].any()
         tokens = data[:, 1].transpose(0, 3, 1, 2, 4).reshape(-1, 2 * heads.num_kv_heads, heads.head_dim)
         own = tokens[np.maximum(cache_slots, 0)].copy()
@@ -501,7 +523,8 @@ def check_heads(ops: Emulated, on_device: Any, heads: Heads, num_tokens: int) ->
     expected[cache_slots < 0] = 0
     close = {"rtol": 2**-8, "atol": 2e-3}
     np.testing.assert_allclose(q.astype(np.float64), rotated(queries, q_norm), **close)
-    np.testing.assert_allclose(kv.astype(np.float64), expected, **close)
+    cached = {"rtol": 2**-4 + 2**-7, "atol": 4e-3} if is_fp8 else close
+    np.testing.assert_allclose(kv.astype(np.float64), expected, **cached)
 
 
 @pytest.mark.parametrize("num_tokens", [17, 31])
@@ -579,6 +602,11 @@ def test_gates_take_the_tile_of_which_a_block_reads_least(modules) -> None:
     assert columns(132 * 192, 128) == 112  # where 192 leaves no room for A
 
 
+@pytest.mark.parametrize("name", ["of 128", "two blocks", "of 256", "one large slot"])
+def test_heads_add_what_adapters_do_into_a_cache_in_fp8(modules, libraries, on_device, name) -> None:
+    check_heads(emulated(modules, libraries), on_device, HEADS[name], 27, is_fp8=True)
+
+
 def test_what_is_deferred_is_a_rule_of_shapes(modules, libraries, on_device) -> None:
     ops = emulated(modules, libraries).deferred
 
@@ -628,8 +656,8 @@ def test_heads_of_another_cache_are_refused(modules, libraries, on_device) -> No
         ("heads", ("lora/adapted_heads.cuh", "kHeadDim, int(kind), values)", "kHeadDim, 0, values)")),
         ("heads", ("lora/adapted_heads.cuh", "blockIdx.y * kHeads +", "")),
         ("heads", ("lora/adapted_heads.cuh", "high * -sines[j]", "high * sines[j]")),
-        ("heads", ("lora/deferred_tiles.cuh", "(int64_t(split) * given_.num_tokens", "(0 * given_.num_tokens")),
-        ("swiglu", ("lora/deferred_tiles.cuh", "if (!has[i]) a[i] = {};", "")),
+        ("swiglu", ("lora/deferred_tiles.cuh", "+ split * given_.num_tokens * token_values", "")),
+        ("swiglu", ("lora/deferred_tiles.cuh", "if (!has(i, first, step)) a[i] = {};", "")),
         ("swiglu", ("lora/deferred_tiles.cuh", "      hold(first);\n", "")),
         ("swiglu", ("lora/deferred_tiles.cuh", "(piece + own) * given_.rank", "piece * given_.rank")),
         ("swiglu", ("lora/deferred_tiles.cuh", "+ tile * 2 + lane_ / 4 % 2", "+ tile * 2 + 1 - lane_ / 4 % 2")),
@@ -674,7 +702,7 @@ def test_mistakes_are_noticed(modules, libraries, make_library, on_device, libra
             for name in ("two blocks", "slots of 8"):
                 check_heads(ops, on_device, HEADS[name], 17)
         elif library == "swiglu":
-            for name, num_tokens in (("four slots", 27), ("slots of 8", 17), ("eight slots", 31)):
+            for name, num_tokens in (("four slots", 27), ("slots of 8", 17), ("eight slots", 31), ("one large slot", 17)):
                 check_gates(ops, on_device, modules.tiles, GATES[name], num_tokens)
         else:
             for name, num_tokens in (("four slots", 40), ("slots of 8", 17), ("one large slot", 31), ("rank 24", 27)):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from openinfer_kernels import AttentionBatch, CacheFormat, PagedCache
+from openinfer_kernels.cpu.attention.cache_formats import fp8_values
 from openinfer_kernels.ops.lora import AddedBy, DeltaOperator
 from openinfer_kernels.testing.paged import make_batch
 
@@ -121,11 +122,25 @@ def test_heads_add_what_adapters_do(cuda, activation, host, num_tokens) -> None:
         q = call(given, **norms, eps=EPS, rope=rope, cache=cache, batch=batch)
         return host(q), host(data)
 
+    def appended_in_fp8(call: Any, given: Any) -> tuple[np.ndarray, np.ndarray]:
+        memory = cuda.upload(np.zeros((4, 1, 2, 8, 16 * (128 + 4)), np.uint8))
+        codes, scales = memory[..., : 16 * 128].reshape(4, 1, 2, 8, 16, 128), memory.view(np.float32)[..., 16 * 32 :]
+        cache = PagedCache(data=codes, layer=0, format=CacheFormat.FP8, scales=scales)
+        q = call(given, **norms, eps=EPS, rope=rope, cache=cache, batch=batch)
+        return host(q), fp8_values(cuda.download(codes), cuda.download(scales))
+
     made = product.deferred(cuda, BY_HEADS)
     np.testing.assert_array_equal(host(made.y), host(product.plain))
     found = appended(cuda.fused_adapters.deferred.qk_norm_rope_append, made)
     rounded = appended(cuda.qk_norm_rope_append, activation(product.wanted.astype(np.float32)))
     for one, other in zip(found, rounded, strict=True):
         np.testing.assert_allclose(one, other, rtol=2**-6, atol=2**-6)
-    q_without, _ = appended(cuda.qk_norm_rope_append, product.plain)
-    np.testing.assert_array_equal(found[0][product.none], q_without[product.none])
+    in_fp8 = appended_in_fp8(cuda.fused_adapters.deferred.qk_norm_rope_append, made)
+    np.testing.assert_array_equal(in_fp8[0], found[0])
+    np.testing.assert_allclose(in_fp8[1], found[1], rtol=2**-4 + 2**-7, atol=4e-3)
+    places = np.unravel_index(cuda.download(batch.cache_slots[0])[product.none], (4, 16))
+    for each, with_adapters in ((appended, found), (appended_in_fp8, in_fp8)):
+        q_without, cached_without = each(cuda.qk_norm_rope_append, product.plain)
+        np.testing.assert_array_equal(with_adapters[0][product.none], q_without[product.none])
+        own, without = (cached[places[0], 0, :, :, places[1]] for cached in (with_adapters[1], cached_without))
+        np.testing.assert_array_equal(own, without)

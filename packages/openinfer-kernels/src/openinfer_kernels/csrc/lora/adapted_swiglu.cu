@@ -14,7 +14,7 @@ __device__ __forceinline__ void run_gates(const bf16* gate_up, bf16* out, int wi
   launch_dependents();  // at once: the next product has its weights fetched while this waits
   const int first = blockIdx.x * lora::kDeferredHalf;
   lora::DeferredTiles<kMostRank, 2> tiles(delta, threadIdx.x / 32 * lora::kDeferredTokens, first, width + first);
-  // Of 304 blocks of Qwen3-4B about half find room next to the product; the others then have their rows nearby.
+  // Blocks that find no room next to the product, 40 of 304 of Qwen3-4B's, then have their rows nearby.
   const int other = first + (gridDim.x + 1) / 2 * lora::kDeferredHalf;
   if (other < width) lora::prefetch_halves(delta, other, width + other);
   wait_for_previous_kernel();

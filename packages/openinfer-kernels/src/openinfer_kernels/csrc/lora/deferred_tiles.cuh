@@ -74,12 +74,11 @@ class DeferredTiles {
       read_shrunk(shrunk, piece, 0);
     }
     float d[2][4][4] = {};
-    for (int first = 0;;) {
-      multiply(d, shrunk, first);
-      first += kDeferredChunk;
-      if (first >= given_.num_columns) break;
+    multiply(d, shrunk, 0);  // before the loop, where sums need no registers before they begin
+    for (int first = kDeferredChunk; first < given_.num_columns; first += kDeferredChunk) {
       hold(first);
       if constexpr (kHeld > 1) read_shrunk(shrunk, piece, first);
+      multiply(d, shrunk, first);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -132,7 +131,7 @@ class DeferredTiles {
   __device__ __forceinline__ void read_shrunk(Shrunk& shrunk, int piece, int first) const {
     constexpr int kFours = kPieces * 2 * kHeld;
     const int token_values = given_.pieces * given_.rank;
-    const float* from[kFours];
+    int from[kFours];  // at most 8 splits of 64 tokens of 192 values
     bool is_there[kFours];
     float4 sums[kFours];
 #pragma unroll
@@ -140,14 +139,14 @@ class DeferredTiles {
       const int own = i / (2 * kHeld), token = i / kHeld % 2;
       const int column = own_column(token, first_step(token, first) + i % kHeld);
       is_there[i] = is_own(column);
-      from[i] = given_.shrunk + int64_t(tokens_[token]) * token_values + (piece + own) * given_.rank + column;
-      sums[i] = four_if(is_there[i], from[i]);
+      from[i] = tokens_[token] * token_values + (piece + own) * given_.rank + column;
+      sums[i] = four_if(is_there[i], given_.shrunk + from[i]);
     }
     for (int split = 1; split < given_.splits; split++) {
-      const int64_t further = int64_t(split) * given_.num_tokens * token_values;
+      const float* shrunk_split = given_.shrunk + split * given_.num_tokens * token_values;
       float4 more[kFours];
 #pragma unroll
-      for (int i = 0; i < kFours; i++) more[i] = four_if(is_there[i], from[i] + further);
+      for (int i = 0; i < kFours; i++) more[i] = four_if(is_there[i], shrunk_split + from[i]);
 #pragma unroll
       for (int i = 0; i < kFours; i++)
         sums[i] = make_float4(sums[i].x + more[i].x, sums[i].y + more[i].y, sums[i].z + more[i].z, sums[i].w + more[i].w);
@@ -159,34 +158,36 @@ class DeferredTiles {
     }
   }
 
+  // One half after the other: registers of the first one's rows of B are free when the second one's sums begin.
   __device__ __forceinline__ void multiply(float (&d)[2][4][4], const Shrunk& shrunk, int first) const {
-    multiply_step<0>(d, shrunk, first);
-    multiply_step<1>(d, shrunk, first);
-    multiply_step<2>(d, shrunk, first);
-    multiply_step<3>(d, shrunk, first);
+    bool is_needed[kDeferredSteps];
+#pragma unroll
+    for (int step = 0; step < kDeferredSteps; step++)
+      is_needed[step] = __any_sync(~0u, has(0, first, step) || has(1, first, step));
+#pragma unroll
+    for (int i = 0; i < 2 * kDeferredSteps; i++) {
+      const int half = i / kDeferredSteps, step = i % kDeferredSteps;
+      if (is_needed[step]) multiply_step(d[half], held_[half], shrunk[half % kPieces], first, step);
+    }
   }
 
-  // A template, as a loop over steps with a condition in it is not unrolled, for which B would lie in local memory.
-  template <int kStep>
-  __device__ __forceinline__ void multiply_step(float (&d)[2][4][4], const Shrunk& shrunk, int first) const {
-    const bool has[2] = {is_own(own_column(0, first / 16 + kStep)), is_own(own_column(1, first / 16 + kStep))};
-    if (!__any_sync(~0u, has[0] || has[1])) return;
+  __device__ __forceinline__ bool has(int i, int first, int step) const {
+    return is_own(own_column(i, first / 16 + step));
+  }
+
+  __device__ __forceinline__ void multiply_step(float (&d)[4][4], const uint2 (&held)[4][kDeferredSteps],
+                                                const ShrunkFour (&shrunk)[2][kHeld], int first, int step) const {
+    ShrunkFour a[2];
 #pragma unroll
-    for (int own = 0; own < kPieces; own++) {
-      ShrunkFour a[2];
+    for (int i = 0; i < 2; i++) {
+      a[i] = shrunk[i][kHeld == 1 ? 0 : step];
+      if (!has(i, first, step)) a[i] = {};
+    }
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        a[i] = shrunk[own][i][kHeld == 1 ? 0 : kStep];
-        if (!has[i]) a[i] = {};
-      }
-#pragma unroll
-      for (int half = own; half < 2; half += kPieces)
-#pragma unroll
-        for (int tile = 0; tile < 4; tile++) {
-          const uint2 b = held_[half][tile][kStep];
-          mma(d[half][tile], a[0].high[0], a[1].high[0], a[0].high[1], a[1].high[1], b.x, b.y);
-          mma(d[half][tile], a[0].low[0], a[1].low[0], a[0].low[1], a[1].low[1], b.x, b.y);
-        }
+    for (int tile = 0; tile < 4; tile++) {
+      const uint2 b = held[tile][step];
+      mma(d[tile], a[0].high[0], a[1].high[0], a[0].high[1], a[1].high[1], b.x, b.y);
+      mma(d[tile], a[0].low[0], a[1].low[0], a[0].low[1], a[1].low[1], b.x, b.y);
     }
   }
 

@@ -93,12 +93,8 @@ class QkNormRopeAppend:
         batch: AttentionBatch,
         most_rank: int,
     ) -> Array:
-        """`qk_norm_rope_append` of few tokens, in heads of `ADAPTED_HEAD_DIMS`, to which a `DeferredDelta` is added.
-
-        Args:
-            qkv: as of `qk_norm_rope_append`.
-            delta: of these tokens.
-            most_rank: one of `ADAPTED_RANKS`, at least that of `delta`.
+        """`qk_norm_rope_append` of few tokens, in heads of `ADAPTED_HEAD_DIMS`, to which a `DeferredDelta` is added: of a
+        rank up to `most_rank`, which is one of `ADAPTED_RANKS`.
 
         Raises:
             ArrayMismatchError: heads of another size, more tokens, or arrays at addresses that vectors do not fit.

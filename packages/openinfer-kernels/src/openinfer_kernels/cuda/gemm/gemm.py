@@ -153,8 +153,8 @@ class Gemm:
         return partition if has_room_beside(partition, len(weight), self._room, shrink_rows=shrink_rows) else None
 
     def partition_gates_beside(self, x: Array, gate_up: Array, *, shrink_rows: int) -> Partition | None:
-        """Of gate and up as a product of `Epilogue.STORE`, with the sums that `linear_swiglu` has; None where that is not
-        the faster one, or has no room for as many rows of A beside it.
+        """Of gate and up as a product of `Epilogue.STORE`, with the sums that `linear_swiglu` has; None where this does
+        not serve them, or there is no room for as many rows of A.
         """
         if not self.serves(Epilogue.SWIGLU, x, gate_up):
             return None

@@ -211,7 +211,7 @@ def has_room_beside(partition: Partition, num_rows: int, room: Room, *, shrink_r
 
 
 def partition_gates_beside(num_rows: int, room: Room, *, shrink_rows: int) -> Partition | None:
-    """The partition of gate and up, at most 64 tokens, with tiles of A beside it: the tile of which a block reads least.
+    """The partition of gate and up, at most 64 tokens, with tiles of A beside it, of which a block reads least.
 
     K is not divided: sums are those of `partition_product`'s for `SWIGLU`, whatever the tile. None if there is no room.
     """
