@@ -1,9 +1,10 @@
 // What adapters add to a product, by the kernel after it: y + B (A x), of which A x was made beside the product.
 //
-// A block of that kernel has one token, and a thread eight of its values. It reads the eight rows of B before it waits
-// for the product, in which time they cost nothing; which slot the token has is only guessed then, and read again after
-// the wait. A x is float32, and so are the sums: y is rounded once as a product without adapters, and its sum with the
-// delta when the kernel rounds its own result. A token without an adapter computes what it does without adapters.
+// Of the norm's kernel a block has one token, and a thread eight of its values; heads and gates are in
+// deferred_tiles.cuh. It reads the eight rows of B before it waits for the product, in which time they cost nothing;
+// which slot the token has is only guessed then, and read again after the wait. A x is float32, and so are the sums: y is
+// rounded once as a product without adapters, and its sum with the delta when the kernel rounds its own result. A token
+// without an adapter computes what it does without adapters.
 #pragma once
 #include <cstdint>
 

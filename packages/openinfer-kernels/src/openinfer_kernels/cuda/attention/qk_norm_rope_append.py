@@ -30,6 +30,8 @@ ADAPTED_HEAD_DIMS = (64, 128, 256)
 """Of `qk_norm_rope_append_adapted`."""
 ADAPTED_RANKS = (16, 64)
 """For up to so many, kernels that `csrc/lora/deferred_tiles.cuh` is part of: with more they have more registers."""
+_ADAPTED_THREADS, _ADAPTED_TOKENS, _ADAPTED_VALUES = 128, 16, 256
+"""Of a block, and the values that it has of each token."""
 _INT32, _INT64, _FLOAT32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 
 
@@ -44,8 +46,6 @@ class _Arguments(ctypes.Structure):
     )
 
 
-_ADAPTED_THREADS, _ADAPTED_TOKENS, _ADAPTED_VALUES = 128, 16, 256
-"""Of a block, and the values that it has of each token."""
 _ByHeadDim = Mapping[int, Kernel]
 _ByRankAndHeadDim = Mapping[tuple[int, int], Kernel]
 
@@ -93,8 +93,9 @@ class QkNormRopeAppend:
         batch: AttentionBatch,
         most_rank: int,
     ) -> Array:
-        """`qk_norm_rope_append` of few tokens, in heads of `ADAPTED_HEAD_DIMS`, to which a `DeferredDelta` is added: of a
-        rank up to `most_rank`, which is one of `ADAPTED_RANKS`.
+        """`qk_norm_rope_append` of few tokens, in heads of `ADAPTED_HEAD_DIMS`, to which a `DeferredDelta` is added.
+
+        `most_rank`, one of `ADAPTED_RANKS`, is at least the delta's rank.
 
         Raises:
             ArrayMismatchError: heads of another size, more tokens, or arrays at addresses that vectors do not fit.

@@ -2,8 +2,8 @@
 
     product, and A x beside it ─► y, float32 A x ─► add_rms_norm, qk_norm_rope_append or swiglu of y + B (A x)
 
-`y` is the product as it is without adapters, of the same bits; of gate and up before they are gated. What is deferred is
-decided by shapes alone, so that a step is captured and replayed in one way.
+`y` is the product as it is without adapters, of the same bits; of gate and up before they are gated. What is deferred
+is decided by shapes alone, so that a step is captured and replayed in one way.
 """
 
 import ctypes
