@@ -89,8 +89,9 @@ __device__ __forceinline__ void run_adapted(const Arguments& a, const lora::Defe
 #pragma unroll
       for (int j = 0; j < 8; j++) {
         const float low = values[i][0][j] * (scale * factors[0][j]), high = values[i][1][j] * (scale * factors[1][j]);
-        values[i][0][j] = low * cosines[j] + high * -sines[j];
-        values[i][1][j] = high * cosines[j] + low * sines[j];
+        // In the order of attention's own kernel, which the compiler would choose otherwise here.
+        values[i][0][j] = fmaf(low, cosines[j], -sines[j] * high);
+        values[i][1][j] = fmaf(high, cosines[j], sines[j] * low);
       }
     }
   }
