@@ -702,7 +702,8 @@ def test_mistakes_are_noticed(modules, libraries, make_library, on_device, libra
             for name in ("two blocks", "slots of 8"):
                 check_heads(ops, on_device, HEADS[name], 17)
         elif library == "swiglu":
-            for name, num_tokens in (("four slots", 27), ("slots of 8", 17), ("eight slots", 31), ("one large slot", 17)):
+            cases = (("four slots", 27), ("slots of 8", 17), ("eight slots", 31), ("one large slot", 17))
+            for name, num_tokens in cases:
                 check_gates(ops, on_device, modules.tiles, GATES[name], num_tokens)
         else:
             for name, num_tokens in (("four slots", 40), ("slots of 8", 17), ("one large slot", 31), ("rank 24", 27)):
