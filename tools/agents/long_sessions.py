@@ -9,6 +9,7 @@ under others stays, so that a change can be shown before and after. TTFT has 25 
     long      three sessions of 43 turns to 142,000 tokens, pool a third: TTFT by turn, hits, the scheduler's own time
     ideal     sessions of the measured runs, next to a server without mistakes that loads, then computes (`eviction.py`)
     early     sessions of the measured runs with loads before turns arrive and without (`early-loads`)
+    answers   six sessions with early loads, whose answers come back as they were given, and otherwise
     notice    six sessions of 119,800 tokens in a pool of two, early loads, whose ends are seen at once, or later
     tenants   three sessions of 110,000 tokens and eight of 8,000 to 14,000, of one tenant and of two
     begin     prompts of 110,000 and 9,000 tokens that come at one time, a server's first, of one tenant and of two
@@ -134,6 +135,23 @@ def early() -> dict[str, Any]:
     return rows
 
 
+def answers() -> dict[str, Any]:
+    sessions, first, num_blocks, card = SHAPES["qwen3-8b"]
+    rows: dict[str, Any] = {}
+    for name, change in (("as given", False), ("otherwise", True)):
+        ids = drawn_ids()
+        made = [Session(0.01 * n, turns(ids, first, NEW_TOKENS, 16, lambda: 2.0)) for n in range(sessions)]
+        options = {"early-loads": "true"}
+        world = World(
+            made, num_blocks=num_blocks, card=card, max_model_tokens=45_000, options=options, answers_change=change
+        )
+        row = told(later(world.run()))
+        stats = world.scheduler.stats()
+        rows[name] = row | {"early_blocks": stats.early_blocks, "unused_blocks": stats.early_unused_blocks}
+        print(name, rows[name], flush=True)
+    return rows
+
+
 def notice() -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for notice_ms in (0, 13, 20):
@@ -222,6 +240,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "long": long,
     "ideal": ideal,
     "early": early,
+    "answers": answers,
     "notice": notice,
     "tenants": tenants,
     "begin": begin,

@@ -171,7 +171,9 @@ class World:
         max_num_seqs: int = 32,
         max_step_tokens: int = 8192,
         options: dict[str, str] | None = None,
+        answers_change: bool = False,
     ) -> None:
+        """With `answers_change` other tokens stand for an answer in the prompts after it, as many."""
         config = SchedulerConfig(
             num_blocks=num_blocks,
             block_size_tokens=BLOCK_TOKENS,
@@ -185,6 +187,7 @@ class World:
         self.scheduler.use_tiers(self.link)  # type: ignore[arg-type]
         self.now_s = 0.0
         self._card, self._sessions, self._output_tokens = card, sessions, output_tokens
+        self._answers_change = answers_change
         self._device_free_s = 0.0
         self._open: dict[RequestId, _Open] = {}
         self._num_requests = 0
@@ -279,6 +282,7 @@ class World:
         turns = self._sessions[opened.session].turns
         if opened.turn + 1 < len(turns):
             turn = turns[opened.turn + 1]
-            ids = (*opened.ids, *opened.said, *turn.new_ids)
+            said = [each + 1 for each in opened.said] if self._answers_change else opened.said
+            ids = (*opened.ids, *said, *turn.new_ids)
             at_s = self.now_s + self._card.outside_s + turn.wait_s
             heapq.heappush(self._coming, (at_s, opened.session, opened.turn + 1, ids))
