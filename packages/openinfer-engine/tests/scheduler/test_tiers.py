@@ -393,8 +393,8 @@ def conversations_rig(factory: type[TokenBudgetScheduler]) -> tuple[FakeTier, Ri
     """One conversation is kept, in 66 of 166 blocks; two others are in the tier alone."""
     tier = FakeTier(block_tokens=16)
     rig = Rig(factory, tier, num_blocks=166, max_step_tokens=1024, max_model_tokens=1700)
-    for request_id, first in enumerate((2000, 2000, 4000, 6000)):
-        rig.run(request_of(request_id, range(first, first + 1057)))
+    for request_id, (first, num_tokens) in enumerate(((2000, 1041), (2000, 1057), (4000, 1057), (6000, 1057))):
+        rig.run(request_of(request_id, range(first, first + num_tokens)))
     rig.run(request_of(4, range(9000, 9000 + 1560)))
     return tier, rig
 
