@@ -655,7 +655,7 @@ def test_heads_of_another_cache_are_refused(modules, libraries, on_device) -> No
         ("norm", ("lora/adapted_norm.cu", "blockIdx.x, threadIdx.x * 8", "0, threadIdx.x * 8")),
         ("heads", ("lora/adapted_heads.cuh", "kHeadDim, int(kind), values)", "kHeadDim, 0, values)")),
         ("heads", ("lora/adapted_heads.cuh", "blockIdx.y * kHeads +", "")),
-        ("heads", ("lora/adapted_heads.cuh", "high * -sines[j]", "high * sines[j]")),
+        ("heads", ("lora/adapted_heads.cuh", "-sines[j] * high", "sines[j] * high")),
         ("swiglu", ("lora/deferred_tiles.cuh", "+ split * given_.num_tokens * token_values", "")),
         ("swiglu", ("lora/deferred_tiles.cuh", "if (!has(i, first, step)) a[i] = {};", "")),
         ("swiglu", ("lora/deferred_tiles.cuh", "      hold(first);\n", "")),

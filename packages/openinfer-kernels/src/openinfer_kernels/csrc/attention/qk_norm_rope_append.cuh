@@ -88,7 +88,7 @@ __device__ __forceinline__ void rotate(float (&values)[8], const float (&cosines
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const float partner = __shfl_xor_sync(~0u, values[i], kLanes / 2);
-    values[i] = values[i] * cosines[i] + partner * sines[i];
+    values[i] = fmaf(values[i], cosines[i], partner * sines[i]);  // lora/adapted_heads.cuh has its bits
   }
 }
 

@@ -89,7 +89,7 @@ __device__ __forceinline__ void run_adapted(const Arguments& a, const lora::Defe
 #pragma unroll
       for (int j = 0; j < 8; j++) {
         const float low = values[i][0][j] * (scale * factors[0][j]), high = values[i][1][j] * (scale * factors[1][j]);
-        // In the order of attention's own kernel, which the compiler would choose otherwise here.
+        // As attention's own kernel rounds: left to the compiler the other product was part of the fma here.
         values[i][0][j] = fmaf(low, cosines[j], -sines[j] * high);
         values[i][1][j] = fmaf(high, cosines[j], sines[j] * low);
       }
@@ -143,7 +143,7 @@ __device__ __forceinline__ void run_adapted(const Arguments& a, const lora::Defe
 }  // namespace
 
 #define ADAPTED_HEADS(NAME, RANK, HEAD_DIM)                                                             \
-  extern "C" __global__ void __launch_bounds__(lora::kDeferredThreads, lora::deferred_blocks(RANK))     \
+  extern "C" __global__ void __launch_bounds__(lora::kDeferredThreads, lora::kDeferredBlocks<RANK>)     \
       NAME##_##RANK##_##HEAD_DIM(const __grid_constant__ Arguments a,                                   \
                                  const __grid_constant__ lora::DeferredDelta delta) {                   \
     run_adapted<RANK, HEAD_DIM>(a, delta);                                                              \

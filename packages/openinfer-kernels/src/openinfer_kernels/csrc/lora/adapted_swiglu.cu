@@ -33,7 +33,7 @@ __device__ __forceinline__ void run_gates(const bf16* gate_up, bf16* out, int wi
 }  // namespace
 
 #define ADAPTED_SWIGLU(RANK)                                                                                       \
-  extern "C" __global__ void __launch_bounds__(lora::kDeferredThreads, lora::deferred_blocks(RANK))                \
+  extern "C" __global__ void __launch_bounds__(lora::kDeferredThreads, lora::kDeferredBlocks<RANK>)                \
       adapted_swiglu_##RANK(const bf16* gate_up, bf16* out, int width, const __grid_constant__ lora::DeferredDelta delta) { \
     run_gates<RANK>(gate_up, out, width, delta);                                                                   \
   }

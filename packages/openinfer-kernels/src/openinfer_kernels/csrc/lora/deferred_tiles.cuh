@@ -19,7 +19,8 @@ constexpr int kDeferredSteps = kDeferredChunk / 16;      // of a chunk
 constexpr int kDeferredThreads = 128;                    // of a block, at most
 
 // Blocks for which a multiprocessor has registers: three where two are to find room next to a block of gemm/gemm.cuh.
-constexpr int deferred_blocks(int most_rank) { return most_rank <= 16 ? 3 : 2; }
+template <int kMostRank>
+constexpr int kDeferredBlocks = kMostRank <= 16 ? 3 : 2;
 
 // Four columns of A x, for the tensor cores.
 struct ShrunkFour {
