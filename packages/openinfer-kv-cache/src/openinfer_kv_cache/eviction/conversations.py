@@ -1,9 +1,9 @@
 """`Conversations`: which prefixes are kept whole while more conversations take turns than the pool holds.
 
 A turn of a conversation begins with the prompt of its last one; the answer may come back written otherwise, without its
-thinking for one. In a cycle of conversations that is larger than the pool, the
-one used least recently is the next to go on, so that order of eviction gives each up just before it is needed. As LIRS
-does for pages (Jiang and Zhang, SIGMETRICS 2002), conversations are chosen that are given up after all others:
+thinking for one. In a cycle of conversations that is larger than the pool, the one used least recently is the next to
+go on, so that order of eviction gives each up just before it is needed. As LIRS does for pages (Jiang and Zhang,
+SIGMETRICS 2002), conversations are chosen that are given up after all others:
 
     first turn ── ends ──► known ── goes on, and there is room, or one that is kept has not gone on since ──► kept
                              ▲                                                                                │
@@ -67,11 +67,11 @@ class Conversations:
         if not num_sealed or not self._pool.keeps_conversations:
             return None
         digests = sequence.prefix_digests()
-        place, is_longer = num_sealed - 1, False
+        place = last = num_sealed - 1
         if prompt_tokens is not None:
             place = min(place, max(0, (prompt_tokens - TAIL_TOKENS) // sequence.block_size_tokens - 1))
-            is_longer = True  # a prompt that comes again goes on from nothing
-        before, conversation = self._go_on(digests, place - is_longer)
+            last = place - 1  # a prompt that comes again goes on from nothing
+        before, conversation = self._go_on(digests, last)
         self._turn += 1
         if conversation is None:
             conversation = self._turn
@@ -92,7 +92,9 @@ class Conversations:
         self._kept.clear()
 
     def _go_on(self, digests: Sequence[Digest], last: int) -> tuple[int | None, int | None]:
-        """The latest turn that these begin with, and its conversation; none for a second one to go on from there."""
+        """The latest turn that these up to `last` begin with, and its conversation; none for a second one to go on from
+        there.
+        """
         ends = self._ends
         for place in range(last, -1, -1):
             found = ends.get(digests[place])
